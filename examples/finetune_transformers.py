@@ -1,6 +1,6 @@
 """Fine-tune a model of `transformers` on 4 ranks: tensor parallel 2 x context parallel 2.
 
-`pip install "scaletorch[transformers]" safetensors`, then `python
+`pip install "scaletorch[transformers]"`, then `python
 examples/finetune_transformers.py`. Nothing is downloaded: it first makes a small Llama with random
 weights and saves it with `save_pretrained`; the data are the bytes of a source file of the
 standard library. Four local ranks tune it and save a checkpoint. One process then loads the
@@ -12,7 +12,7 @@ in `global_batch`, and under torchrun instead of `launch`
     init_dist()
     tune(folder, results, tp=4, cp=2, dp=2)
 
-The model class is unchanged. `load_safetensors` reads each rank's rows and columns straight from
+The model class is unchanged. `import_safetensors` reads each rank's rows and columns straight from
 the files; each rank has half of every sequence and half of every layer.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from scaletorch.checkpoint import export_safetensors, load, save
+from scaletorch.checkpoint import export_safetensors, import_safetensors, load, save
 from scaletorch.compose import (
     clip_grad_norm_,
     parallelize,
@@ -41,7 +41,6 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.parallel.tensor_parallel import load_safetensors
 
 ROWS, LENGTH, STEPS = 4, 128, 12
 
@@ -64,7 +63,7 @@ def build(folder: Path, manager: ProcessGroupManager) -> DataParallelBucket:
 
     model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     part = parallelize(model, manager)
-    load_safetensors(part, folder)
+    import_safetensors(part, folder, manager)
     return part
 
 

@@ -13,7 +13,7 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.parallel.tensor_parallel.regions import overlap
+from scaletorch.parallel.tensor_parallel.regions import region as module
 from scaletorch.parallel.tensor_parallel.tp_comms import (
     CopyToModelParallelRegion,
     GatherFromModelParallelRegion,
@@ -100,7 +100,7 @@ def test_overlapped_linear_is_the_plain_one(shape, bias, frozen, needs_input_gra
 def order_of_backward():
     """The calls of one backward, in order, with the communication and the products watched."""
     calls = []
-    real = overlap.all_reduce
+    real = module.all_reduce
 
     class Watched:
         def __init__(self, *args, **kwargs):
@@ -119,12 +119,12 @@ def order_of_backward():
 
     x, weight = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     out = linear_with_async_all_reduce(x, weight, None, group.WORLD).sum()
-    overlap.all_reduce = Watched
+    module.all_reduce = Watched
     try:
         with Products():
             out.backward()
     finally:
-        overlap.all_reduce = real
+        module.all_reduce = real
     return calls
 
 

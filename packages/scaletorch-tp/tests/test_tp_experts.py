@@ -11,7 +11,6 @@ from torch.distributed import group
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, relative_error
 from scaletorch.parallel.tensor_parallel import (
-    Pieces,
     Slices,
     Stacked,
     apply_tensor_parallel,
@@ -19,11 +18,11 @@ from scaletorch.parallel.tensor_parallel import (
     gather_state_dict,
     gather_tensors,
     load_full_state_dict,
-    placements,
     shard_dims,
     split_by_owner,
 )
-from scaletorch.parallel.tensor_parallel.plans.transformers_plan import stacked_of
+from scaletorch.parallel.tensor_parallel.building import find_cuts
+from scaletorch.parallel.tensor_parallel.plans.own_plans import stacked_of
 
 HIDDEN, WIDTH, EXPERTS, VOCAB = 6, 5, 3, 11
 STYLE = Stacked(
@@ -165,7 +164,7 @@ def test_state():
     assert (dims["block.experts.gate_up"], dims["block.experts.down"]) == (1, 2)
     assert dims["block.experts.down_bias"] is None
     both = (range(0, 3), range(5, 8)), (range(3, 5), range(8, 10))
-    assert placements(model)["block.experts.gate_up"] == Pieces(1, both)
+    assert find_cuts(model)["block.experts.gate_up"].cut.ranges == both
     values = {name: p.detach() for name, p in model.named_parameters()}
     pieces = split_by_owner(model, values)
     rank = model.block.experts.tp_rank
@@ -199,20 +198,14 @@ def test_refusals():
 
 
 def test_plans_of_transformers():
-    parameters = dict.fromkeys(("up", "up_bias", "down", "down_bias"))
-    turns = SimpleNamespace(_parameters=parameters, is_transposed=True, is_concatenated=False)
+    parameters = dict.fromkeys(("up", "down"))
+    turns = SimpleNamespace(_parameters=parameters, is_concatenated=False)
     found = stacked_of("experts", turns, {"up": "packed_rowwise", "down": "colwise"})
-    assert found.sharded == {
-        "up": Slices(2, unit=2),
-        "up_bias": Slices(1, unit=2),
-        "down": Slices(1),
-    }
-    assert found.added == ("down_bias",)
+    assert found.sharded == {"up": Slices(2, unit=2), "down": Slices(1)}
     plain = SimpleNamespace(_parameters=parameters)
     found = stacked_of("experts", plain, {"up": "packed_colwise", "down": "rowwise"})
-    assert found.sharded["up"] == found.sharded["up_bias"] == Slices(1, parts=2)
-    assert found.added == ("down_bias",)
-    with pytest.raises(ValueError, match=r"'experts.up' of the experts the style 'odd'"):
+    assert found.sharded["up"] == Slices(1, parts=2)
+    with pytest.raises(ValueError, match=r"'experts.up' the style 'odd'"):
         stacked_of("experts", plain, {"up": "odd"})
     with pytest.raises(ValueError, match="none of their parameters"):
         stacked_of("experts", plain, {})

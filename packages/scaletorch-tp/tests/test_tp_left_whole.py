@@ -12,9 +12,9 @@ from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     gather_tensors,
 )
-from scaletorch.parallel.tensor_parallel.cuts.styles import Slices
+from scaletorch.parallel.tensor_parallel.plans.own_plans import find_own_plan, stacked_of
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
-from scaletorch.parallel.tensor_parallel.plans.transformers_plan import find_own_plan, stacked_of
+from scaletorch.parallel.tensor_parallel.styles import Slices
 
 HIDDEN, WIDTH = 8, 11
 
@@ -81,7 +81,7 @@ def test_experts_are_cut_alike_whatever_version_s_plan_names_them(version):
     model = nn.ModuleDict({"moe": nn.ModuleDict({"router": Norm(), "experts": Experts(2)})})
     model._tp_plan = plan | {f"moe.experts.{name}": each for name, each in own.items()}
     model._tp_plan |= {"moe.experts": style}
-    *routers, match = find_own_plan(model).matches
+    *routers, match = find_own_plan(model)[0]
     assert all((each.name, each.style) == ("moe.router", "replicate") for each in routers)
     assert match.name == "moe.experts"
     assert match.style.sharded == {"gate_up_proj": Slices(1, parts=2), "down_proj": Slices(2)}
@@ -97,7 +97,7 @@ def test_a_plan_that_gives_ranks_whole_experts_is_none_of_tensor_parallelism():
 def test_local_stacks_that_lie_otherwise_are_refused():
     experts = Experts(2)
     experts.gate_up_proj = nn.Parameter(torch.zeros(3, HIDDEN, 2 * WIDTH))
-    with pytest.raises(ValueError, match="of the experts the style 'local_rowwise', which is none"):
+    with pytest.raises(ValueError, match="the style 'local_rowwise', which is none"):
         stacked_of("experts", experts, OLD)
 
 
@@ -192,16 +192,6 @@ def test_a_gate_as_long_as_a_head():
                 torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
 
 
-class TwoRows(nn.Module):
-    """Attention as Doge's: a second projection takes the values of all heads."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_heads, self.head_dim = 2, HIDDEN // 2
-        for name in ("q_proj", "k_proj", "v_proj", "dt_proj", "o_proj"):
-            self.add_module(name, nn.Linear(HIDDEN, HIDDEN))
-
-
 class NormedEmbedding(nn.Embedding):
     def forward(self, ids):
         return F.normalize(super().forward(ids), dim=-1)
@@ -212,11 +202,8 @@ class Planned(nn.Module):
         super().__init__()
         self._tp_plan = {
             "embed": "embedding_rowwise", "mlp.up": "colwise", "mlp.down": "rowwise",
-            **{f"attn.{name}_proj": "colwise" for name in "qkv"},
-            "attn.dt_proj": "rowwise", "attn.o_proj": "rowwise",
         }  # fmt: skip
         self.embed = NormedEmbedding(16, HIDDEN)
-        self.attn = TwoRows()
         self.mlp = nn.ModuleDict({"up": nn.Linear(HIDDEN, WIDTH), "down": nn.Linear(WIDTH, HIDDEN)})
 
 
@@ -227,6 +214,6 @@ def test_a_plan_of_transformers_leaves_whole_what_cannot_be_cut():
 
 def test_experts_that_do_nothing_are_refused():
     model = Planned()
-    model._tp_plan["attn.norm"], model.attn.norm = "moe_identity_expert", nn.Identity()
+    model._tp_plan["mlp.norm"], model.mlp["norm"] = "moe_identity_expert", nn.Identity()
     with pytest.raises(InvalidArgumentError, match="'moe_identity_expert', which is none of"):
         resolve(model, None, 2)

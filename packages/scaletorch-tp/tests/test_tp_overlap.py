@@ -17,7 +17,7 @@ from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     gather_tensors,
 )
-from scaletorch.parallel.tensor_parallel.regions import overlap
+from scaletorch.parallel.tensor_parallel.regions import region
 
 PLAN = {"**.up": "column", "**.gate": "column", "**.down": "row"}
 
@@ -80,7 +80,7 @@ class Watched:
     """Watches products, and when a collective starts and is waited for."""
 
     def __init__(self, name):
-        self.calls, self.own, self.name = [], getattr(overlap, name), name
+        self.calls, self.own, self.name = [], getattr(region, name), name
 
     def __call__(self, *args, **options):
         self.calls.append("start")
@@ -100,7 +100,7 @@ class Watched:
                     calls.append("mm")
                 return function(*args, **(kwargs or {}))
 
-        with patch.object(overlap, self.name, self), Products():
+        with patch.object(region, self.name, self), Products():
             call()
         return calls
 

@@ -204,7 +204,7 @@ def replicas_gathered():
         # Shards are made with the gradients that there are.
         x.grad = mine.grad = plain.weight.grad = plain.bias.grad = None
         options = {"gather_output": True, "async_all_reduce": asynchronous}
-        layer = ColumnParallelLinear.from_plain(plain, group=group.WORLD, cut=cut, **options)
+        layer = ColumnParallelLinear.convert(copy.deepcopy(plain), group.WORLD, {}, cut, **options)
         weight = torch.arange(14.0, dtype=torch.float64).view(2, 7)
         (plain(x) * weight).sum().backward()
         (layer(mine) * weight).sum().backward()

@@ -120,26 +120,17 @@ def test_a_wrong_suggestion_is_refused(sizes, options):
     assert "RehearsalError" in run_ranks(trained, 4, sizes, options, Counting, without_trial=True)
 
 
-def test_attention_and_words_of_t5_are_divided():
+def test_t5_is_divided_but_for_attention_whose_biases_are_of_all_heads():
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {
-        "vocab_size": 64,
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_layers": 1,
-        "num_heads": 4,
-    }
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
     with torch.device("meta"):
-        model = T5ForConditionalGeneration(T5Config(**sizes, feed_forward_proj="gated-gelu"))
-    found = {line.split()[0]: line.split()[1] for line in str(explain(model, 2)).splitlines()}
-    where = "decoder.block.*.layer.*."
+        config = T5Config(**sizes, num_layers=1, feed_forward_proj="gated-gelu")
+        model = T5ForConditionalGeneration(config)
+    found = {p.name: p.style for p in explain(model, 2).parameters}
+    where = "decoder.block.0.layer"
     assert found["shared.weight"] == found["decoder.embed_tokens.weight"] == "vocab"
     assert found["lm_head.weight"] == "column_gather"
-    for attention in ("SelfAttention", "EncDecAttention"):
-        assert {found[f"{where}{attention}.{name}.weight"] for name in "qkv"} == {"column"}
-        assert found[f"{where}{attention}.o.weight"] == "row"
-    bias = "SelfAttention.relative_attention_bias.weight"
-    assert found[f"{where}{bias}"] == "column_embedding"
-    assert found[f"{where}DenseReluDense.wi_0.weight"] == "column"
+    assert found[f"{where}.0.SelfAttention.q.weight"] == ""
+    assert found[f"{where}.2.DenseReluDense.wi_0.weight"] == "column"
+    assert found[f"{where}.2.DenseReluDense.wo.weight"] == "row"

@@ -38,19 +38,19 @@ def partial_sums_reduced_twice(convert: Any) -> Any:
     return twice
 
 
-@fault("regions.overlap:send", layout="1x1x1x2", born=COLUMN)
+@fault("regions.region:send", layout="1x1x1x2", born=COLUMN)
 def input_gradient_not_reduced(send: Any) -> Any:
     """A column-parallel layer's input gradient misses its all-reduce."""
     return lambda grad, _group, _sizes: lambda: grad
 
 
-@fault("regions.overlap:send", layout="1x1x1x2", born=COLUMN)
+@fault("regions.region:send", layout="1x1x1x2", born=COLUMN)
 def input_gradient_reduced_twice(send: Any) -> Any:
     """A column-parallel layer's input gradient is all-reduced twice."""
     return lambda grad, group, sizes: send(send(grad, group, sizes)(), group, sizes)
 
 
-@fault("regions.overlap:send", layout="2x1x1x2", born=COLUMN)
+@fault("regions.region:send", layout="2x1x1x2", born=COLUMN)
 def input_gradient_over_wrong_axis(send: Any) -> Any:
     """A column-parallel layer's input gradient is all-reduced over dp in place of tp."""
 
@@ -61,7 +61,7 @@ def input_gradient_over_wrong_axis(send: Any) -> Any:
     return over_dp
 
 
-@fault("regions.overlap:weight_grad", layout="1x1x1x2", born=COLUMN)
+@fault("regions.region:weight_grad", layout="1x1x1x2", born=COLUMN)
 def late_weight_gradient_incomplete(weight_grad: Any) -> Any:
     """A weight's gradient, computed while its input's travels, leaves out a sequence."""
     return lambda products: weight_grad([(g[1:], x[1:]) for g, x in products])
@@ -74,7 +74,7 @@ def row_bias_on_every_rank(forward: Any) -> Any:
 
 
 @fault(
-    "layers.embedding:VocabParallelEmbedding.forward",
+    "layers.linear:VocabParallelEmbedding.forward",
     layout="1x1x1x2",
     born="forward: embed_tokens",
 )
@@ -89,7 +89,7 @@ def vocabulary_off_by_one(forward: Any) -> Any:
 
 
 @fault(
-    "layers.embedding:VocabParallelEmbedding.forward",
+    "layers.linear:VocabParallelEmbedding.forward",
     layout="1x1x1x2",
     born="backward: embed_tokens",
 )
@@ -207,7 +207,7 @@ def gradients_of_shares_not_summed(_sum: Any) -> Any:
     return lambda _known, _model, _manager: None
 
 
-@fault("regions.overlap:send", **SEQUENCE, born=COLUMN)
+@fault("regions.region:send", **SEQUENCE, born=COLUMN)
 def sequence_gradient_not_scattered(send: Any) -> Any:
     """The gradient at a region's beginning is cut, and the ranks' parts are not summed."""
     return lambda grad, group, sizes: lambda: split(grad, -2, group, sizes=sizes)

@@ -2,25 +2,23 @@
 
 from ._version import __version__
 from .cross_entropy import vocab_parallel_cross_entropy
-from .cuts.styles import Fused, PerHead, SharedTail, Slices, Stacked
 from .layers.base import TensorParallelLayer
-from .layers.embedding import VocabParallelEmbedding
-from .layers.linear import ColumnParallelLinear, RowParallelLinear
+from .layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .plans.explain import ExplainedParameter, Explanation, explain
-from .plans.plan import STYLES, Divide, Plan, Style
+from .plans.plan import STYLES, Plan, Style
 from .plans.suggest import suggest_plan
 from .regions.random import common_random, sharded_random
 from .sharing.sequence import sequence_share
-from .state.dtensors import PiecesTensor, as_dtensors
-from .state.placements import Pieces, placements, split_by_owner
-from .state.safetensors_folder import load_safetensors
+from .state.sharded_state import PiecesTensor, sharded_state_dict
 from .state.whole import (
     gather_state_dict,
     gather_tensors,
     load_full_state_dict,
     shard_dims,
+    split_by_owner,
     take_own,
 )
+from .styles import Divide, Fused, PerHead, SharedTail, Slices, Stacked
 from .tensor_parallel import apply_tensor_parallel
 from .tp_comms import (
     CopyToModelParallelRegion,
@@ -42,7 +40,6 @@ __all__ = [
     "Fused",
     "GatherFromModelParallelRegion",
     "PerHead",
-    "Pieces",
     "PiecesTensor",
     "Plan",
     "ReduceFromModelParallelRegion",
@@ -55,7 +52,6 @@ __all__ = [
     "VocabParallelEmbedding",
     "__version__",
     "apply_tensor_parallel",
-    "as_dtensors",
     "common_random",
     "explain",
     "gather_state_dict",
@@ -63,12 +59,11 @@ __all__ = [
     "linear_with_all_reduce",
     "linear_with_async_all_reduce",
     "load_full_state_dict",
-    "load_safetensors",
     "merge_first_two_dims",
-    "placements",
     "sequence_share",
     "shard_dims",
     "sharded_random",
+    "sharded_state_dict",
     "split_by_owner",
     "split_tensor_along_last_dim",
     "suggest_plan",

@@ -110,8 +110,8 @@ class CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """Return the loss of each token [T], the same on every rank."""
         index, elsewhere = terms.place(targets, ignored)
-        own = _statistics(logits, index, elsewhere, terms)
-        highest, total, target, *spread = _combined(own, terms)
+        local = _statistics(logits, index, elsewhere, terms)
+        highest, total, target, *spread = _combined(local, terms)
         ctx.terms = terms
         ctx.save_for_backward(logits, targets, ignored, highest, total)
         log_total = total.log()
@@ -160,9 +160,9 @@ def _statistics(logits: Tensor, index: Tensor, elsewhere: Tensor, terms: _Terms)
     rank), and with smoothing the sum of logit - highest.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    own = logits.new_zeros((4 if terms.smoothing else 3, *index.shape), dtype=dtype)
-    own[0] = -math.inf
-    for x, at, away, highest, total, target, *spread in _blocks(logits, index, elsewhere, *own):
+    found = logits.new_zeros((4 if terms.smoothing else 3, *index.shape), dtype=dtype)
+    found[0] = -math.inf
+    for x, at, away, highest, total, target, *spread in _blocks(logits, index, elsewhere, *found):
         x = x.to(dtype)  # a copy for 16-bit logits, then changed in place
         highest.copy_(x.amax(-1))
         target.copy_(x.gather(-1, at.unsqueeze(-1)).squeeze(-1)).masked_fill_(away, 0)
@@ -171,25 +171,25 @@ def _statistics(logits: Tensor, index: Tensor, elsewhere: Tensor, terms: _Terms)
         if spread:
             spread[0].copy_(y.sum(-1))
         total.copy_(y.exp_().sum(-1))
-    return own
+    return found
 
 
-def _combined(own: Tensor, terms: _Terms) -> list[Tensor]:
+def _combined(local: Tensor, terms: _Terms) -> list[Tensor]:
     """Return the statistics of the full vocabulary; the last ones relative to its highest logit.
 
     It uses one all-gather and combines in rank order, so the bits are the same on all ranks, and a
     NaN reaches all of them, which a max all-reduce does not guarantee.
     """
-    parts = all_gather(own, terms.group) if len(terms.lengths) > 1 else [own]
-    highest = torch.stack([part[0] for part in parts]).amax(0)
+    gathered = all_gather(local, terms.group) if len(terms.lengths) > 1 else [local]
+    highest = torch.stack([statistics[0] for statistics in gathered]).amax(0)
     result = [highest, torch.zeros_like(highest), -highest]
     if terms.smoothing:
         result.append(torch.zeros_like(highest))
-    for part, length in zip(parts, terms.lengths, strict=True):
-        result[1] += part[1] * (part[0] - highest).exp_()
-        result[2] += part[2]
+    for statistics, length in zip(gathered, terms.lengths, strict=True):
+        result[1] += statistics[1] * (statistics[0] - highest).exp_()
+        result[2] += statistics[2]
         if terms.smoothing:
-            result[3] += part[3] + (_finite(part[0]) - highest) * length
+            result[3] += statistics[3] + (_finite(statistics[0]) - highest) * length
     return result
 
 
@@ -198,7 +198,7 @@ def _finite(highest: Tensor) -> Tensor:
     return highest.masked_fill(highest == -math.inf, 0)
 
 
-def _blocks(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _blocks(x: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield blocks of full rows (the last dim of `x`) of all tensors, without copies.
 
     All tensors have the leading dims of `x`, so rows need no common stride.
@@ -206,10 +206,10 @@ def _blocks(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if x.numel() == 0:
         return
     if x.dim() == 1:
-        yield tuple(tensor.unsqueeze(0) for tensor in (x, *others))
+        yield tuple(tensor.unsqueeze(0) for tensor in (x, *more))
         return
     limit = BLOCK if x.device.type == "cpu" else max(BLOCK, x.numel() // 32)
-    yield from _cut((x, *others), limit)
+    yield from _cut((x, *more), limit)
 
 
 def _cut(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...]]:
@@ -224,20 +224,20 @@ def _cut(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...]
 
 def _lengths(logits: Tensor, group: ProcessGroup | None, vocab_size: int | None) -> tuple[int, ...]:
     """Return the size of each rank's shard of the vocabulary."""
-    size, own = get_world_size(group), logits.shape[-1]
+    size, length = get_world_size(group), logits.shape[-1]
     if vocab_size is not None:
         lengths = shard_sizes(vocab_size, size)
-        if own != lengths[get_rank(group)]:
+        if length != lengths[get_rank(group)]:
             raise InvalidArgumentError(
                 f"{describe_rank()}: of a vocabulary of {vocab_size} over tp = {size} this rank's "
-                f"share is {lengths[get_rank(group)]}, but its logits have {own} in their last "
+                f"share is {lengths[get_rank(group)]}, but its logits have {length} in their last "
                 "dim; without vocab_size parts may have any length"
             )
         return lengths
     if size == 1:
-        return (own,)
-    parts = all_gather(torch.tensor([own]), group)
-    return tuple(torch.cat(parts).tolist())
+        return (length,)
+    gathered = all_gather(torch.tensor([length]), group)
+    return tuple(torch.cat(gathered).tolist())
 
 
 def _check_options(reduction: str, label_smoothing: float, z_loss: float) -> None:

@@ -34,15 +34,11 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _check(optimizer: Optimizer) -> None:
-    """Refuse an optimizer with sharded parameters whose update is not element-wise.
-
-    Raises:
-        InvalidArgumentError: The update depends on more than the element, or cannot be tried.
-    """
+    """Refuse an optimizer with sharded parameters whose update is not element-wise."""
     # Longest names last, so that a model's names win over those of a layer alone.
-    longest = sorted(_parameters(), key=lambda each: len(each[0]))
+    longest = sorted(_parameters(), key=lambda entry: len(entry[0]))
     known = {id(p): (name, shard) for name, p, shard in longest}
-    for tensor in (each for group in optimizer.param_groups for each in group["params"]):
+    for tensor in (entry for group in optimizer.param_groups for entry in group["params"]):
         # A sharded optimizer holds stand-ins of parameters, and which stand for shards differs
         # between ranks. So any stand-in counts: all ranks then give the same answer.
         origin = getattr(tensor, "stands_for", tensor)
@@ -70,6 +66,6 @@ def _parameters() -> Iterator[tuple[str, nn.Parameter, bool]]:
     for model in _models:
         for name, module in model.named_modules():
             dims = getattr(module, "shard_dims", {})
-            for own, parameter in module._parameters.items():
+            for parameter_name, parameter in module._parameters.items():
                 if parameter is not None:
-                    yield f"{name}.{own}".lstrip("."), parameter, own in dims
+                    yield f"{name}.{parameter_name}".lstrip("."), parameter, parameter_name in dims

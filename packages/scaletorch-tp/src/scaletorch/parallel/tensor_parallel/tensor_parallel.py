@@ -12,8 +12,7 @@ from ...dist import get_rank, get_world_size
 from ..pg_manager import axis_group
 from ..pg_manager.building import divided_modules
 from .layers.base import Memo, TensorParallelLayer
-from .layers.embedding import VocabParallelEmbedding
-from .layers.linear import ColumnParallelLinear, RowParallelLinear
+from .layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .layers.multihead import leave_fast_paths
 from .optimizers import watch
 from .plans.plan import Plan
@@ -56,9 +55,9 @@ def apply_tensor_parallel(
         model: The whole model, the same on every rank.
         plan: Pattern of module names -> style. `*` matches any text inside one component of a
             name, a component `**` matches any number of components; "" is the root. Styles are
-            "column", "column_gather", "column_embedding", "row", "row_split", "vocab", "attention",
-            "replicate", "sequence", "sharded", "sequence_layer", "sequence_whole", `Fused`,
-            `Stacked`, `PerHead`, `SharedTail` and `Divide`. None takes the model's own plan
+            "column", "column_gather", "row", "row_split", "vocab", "attention", "replicate",
+            "sharded", "sequence_layer", "sequence_whole", `Fused`, `Stacked`, `PerHead`,
+            `SharedTail` and `Divide`. None takes the model's own plan
             (transformers), that of layers of `torch.nn`, or one suggested by a trial forward; it
             leaves out experts divided already.
         group: Ranks of the tensor-parallel axis; None means that axis of the current manager.

@@ -18,8 +18,7 @@ from ...dist.errors import InvalidArgumentError
 from ...dist.functional import Copy, Gather, Reduce
 from ..pg_manager import axis_group
 from ..pg_manager.building import uncompiled
-from .regions.overlap import Entrance
-from .regions.region import enter
+from .regions.region import Entrance, enter
 
 
 class CopyToModelParallelRegion(Copy):

@@ -13,11 +13,11 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import axis_group, describe_rank
-from ...placement import Cut, Invariant, Partial, Shard, convert, fuse, share_cut
-from ..cuts.styles import misfits
+from ...placement import Cut, Invariant, Partial, convert, fuse, share_cut
 from ..optimizers import watch
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import not_pickled
+from ..styles import misfit_of
 
 # Full parameter -> its shard dim, its cut and this rank's shard, so that tied ones stay tied.
 Memo = MutableMapping[Tensor, tuple[int, Cut, nn.Parameter]]
@@ -26,19 +26,6 @@ Group = ProcessGroup | None
 Options = Mapping[str, Any]
 
 _OWN = frozenset({"weight", "bias"})
-
-
-def require_shares(what: str, length: int, size: int) -> None:
-    """Refuse a length that leaves a rank without a shard.
-
-    Raises:
-        InvalidArgumentError: `length` is less than `size`.
-    """
-    if length < size:
-        raise InvalidArgumentError(
-            f"{what} = {length} has no share for each of tp = {size} ranks; "
-            f"tp sizes up to {length} are legal"
-        )
 
 
 class TensorParallelLayer(nn.Module):
@@ -74,7 +61,6 @@ class TensorParallelLayer(nn.Module):
         *,
         group: ProcessGroup | None = None,
         memo: Memo | None = None,
-        cut: Cut | None = None,
         **options: Any,
     ) -> Self:
         """Create this rank's shard of a plain module, which is not changed.
@@ -86,7 +72,6 @@ class TensorParallelLayer(nn.Module):
             module: An `nn.Linear` or `nn.Embedding`, the same on every rank.
             group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
             memo: Pass one dict to all calls for a model to keep tied parameters tied.
-            cut: The cut of the divided size; None makes it even, longer on the first ranks.
             options: Options of the layer, such as `gather_output=True`.
 
         Raises:
@@ -96,8 +81,7 @@ class TensorParallelLayer(nn.Module):
         # Copy the dicts, share their values.
         state = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
         vars(twin).update(state)
-        memo = {} if memo is None else memo
-        return cls.convert(twin, axis_group("tp", group), memo, cut, **options)
+        return cls.convert(twin, axis_group("tp", group), {} if memo is None else memo, **options)
 
     @classmethod
     def convert(
@@ -108,23 +92,33 @@ class TensorParallelLayer(nn.Module):
         cut: Cut | None = None,
         **options: Any,
     ) -> Self:
-        """Convert a plain module to this rank's shard in place, so references and hooks stay."""
-        layer, size = cls._taken(module, group, cut, options)
+        """Convert a plain module to this rank's shard in place, so references and hooks stay.
+
+        Args:
+            module: The plain module.
+            group: Ranks of the tensor-parallel axis.
+            memo: The shards of parameters that are converted already.
+            cut: The cut of the divided size; None makes it even, longer on the first ranks.
+            options: Options of the layer.
+        """
+        layer, size = cls._taken(module, group, options, even=cut is None)
         layer._shard(group, memo, options, cut or share_cut(size, get_world_size(group)))
         return layer
 
     @classmethod
     def _taken(
-        cls, module: nn.Module, group: Group, cut: Cut | None, options: Options
+        cls, module: nn.Module, group: Group, options: Options, *, even: bool
     ) -> tuple[Self, int]:
-        """Change the class of a plain module, not yet sharded; return it and the divided size.
-
-        Raises:
-            InvalidArgumentError: The module cannot become this layer.
-        """
+        """Change the class of a plain module, not yet sharded; return it and the divided size."""
         cls._refuse(cls.misfit(module))
+        unknown = sorted(set(options) - set(cls.options))
+        if unknown:
+            raise InvalidArgumentError(
+                f"{cls.__name__} has no option {', '.join(unknown)}; it has {list(cls.options)}"
+            )
         size = getattr(module, cls.sharded_size)
-        cls._check(size, group, options, cut)
+        if even:  # else several ranks may hold the same shard
+            cls._require_shares(size, group)
         layer: Any = module
         layer.__class__ = cls
         return layer, size
@@ -144,54 +138,32 @@ class TensorParallelLayer(nn.Module):
         """Return why `module` cannot become this layer, or None if it can."""
         if not cls.takes(module):
             return f"it is a {type(module).__name__}, not a {cls.plain_class.__name__} itself"
-        if not {"weight"} <= set(module._parameters) <= _OWN:
-            return f"its parameters are {sorted(module._parameters)}, not a plain weight and bias"
         return cls._misfit_of_parameters(module, _OWN)
 
     @staticmethod
     def _misfit_of_parameters(module: nn.Module, known: Collection[str]) -> str | None:
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        if not own or not own.keys() <= {*known}:
-            return f"its parameters are {sorted(own)}, of which {sorted(known)} are known"
-        return next(misfits(module, own), None)
+        found = {name: p for name, p in module._parameters.items() if p is not None}
+        if not found or not found.keys() <= {*known}:  # a weight computed from others, for one
+            return f"its parameters are {sorted(found)}, of which {sorted(known)} are known"
+        return misfit_of(module, found)
 
     @classmethod
-    def _check(cls, size: int, group: Group, options: Options, cut: Cut | None = None) -> None:
-        unknown = sorted(set(options) - set(cls.options))
-        if unknown:
+    def _require_shares(cls, length: int, group: Group) -> None:
+        """Refuse a length that leaves a rank without a shard."""
+        size = get_world_size(group)
+        if length < size:
             raise InvalidArgumentError(
-                f"{cls.__name__} has no option {', '.join(unknown)}; it has {list(cls.options)}"
-            )
-        tp_size = get_world_size(group)
-        if cut is None:  # else several ranks may hold the same shard
-            require_shares(f"{cls.__name__}: {cls.sharded_size}", size, tp_size)
-        if cut is not None and (cut.whole, len(cut.ranges)) != (size, tp_size):
-            raise InvalidArgumentError(
-                f"{cls.__name__}: expected a cut of {cls.sharded_size} = {size} over tp = "
-                f"{tp_size} ranks, got one of {cut.whole} over {len(cut.ranges)}"
-            )
-        if cut is not None and cut.shared and not cls.replicable:
-            place, parts = next(iter(cut.shared.items()))
-            owners = tuple(parts.index(held[place]) for held in cut.ranges)
-            raise InvalidArgumentError(
-                f"{cls.__name__} sums the ranks' parts: each rank needs one of its own, but "
-                f"those of the given cut belong to ranks {owners}"
+                f"{cls.__name__}: {cls.sharded_size} = {length} has no share for each of tp = "
+                f"{size} ranks; tp sizes up to {length} are legal"
             )
 
     def _build(
         self, draw: Callable[[], nn.Module], size: int, group: Group, options: Options
     ) -> None:
-        """Initialise this rank's shard of a new layer.
-
-        Args:
-            draw: Creates the full layer, so that its values are those of one process.
-            size: Its size that is divided over the ranks.
-            group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
-            options: Options of the layer.
-        """
+        """Initialise this rank's shard of a new layer, of which `draw` creates the full one."""
         super().__init__()
         group = axis_group("tp", group)
-        self._check(size, group, {})
+        self._require_shares(size, group)
         vars(self).update(vars(draw()))
         self._shard(group, {}, options, share_cut(size, get_world_size(group)))
 
@@ -225,17 +197,17 @@ class TensorParallelLayer(nn.Module):
     def _shard_parameter(
         self, name: str, dim: int, whole: nn.Parameter, memo: Memo
     ) -> nn.Parameter:
-        own = self.cut_of(name)
+        wanted = self.cut_of(name)
         if whole not in memo:
-            shard = nn.Parameter(self._own(whole, dim, own), requires_grad=whole.requires_grad)
+            shard = nn.Parameter(self._own(whole, dim, wanted), requires_grad=whole.requires_grad)
             vars(shard).update(vars(whole))
-            shard.grad = None if whole.grad is None else self._own(whole.grad, dim, own)
-            memo[whole] = (dim, own, shard)
+            shard.grad = None if whole.grad is None else self._own(whole.grad, dim, wanted)
+            memo[whole] = (dim, wanted, shard)
         known, cut, shard = memo[whole]
-        if (known, cut) != (dim, own):
+        if (known, cut) != (dim, wanted):
             raise InvalidArgumentError(
                 f"the {name} is tied to one that was sharded along dim {known} into {cut.sizes}, "
-                f"and cannot be sharded along dim {dim} into {own.sizes} as well"
+                f"and cannot be sharded along dim {dim} into {wanted.sizes} as well"
             )
         return shard
 
@@ -249,16 +221,6 @@ class TensorParallelLayer(nn.Module):
         if self.sequence is None:
             return convert(partial, Partial(), Invariant(), self.group)
         return self.sequence.leave(partial)
-
-    def take(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's shard of a full tensor: a view if it is one range, else a copy."""
-        return self.cut.take(whole, dim, self.tp_rank)
-
-    def join(self, shard: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
-        """Return the full tensor on every rank; all ranks call this."""
-        group = self.group if group is None else group
-        joined = convert(shard, Shard(dim, self.shard_sizes), Invariant(), group)
-        return joined if self._in_order else self.cut.arrange(joined, dim)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self.group)] = self.group  # process groups cannot be copied: share it
@@ -280,10 +242,10 @@ class TensorParallelLayer(nn.Module):
         """
         plain = self._knows_parameters() and "parametrizations" not in self._modules
         if not plain and self.tp_size > 1:
-            own = ", ".join(name for name, _ in self.named_parameters())
+            names = ", ".join(name for name, _ in self.named_parameters())
             raise StateError(
                 f"{describe_rank()}: a parameter of this {type(self).__name__} is computed from "
-                f"others ({own}), as weight_norm, spectral_norm, pruning and other "
+                f"others ({names}), as weight_norm, spectral_norm, pruning and other "
                 "parametrizations do: on a shard they would see this rank's part alone; remove "
                 "them, or give the layer the style 'replicate' and put them on before "
                 "apply_tensor_parallel"

@@ -1,4 +1,4 @@
-"""The column- and row-parallel layers."""
+"""The column- and row-parallel layers, and the vocabulary-parallel embedding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ....dist.errors import InvalidArgumentError
 from ...placement import Cut, Invariant, Shard, convert
 from ..regions.random import end_sharded_random
 from ..regions.region import enter, overlapped_linear
@@ -95,7 +96,10 @@ class ColumnParallelLinear(_Linear):
         out = overlapped_linear(self, x) if overlap else None
         if out is None:
             out = functional.linear(enter(x, self.group, self.sequence), *self.operands())
-        return self.join(out, -1) if self.gather_output else out
+        if not self.gather_output:
+            return out
+        joined = convert(out, Shard(-1, self.shard_sizes), Invariant(), self.group)
+        return joined if self._in_order else self.cut.arrange(joined, -1)
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight [out_features / tp, in_features] and bias [out_features / tp].
@@ -219,3 +223,105 @@ class RowParallelConv1D(Transposed, RowParallelLinear):
 
     sharded_size = "nx"
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
+
+
+class VocabParallelEmbedding(TensorParallelLayer):
+    """`nn.Embedding` with rows sharded over the ranks; the output is full.
+
+    A new layer holds its shard of the values that `nn.Embedding` draws in one process from that
+    seed.
+
+    Args:
+        num_embeddings: Number of rows of the full table; if uneven, first ranks get one more.
+        embedding_dim: Length of a row.
+        padding_idx: As in `nn.Embedding`: a row that gets no gradient, zero at first.
+        group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
+        device: Where the parameters live.
+        dtype: The parameters' dtype.
+
+    Raises:
+        InvalidArgumentError: `num_embeddings` is less than tp, or `padding_idx` is out of range.
+    """
+
+    plain_class = nn.Embedding
+    sharded_size = "num_embeddings"
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
+    options: ClassVar[dict[str, bool]] = {}
+
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise InvalidArgumentError(
+                f"padding_idx {padding_idx} is not a row of a table of {num_embeddings}; "
+                f"choose from {-num_embeddings} to {num_embeddings - 1}"
+            )
+        sizes = (num_embeddings, embedding_dim, padding_idx)
+        draw = partial(nn.Embedding, *sizes, device=device, dtype=dtype)
+        self._build(draw, num_embeddings, group, {})
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become this layer, or None if it can."""
+        options = ("max_norm", "scale_grad_by_freq", "sparse")
+        used = [name for name in options if getattr(module, name, None)]
+        if used and type(module) is cls.plain_class:
+            return f"it uses {', '.join(used)}, which is not supported on shards"
+        return super().misfit(module)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up full rows: ids of any shape to [..., embedding_dim]."""
+        self._check_parameters()
+        if self.tp_size == 1:
+            return functional.embedding(ids, self.weight, self.padding_idx)
+        first = self._first
+        last = first + self.shard_sizes[self.tp_rank]
+        # Ids of other ranks look up row 0, which is then zeroed. An id that belongs to no rank
+        # stays out of range on all of them and fails as in one process.
+        elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= last) & (ids < self.num_embeddings))
+        padding = self.padding_idx
+        own_padding = padding is not None and first <= padding < last
+        rows = functional.embedding(
+            (ids - first).masked_fill(elsewhere, 0),
+            self.weight,
+            padding - first if own_padding and padding is not None else None,
+        )
+        return self._leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    def extra_repr(self) -> str:
+        """Return the full sizes and tp."""
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, "
+            f"tp={self.tp_size}"
+        )
+
+
+class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
+    """A vocabulary-parallel embedding whose rows are scaled by `embed_scale` (Gemma, BART)."""
+
+    embed_scale: Tensor | float
+
+    @classmethod
+    def takes(cls, module: nn.Module) -> bool:
+        """Return whether `module` is one, by name and structure, as transformers may be absent."""
+        kind = type(module)
+        named = kind.__name__.endswith("ScaledWordEmbedding") and kind.__bases__ == (nn.Embedding,)
+        return named and isinstance(getattr(module, "embed_scale", None), Tensor | float | int)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up full rows and scale them: ids of any shape to [..., embedding_dim]."""
+        scale = self.embed_scale
+        rows = super().forward(ids)
+        return rows * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)

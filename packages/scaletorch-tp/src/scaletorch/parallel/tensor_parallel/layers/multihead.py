@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,7 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
 
     plain_class = nn.MultiheadAttention
     sharded_size = "embed_dim"
-    shard_dims: ClassVar[dict[str, int]] = dict.fromkeys(
-        ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"), 0
-    )
+    shard_dims: ClassVar[dict[str, int]] = {"in_proj_weight": 0, "in_proj_bias": 0}
     packed: ClassVar[dict[str, int]] = {"in_proj_weight": 3, "in_proj_bias": 3}
     options: ClassVar[dict[str, bool]] = {}
 
@@ -44,12 +42,13 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
                 "add_bias_kv and add_zero_attn add a key that is no token's; leave them out, or "
                 "give it the style 'replicate'"
             )
+        if not module._qkv_same_embed_dim:
+            return "its kdim and vdim are not its embed_dim; give it the style 'replicate'"
         return cls._misfit_of_parameters(module, {*cls.shard_dims})
 
     def _knows_parameters(self) -> bool:
-        own = {name for name, parameter in self._parameters.items() if parameter is not None}
-        apart = {"q_proj_weight", "k_proj_weight", "v_proj_weight"}
-        return ("in_proj_weight" in own or apart <= own) and own <= self.shard_dims.keys()
+        found = {name for name, parameter in self._parameters.items() if parameter is not None}
+        return "in_proj_weight" in found and found <= self.shard_dims.keys()
 
     @around_compiled
     def forward(
@@ -68,8 +67,8 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         Args:
             query: [B, L, E], or [L, B, E] without `batch_first`, or [L, E]; with sequence
                 parallelism this rank's shard of the tokens.
-            key: [B, S, kdim], laid out like `query`.
-            value: [B, S, vdim], laid out like `query`.
+            key: [B, S, E], laid out like `query`.
+            value: [B, S, E], laid out like `query`.
             key_padding_mask: [B, S], of the whole batch.
             need_weights: Also return the attention weights, gathered from all ranks.
             attn_mask: [L, S], or [B * num_heads, L, S] for all heads.
@@ -120,17 +119,13 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
             )
         entered = {own: enter(x, self.group, self.sequence) for own, x in entered.items()}
         query, key, value = (entered[id(x)] for x in given)
-        if self.in_proj_weight is not None and query is key is value:
-            made = functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        if query is key is value:
+            found = functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:
+            weights: Any = self.in_proj_weight.chunk(3)
             biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            made = tuple(map(functional.linear, (query, key, value), self._matrices(), biases))
-        return [self._by_head(x) for x in made]
-
-    def _matrices(self) -> tuple[Tensor, ...]:
-        if self.in_proj_weight is not None:
-            return self.in_proj_weight.chunk(3)
-        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+            found = tuple(map(functional.linear, (query, key, value), weights, biases))
+        return [self._by_head(x) for x in found]
 
     def _by_head(self, x: Tensor) -> Tensor:
         if x.dim() == 2:

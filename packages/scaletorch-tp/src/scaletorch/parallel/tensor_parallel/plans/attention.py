@@ -32,25 +32,15 @@ _OF_LAYERS = "attentionresidual"  # attends over earlier layers' outputs of the 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """An attention module with column-parallel projections and a row-parallel output.
-
-    Args:
-        name: The module's name.
-        module: The module.
-        head_dim: Length of a head.
-        query: Number of query heads.
-        key_value: Number of key/value heads.
-        lengths: Projection -> its divided length, or those of its packed parts if it is fused.
-        gated: Whether one projection is a gate with one feature for each query head.
-    """
+    """An attention module with column-parallel projections and a row-parallel output."""
 
     name: str
     module: nn.Module
     head_dim: int
-    query: int
-    key_value: int
-    lengths: Mapping[nn.Module, tuple[int, ...]]
-    gated: bool = False
+    query: int  # number of query heads
+    key_value: int  # number of key/value heads
+    lengths: Mapping[nn.Module, tuple[int, ...]]  # divided, of each packed part of a projection
+    gated: bool = False  # one projection is a gate with one feature for each query head
 
     def cuts(self, tp_size: int) -> dict[nn.Module, Cut]:
         """Return the cut of each projection, and of the module's own per-head parameters."""
@@ -83,8 +73,8 @@ class Attention:
 
     def groups(self, tp_size: int) -> dict[str, tuple[int, ...]]:
         """Return each rank's query heads per key/value head, if the module has that attribute."""
-        own = vars(self.module).get(_GROUPS)
-        return {_GROUPS: self.share(_GROUPS, own, tp_size) or ()} if type(own) is int else {}
+        count = vars(self.module).get(_GROUPS)
+        return {_GROUPS: self.share(_GROUPS, count, tp_size) or ()} if type(count) is int else {}
 
 
 def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
@@ -93,11 +83,6 @@ def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
     On every rank the number of query heads is a multiple of that of key/value heads, and their
     grouping is that of the full model. If there are fewer key/value heads than ranks, they are
     replicated: each rank holds one.
-
-    Args:
-        query: Number of query heads, a multiple of `key_value` and at least `size`.
-        key_value: Number of key/value heads.
-        size: Number of ranks.
     """
     groups = query // key_value
     if key_value >= size:
@@ -112,15 +97,9 @@ def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
 def find_attentions(
     view: ModelView, matches: Matches, named: Collection[nn.Module] = ()
 ) -> dict[nn.Module, Attention]:
-    """Return the modules whose sharded children fit together as attention projections.
-
-    Args:
-        view: The whole model.
-        matches: The modules that the plan names; every style fits its module.
-        named: Modules known to be attention, whose config may give the head length.
-    """
+    """Return the modules whose sharded children fit together as attention projections."""
     found = (_attention(n, m, matches, m in named) for m, n in view.names.items())
-    return {each.module: each for each in found if each is not None}
+    return {attention.module: attention for attention in found if attention is not None}
 
 
 def has_heads(module: nn.Module) -> bool:
@@ -134,20 +113,14 @@ def latent_heads(module: nn.Module) -> int:
     There keys and values of all heads come from one latent vector, and each projection has its own
     head length.
     """
-    own = vars(module)
-    counts = (own.get(name) for name in _HEAD_COUNTS)
+    attributes = vars(module)
+    counts = (attributes.get(name) for name in _HEAD_COUNTS)
     found = next((n for n in counts if isinstance(n, int) and n > 0), 0)
-    return found if isinstance(own.get(_LATENT), int) else 0
+    return found if isinstance(attributes.get(_LATENT), int) else 0
 
 
 def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True) -> int:
-    """Return the length of a head, or 0 if it is unknown.
-
-    Args:
-        attention: The module.
-        query_size: Total length of all query heads.
-        by_config: Use the module's config if the module itself does not give it.
-    """
+    """Return the length of a head, or 0 if it is unknown."""
     for place in (attention, getattr(attention, "config", None) if by_config else None):
         for name in _HEAD_LENGTHS:
             length = getattr(place, name, None)
@@ -160,20 +133,11 @@ def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True
     return 0
 
 
-def out_features(module: nn.Module) -> int:
-    """Return the output features of a linear layer or a Conv1D, or 0 for another module."""
-    return int(getattr(module, "out_features", 0) or getattr(module, "nf", 0))
-
-
 def find_whole(view: ModelView, regions: Collection[nn.Module]) -> list[nn.Module]:
     """Return the modules that mix tokens and therefore need full sequences.
 
     These are the outermost attention modules and modules with convolutions over tokens that neither
     contain a region nor lie in one.
-
-    Args:
-        view: The whole model.
-        regions: Its regions, which gather sequences themselves.
     """
     inside = modules_within(regions)
     found: list[nn.Module] = []
@@ -213,14 +177,14 @@ def _convolves(module: nn.Module) -> bool:
 
 
 def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) -> Attention | None:
-    mine = children_of(module, matches)
-    rows = [match for match in mine if match.is_row]
-    columns = [match for match in mine if match.is_column]
+    layers = children_of(module, matches)
+    rows = [match for match in layers if match.is_row]
+    columns = [match for match in layers if match.is_column]
     if module in matches and matches[module].becomes(ParallelMultiheadAttention):
         ends = {match.module: match.lengths for match in rows}
         number = int(vars(module)["num_heads"])
         return Attention(name, module, int(vars(module)["head_dim"]), number, number, ends)
-    if len(rows) != 1 or not columns or len(mine) > 1 + len(columns):
+    if len(rows) != 1 or not columns or len(layers) > 1 + len(columns):
         return None
     total = sum(rows[0].lengths)
     sizes = [length for match in columns for length in match.lengths]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -13,46 +13,22 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching, no_match
 from ...placement import Cut, modules_within
-from ..cuts.styles import Fused, PerHead, SharedTail, Stacked
 from ..layers.base import TensorParallelLayer
-from ..layers.embedding import (
-    ColumnParallelEmbedding,
-    ScaledVocabParallelEmbedding,
-    VocabParallelEmbedding,
-)
-from ..layers.experts import ParallelExperts
-from ..layers.heads import HeadParameters
 from ..layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
     RowParallelConv1D,
     RowParallelLinear,
+    ScaledVocabParallelEmbedding,
+    VocabParallelEmbedding,
 )
 from ..layers.multihead import ParallelMultiheadAttention
+from ..layers.own_parameters import HeadParameters, ParallelExperts
 from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.replicas import TailShared
 from ..regions.surround import Surrounded
-from ..sharing.sequence_layers import SequenceLayer
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class Divide:
-    """A style that divides integer attributes of a module by tp, such as its head counts.
-
-    Args:
-        attributes: Names of the module's own integer attributes.
-
-    Raises:
-        InvalidArgumentError: No attribute is named.
-    """
-
-    attributes: tuple[str, ...]
-
-    def __init__(self, *attributes: str) -> None:
-        if not attributes or not all(isinstance(name, str) for name in attributes):
-            raise InvalidArgumentError(f"Divide takes attribute names, got {attributes}")
-        object.__setattr__(self, "attributes", attributes)
-
+from ..sharing.sequence import SequenceLayer
+from ..styles import Divide, Fused, PerHead, SharedTail, Stacked
 
 Style = str | Divide | Fused | PerHead | SharedTail | Stacked
 Plan = Mapping[str, Style]
@@ -66,13 +42,11 @@ STYLES: Mapping[
 ] = {
     "column": (ColumnParallelLinear, {"async_all_reduce": True}),
     "column_gather": (ColumnParallelLinear, {"async_all_reduce": True, "gather_output": True}),
-    "column_embedding": (ColumnParallelEmbedding, {}),
     "row": (RowParallelLinear, {}),
     "row_split": (RowParallelLinear, {"input_is_parallel": False}),
     "vocab": (VocabParallelEmbedding, {}),
     "attention": (ParallelMultiheadAttention, {}),
     "replicate": None,
-    "sequence": None,  # the default of sequence parallelism
     "sequence_layer": SequenceLayer,
     SEQUENCE_WHOLE: None,  # with sequence parallelism it becomes a `WholeSequence`
     "sharded": ShardedRandom,
@@ -88,32 +62,18 @@ VARIANTS: Mapping[type[TensorParallelLayer], tuple[type[TensorParallelLayer], ..
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A module of the model and everything that the plan says about it.
+    """A module of the model and everything that the plan says about it."""
 
-    Attributes:
-        name: The module's first name.
-        module: The module.
-        pattern: The pattern of the plan that names it.
-        style: Its style in the plan.
-        layer: The class that the module becomes, or None if it keeps its own.
-        options: The options of that layer, or the attributes of the mixin.
-        mixin: The class put before the module's own class, or None.
-        lengths: The lengths that are divided over the ranks: one, or one for each packed part of a
-            fused layer; empty if there is no layer or a misfit.
-        misfit: The reason why the module cannot become that layer, or None if it can.
-        cut: The cut of all `lengths`; None before `resolve` and without a layer.
-    """
-
-    name: str
+    name: str  # the module's first one
     module: nn.Module
     pattern: str
     style: Style
-    layer: type[TensorParallelLayer] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    mixin: type[Surrounded] | None = None
-    lengths: tuple[int, ...] = ()
-    misfit: str | None = None
-    cut: Cut | None = None
+    layer: type[TensorParallelLayer] | None = None  # the class that the module becomes
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the layer or the mixin
+    mixin: type[Surrounded] | None = None  # the class put before the module's own one
+    lengths: tuple[int, ...] = ()  # divided over the ranks: of each packed part if it is fused
+    misfit: str | None = None  # why the module cannot become that layer
+    cut: Cut | None = None  # of all lengths, after `resolve`
 
     @property
     def place(self) -> str:
@@ -154,18 +114,6 @@ class Match:
 Matches = Mapping[nn.Module, Match]
 
 
-class Recognised(NamedTuple):
-    """A plan that was found for a model without being given.
-
-    Attributes:
-        matches: The modules that the plan names.
-        heads: Names of attention modules, whose projections are sharded at head boundaries.
-    """
-
-    matches: list[Match]
-    heads: Sequence[str]
-
-
 def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     """Return the match of a module: the layer, options and mixin of its style, which is known."""
     match = partial(Match, name, module, pattern, style)
@@ -184,7 +132,7 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     if not isinstance(meaning, tuple):
         return match(mixin=meaning)
     wanted, settings = meaning
-    layer = next((each for each in VARIANTS.get(wanted, ()) if each.takes(module)), wanted)
+    layer = next((variant for variant in VARIANTS.get(wanted, ()) if variant.takes(module)), wanted)
     misfit = layer.misfit(module) or _of_multihead(module)
     length = 0 if misfit else int(getattr(module, layer.sharded_size))
     parts: tuple[int, ...] = (length,)
@@ -219,17 +167,12 @@ def with_outputs(matches: Mapping[nn.Module, Match]) -> dict[nn.Module, Match]:
 
 def children_of(module: nn.Module, matches: Matches) -> list[Match]:
     """Return the matches of a module's children that become sharded layers."""
-    mine = (matches[child] for child in module.children() if child in matches)
-    return [match for match in mine if match.layer is not None]
+    matched = (matches[child] for child in module.children() if child in matches)
+    return [match for match in matched if match.layer is not None]
 
 
 def match_plan(model: nn.Module, plan: Plan) -> list[Match]:
-    """Return the matches of the modules that a plan names, in the model's order.
-
-    Raises:
-        InvalidArgumentError: A style is unknown, a pattern matches no module, or two patterns
-            match one module.
-    """
+    """Return the matches of the modules that a plan names, in the model's order."""
     modules = dict(model.named_modules(remove_duplicate=False))
     matches: dict[nn.Module, Match] = {}
     for pattern, style in plan.items():

@@ -13,39 +13,37 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ...placement import ModelView
 from ..layers.base import TensorParallelLayer
-from ..layers.heads import HeadParameters
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..layers.multihead import ParallelMultiheadAttention
+from ..layers.own_parameters import HeadParameters
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
+from ..styles import Divide
 from .attention import Attention, find_attentions, find_whole
-from .plan import SEQUENCE_WHOLE, Divide, Match, Matches, Plan, children_of, match_plan, with_mixins
+from .own_plans import find_own_plan, find_torch_layers
+from .plan import SEQUENCE_WHOLE, Match, Matches, Plan, children_of, match_plan, with_mixins
 from .sequences import (
     check_in_attention,
     check_sequences,
-    heads_that_gather,
     kept_whole_on_shares,
     layers_that_share,
 )
 from .sizes import (
     Lengths,
     check_lengths,
-    check_of_heads,
     check_ties,
     find_lengths,
     local_attributes,
     with_cuts,
 )
-from .torch_layers import find_torch_layers
-from .transformers_plan import find_own_plan
 
 _ATTENTION = (HeadParameters, ParallelMultiheadAttention)
 
 _UNPLANNED = """\
 {} has no plan of its own for its layers (_tp_plan of transformers), and a forward of a few ids \
-suggests none; pass plan=suggest_plan(model, example), which finds one by a forward of what the \
-model takes, or complete the one that print(explain(model, {})) writes (both of \
-scaletorch.parallel.tensor_parallel), or leave tp_size at 1 and use the other axes"""
+suggests none; pass plan=suggest_plan(model, example) of scaletorch.parallel.tensor_parallel, \
+which finds one by a forward of what the model takes, or write one, such as \
+{{"layers.*.up": "column", "layers.*.down": "row"}}, or leave tp_size at 1 and use the other axes"""
 
 
 class UnplannedError(InvalidArgumentError):
@@ -53,21 +51,13 @@ class UnplannedError(InvalidArgumentError):
 
 
 class Resolved(NamedTuple):
-    """The changes that a plan makes to a model.
-
-    Attributes:
-        view: The model.
-        matches: The modules that the plan names, in the model's order.
-        attributes: Module -> attribute -> its value on each rank.
-        regions: The modules whose column-parallel layers share one input.
-        whole: The modules that get full sequences under sequence parallelism.
-    """
+    """The changes that a plan makes to a model."""
 
     view: ModelView
-    matches: Matches
-    attributes: Mapping[nn.Module, Mapping[str, tuple[int, ...]]]
-    regions: list[nn.Module]
-    whole: list[nn.Module]
+    matches: Matches  # in the model's order
+    attributes: Mapping[nn.Module, Mapping[str, tuple[int, ...]]]  # of each module, on each rank
+    regions: list[nn.Module]  # modules whose column-parallel layers share one input
+    whole: list[nn.Module]  # modules that get full sequences under sequence parallelism
 
 
 def resolve(
@@ -78,28 +68,18 @@ def resolve(
     sequence_parallel: bool = False,
     divided: Collection[nn.Module] = (),
 ) -> Resolved:
-    """Find and check the changes that a plan makes to a model.
+    """Find and check the changes that a plan makes to a model, which is not changed.
 
-    Args:
-        model: The whole model; it is not changed.
-        plan: Pattern of module names -> style; None takes the model's own plan (transformers),
-            else that of the layers of `torch.nn`.
-        tp_size: Number of ranks to shard over; they need not exist.
-        sequence_parallel: Whether sequences are sharded between the sharded layers.
-        divided: Modules that another strategy has divided over these ranks; left out of the
-            model's own plan.
+    Without a plan it takes the model's own (transformers), else that of the layers of `torch.nn`,
+    and leaves out modules in `divided`, which another strategy has divided over these ranks.
 
     Raises:
         UnplannedError: No plan was given, and none is known for the model.
-        InvalidArgumentError: The plan does not match the model, a style does not fit its module,
-            a size or an attribute cannot be divided over the ranks, a tied parameter would be
-            sharded in two ways, or the model would be wrong on shards of sequences.
     """
     view = ModelView(model)
     found, heads = _match(view, plan, divided, tp_size, sequence_parallel=sequence_parallel)
     matches = {match.module: match for match in with_mixins(found)}
     _check_styles(matches.values(), divided)
-    check_of_heads(heads, matches)
     named = {*heads.values()}
     attentions = find_attentions(view, matches, named)
     attributes, divided_attributes = local_attributes(matches.values(), attentions, tp_size)
@@ -119,7 +99,7 @@ def resolve(
         whole = [*styled, *find_whole(view, [*regions, *earlier, *styled, *gathers])]
         check_in_attention(matches.values(), regions, whole)
         if plan is None:
-            matches = kept_whole_on_shares(matches, [*regions, *whole])
+            matches = kept_whole_on_shares(model, matches, [*regions, *whole])
     return Resolved(view, matches, attributes, regions, whole)
 
 
@@ -137,13 +117,13 @@ def _match(
         return match_plan(model, plan), {}
     known = find_own_plan(model, divided) or find_torch_layers(model, divided)
     if known is None:
-        raise UnplannedError(_UNPLANNED.format(type(model).__name__, tp_size))
+        raise UnplannedError(_UNPLANNED.format(type(model).__name__))
     modules = dict(model.named_modules(remove_duplicate=False))
-    left = [match for match in known.matches if match.module not in divided]
+    found, heads = known
+    left = [match for match in found if match.module not in divided]
     if sequence_parallel:
-        left = heads_that_gather(model, left)
         left += layers_that_share(view, left)
-    return left, {name: modules[name] for name in known.heads}
+    return left, {name: modules[name] for name in heads}
 
 
 def find_regions(
@@ -164,7 +144,8 @@ def find_regions(
 
 def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
     columns = rows = 0
-    hidden = _hidden_sizes(module)
+    names = ("in_features", "out_features")
+    hidden = {getattr(child, name, None) for child in module.children() for name in names}
     for child in module.children():
         found: list[type[nn.Module]] = [type(child)]  # it may be a parallel layer already
         if child in matches:
@@ -181,13 +162,6 @@ def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
         elif any(hidden.intersection(p.shape) for p in child.parameters()):
             return False
     return columns > 0 and rows in ((1,) if ends else (0, 1))
-
-
-def _hidden_sizes(module: nn.Module) -> set[int]:
-    """Return possible hidden sizes of a module: the features of its linear children."""
-    sizes = {getattr(child, "in_features", None) for child in module.children()}
-    sizes |= {getattr(child, "out_features", None) for child in module.children()}
-    return {size for size in sizes if isinstance(size, int)}
 
 
 def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> None:
@@ -209,15 +183,12 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
 
 def _check_divide(match: Match, style: Divide) -> None:
     """Check the attributes that a `Divide` names."""
-    own = vars(match.module)
-    integers = [name for name, value in own.items() if type(value) is int]
-    found = [name for name in style.attributes if name in own]
-    missing = [name for name in style.attributes if name not in own]
-    wrong = [name for name in found if name not in integers]
-    if wrong or missing:
+    integers = [name for name, value in vars(match.module).items() if type(value) is int]
+    wrong = [name for name in style.attributes if name not in integers]
+    if wrong:
         raise InvalidArgumentError(
-            f"{match.place} cannot divide {', '.join(wrong or missing)}: the integer attributes "
-            f"that the module itself has are {integers}"
+            f"{match.place} cannot divide {', '.join(wrong)}: the integer attributes that the "
+            f"module itself has are {integers}"
         )
 
 
@@ -230,13 +201,10 @@ def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) ->
         columns = [m.lengths for m in children_of(match.module, matches) if m.is_column]
         if attention is None and columns and {*columns} == {match.lengths}:
             continue  # an MLP with one element for each feature
-        if attention is None or _of(match) % attention.query:
+        [count] = match.lengths
+        if attention is None or count % attention.query:
             found = "none were understood" if attention is None else f"it has {attention.query}"
             raise InvalidArgumentError(
-                f"{match.place} cannot be sharded: its parameters are of {_of(match)} query heads, "
+                f"{match.place} cannot be sharded: its parameters are of {count} query heads, "
                 f"and of the projections next to them {found}; shard these by heads, too"
             )
-
-
-def _of(match: Match) -> int:
-    return match.lengths[0]

@@ -9,45 +9,26 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ...placement import ModelView, modules_within
-from ..layers.heads import HeadParameters
 from ..layers.multihead import ParallelMultiheadAttention
+from ..layers.own_parameters import HeadParameters
 from ..regions.replicas import TailShared
-from ..sharing.sequence_layers import OF_TOKENS, WHOLE_IDS
+from ..sharing.sequence import OF_TOKENS, WHOLE_IDS
 from .plan import Match, look_up
 
 
-def heads_that_gather(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
-    """Return the matches, with "row_split" heads outside the base model as "column_gather".
-
-    Such a head gathers its sequence shards itself.
-    """
-    base = getattr(model, "base_model", None)
-    if not isinstance(base, nn.Module) or base is model:
-        return [*matches]
-    inside = {*base.modules()}
-    return [
-        look_up(m.name, m.module, m.pattern, "column_gather")
-        if m.style == "row_split" and m.module not in inside
-        else m
-        for m in matches
-    ]
-
-
 def kept_whole_on_shares(
-    matches: Mapping[nn.Module, Match], within: Collection[nn.Module]
+    model: nn.Module, matches: Mapping[nn.Module, Match], full: Collection[nn.Module]
 ) -> dict[nn.Module, Match]:
     """Return the matches, with "row_split" layers on sequence shards replicated instead.
 
-    Otherwise their all-reduce would add up outputs of different tokens.
-
-    Args:
-        matches: Module -> its match.
-        within: Modules that work on full sequences inside.
+    Otherwise their all-reduce would add up outputs of different tokens. Modules in `full` work on
+    full sequences, and so do those outside the layers of style "sequence_layer", if there are any.
     """
-    inside = modules_within(within)
+    layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
+    on_shards = modules_within(layers or [model]) - modules_within(full)
     return {
-        module: look_up(m.name, module, m.pattern, "sequence")
-        if m.style == "row_split" and module not in inside
+        module: look_up(m.name, module, m.pattern, "replicate")
+        if m.style == "row_split" and module in on_shards
         else m
         for module, m in matches.items()
     }
@@ -66,10 +47,10 @@ def layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
         return []
     sharded = {m.module for m in matches if m.layer is not None}
     lists = (m for m in decoder.children() if isinstance(m, nn.ModuleList))
-    found = [each for each in lists if sharded.intersection(each.modules())]
+    found = [layers for layers in lists if sharded.intersection(layers.modules())]
     if len(found) != 1:
         return []
-    if not _has_other_head(model, matches) and not _needs_whole(view, decoder, found[0]):
+    if not _has_other_head(model, matches) and not _needs_full_sequences(view, decoder, found[0]):
         return []
     return [look_up(view.names[m], m, view.names[m], "sequence_layer") for m in found[0]]
 
@@ -84,15 +65,16 @@ def _has_other_head(model: nn.Module, matches: Sequence[Match]) -> bool:
     return not any(m.options.get("gather_output") for m in matches if m.module not in inside)
 
 
-def _needs_whole(view: ModelView, decoder: nn.Module, layers: nn.ModuleList) -> bool:
+def _needs_full_sequences(view: ModelView, decoder: nn.Module, layers: nn.ModuleList) -> bool:
+    """Return whether layers take other values of tokens, or there are modules beside the text."""
     given = {name for layer in layers for name in signature(layer.forward).parameters}
     if given.intersection((*OF_TOKENS, *WHOLE_IDS)):
         return True
     base = getattr(view.model, "base_model", None)
     if getattr(base, "config", None) is not getattr(decoder, "config", None):
-        return True  # the text model is only one module of it
+        return True
     outside = {*view.names} - {*layers.modules()}
-    return any(module._parameters and _reads_parameters_of(module) for module in outside)
+    return any(isinstance(module, nn.MultiheadAttention) for module in outside)
 
 
 def check_in_attention(
@@ -110,12 +92,7 @@ def check_in_attention(
 
 
 def check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
-    """Refuse a model whose result would be wrong on sequence shards.
-
-    Raises:
-        InvalidArgumentError: Sequence layers are in several lists, `nn.MultiheadAttention` is not
-            batch-first, or layers are dropped at random.
-    """
+    """Refuse a model whose result would be wrong on sequence shards."""
     _check_layers([match for match in matches if match.style == "sequence_layer"])
     for match in (m for m in matches if m.becomes(ParallelMultiheadAttention)):
         if not vars(match.module)["batch_first"]:
@@ -134,17 +111,10 @@ def check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
 
 def _check_layers(layers: Sequence[Match]) -> None:
     """Refuse sequence layers of several lists: only the last layer of one list would gather."""
-    first, *others = sorted({match.name.rpartition(".")[0] for match in layers}) or [""]
-    if others:
+    first, *rest = sorted({match.name.rpartition(".")[0] for match in layers}) or [""]
+    if rest:
         raise InvalidArgumentError(
             f"the plan shares sequences out in the layers of {first} (style "
-            f"'sequence_layer'), and names {', '.join(others)} beside them: the last layer of one "
+            f"'sequence_layer'), and names {', '.join(rest)} beside them: the last layer of one "
             "list joins sequences; do without sequence parallelism"
         )
-
-
-def _reads_parameters_of(module: nn.Module) -> bool:
-    """Return whether other modules use this module's parameters without calling it."""
-    kind = type(module).__name__
-    read = isinstance(module, nn.ParameterList | nn.ParameterDict)
-    return read or kind == "NonDynamicallyQuantizableLinear" or "forward" in vars(module)

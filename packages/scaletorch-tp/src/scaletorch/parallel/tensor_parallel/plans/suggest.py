@@ -26,22 +26,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ....dist import get_rank
 from ...pg_manager.building import eagerly, matching, restored
-from ..cuts.styles import Fused
+from ...placement import modules_within
 from ..layers.multihead import ParallelMultiheadAttention
-from .examples import examples, structure
-from .plan import Divide, Plan, Style
+from ..styles import Divide, Fused
+from .plan import Plan, Style
 from .resolve import Resolved, UnplannedError, resolve
 from .trial import (
     Unit,
     call,
     computes_the_same,
     copied,
+    examples,
     features,
     generic,
     is_linear,
     stand_in,
+    structure,
+    vocabulary_styles,
 )
-from .vocabulary import vocabulary_styles
 
 _MOST_TRIALS = 64  # of subsets of integer attributes that may count heads or features
 
@@ -87,10 +89,10 @@ def suggest_plan(
         units = _record(model, example)
         found: dict[tuple[Any, ...], dict[str, Style]] = {}
         for unit in sorted(units, key=lambda unit: unit.args is None):
-            own = found.setdefault(unit.signature, {})
-            if not own and unit.args is not None:
-                own.update(_suggest(unit, tp_size))
-            styles |= {f"{unit.name}.{name}".strip("."): style for name, style in own.items()}
+            known = found.setdefault(unit.signature, {})
+            if not known and unit.args is not None:
+                known.update(_suggest(unit, tp_size))
+            styles |= {f"{unit.name}.{name}".strip("."): style for name, style in known.items()}
         if styles:
             inside = {module for unit in units if unit.name for module in unit.module.modules()}
             styles |= vocabulary_styles(model, inside, example)
@@ -298,18 +300,19 @@ def _sequence_layers(
     model: nn.Module, units: Sequence[Unit], styles: Iterable[str]
 ) -> dict[str, Style]:
     """Return "sequence_layer" for the layers of module lists that contain sharded layers."""
-    divided = {u.name.rpartition(".")[0] for u in units for n in styles if _is_in(n, u.name)}
+    listed = [unit for unit in units if unit.name]
+    divided = {
+        unit.name.rpartition(".")[0]
+        for unit in listed
+        if any(name.startswith(f"{unit.name}.") for name in styles)
+    }
     found: dict[str, Style] = {}
     for name in divided:
-        layers = [u for u in units if u.name and u.name.rpartition(".")[0] == name]
-        if layers and all(u.args is None or u.keeps_hidden_states() for u in layers):
+        layers = [u for u in listed if u.name.rpartition(".")[0] == name]
+        if all(u.args is None or u.keeps_hidden_states() for u in layers):
             numbers = range(len(model.get_submodule(name)))  # type: ignore[arg-type]
             found |= {f"{name}.{number}".strip("."): "sequence_layer" for number in numbers}
     return found
-
-
-def _is_in(name: str, unit: str) -> bool:
-    return bool(unit) and name.startswith(f"{unit}.")
 
 
 def resolve_or_suggest(
@@ -323,23 +326,12 @@ def resolve_or_suggest(
     """Resolve a plan, or one suggested by a forward of a few token ids if the model has none.
 
     Rank 0 writes a new suggestion to stderr, with the layers that stay replicated.
-
-    Args:
-        model: As for `resolve`.
-        plan: As for `resolve`.
-        tp_size: As for `resolve`.
-        sequence_parallel: As for `resolve`.
-        divided: As for `resolve`.
-
-    Raises:
-        UnplannedError: There is no plan, and no example is known or nothing can be sharded.
-        InvalidArgumentError: As for `resolve`.
     """
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "divided": divided}
     try:
         return resolve(model, plan, tp_size, **options)
     except UnplannedError:
-        inside = {module for each in divided for module in each.modules()}
+        inside = modules_within(divided)
         names = {name for name, module in model.named_modules() if module in inside}
         key = structure(model), tp_size, sequence_parallel
         new = key not in _from_before
@@ -380,10 +372,8 @@ def _as_patterns(styles: Mapping[str, Style], model: nn.Module) -> dict[str, Sty
     names = [name for name, _ in model.named_modules()]
     found: dict[str, Style] = {}
     for name, style in styles.items():
-        patterns = [generic(name), generic(name, most=1), name]
-        found[next(p for p in patterns if _all_have(style, matching(p, names), styles))] = style
+        for pattern in (generic(name), generic(name, most=1), name):
+            if all(styles.get(alike) == style for alike in matching(pattern, names)):
+                found[pattern] = style
+                break
     return found
-
-
-def _all_have(style: Style, names: Iterable[str], styles: Mapping[str, Style]) -> bool:
-    return all(styles.get(name) == style for name in names)

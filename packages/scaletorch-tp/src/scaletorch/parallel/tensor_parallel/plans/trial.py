@@ -5,20 +5,24 @@ from __future__ import annotations
 import copy
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import restored
+from ..layers.linear import VocabParallelEmbedding
 from .plan import Match, Style, look_up
 from .resolve import Resolved, resolve
 
@@ -92,20 +96,20 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
     drawn: dict[Any, Tensor] = {}
     memo: dict[int, Any] = {}
     for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
+        for parameter_name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in memo:
                 continue
-            key = generic(f"{name}.{own}"), parameter.shape
+            key = generic(f"{name}.{parameter_name}"), parameter.shape
             if key not in drawn:
                 # A variance of 1 / fan_in, so that activations keep their scale.
                 bound = (3 / max(1, parameter.shape[-1])) ** 0.5 if parameter.dim() > 1 else 1
                 drawn[key] = _repeated((pool * bound).to(parameter.dtype), parameter.shape)
             memo[id(parameter)] = nn.Parameter(drawn[key])
-        for each in [*module._buffers.values(), *vars(module).values()]:
-            if isinstance(each, Tensor) and id(each) not in memo:
-                dtype, inexact = each.dtype, torch.can_cast(torch.float32, each.dtype)
+        for tensor in [*module._buffers.values(), *vars(module).values()]:
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                dtype, inexact = tensor.dtype, torch.can_cast(torch.float32, tensor.dtype)
                 values = 1 + pool / 2 if inexact else torch.ones_like(pool) * (dtype == torch.bool)
-                memo[id(each)] = _repeated(values.to(dtype), each.shape)
+                memo[id(tensor)] = _repeated(values.to(dtype), tensor.shape)
 
     def moved(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -165,7 +169,7 @@ def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bo
 @contextmanager
 def _ones(module: nn.Module) -> Iterator[None]:
     """Set all floating-point tensors of modules except parameters to 1 inside the block."""
-    kept = [each for m in module.modules() for each in [*m._buffers.values(), *vars(m).values()]]
+    kept = [x for m in module.modules() for x in [*m._buffers.values(), *vars(m).values()]]
     floating = [x for x in kept if isinstance(x, Tensor) and torch.can_cast(torch.float32, x.dtype)]
     held = [(x, x.clone()) for x in floating]
     try:
@@ -260,8 +264,8 @@ def _shard_of(module: nn.Module, resolved: Resolved, rank: int) -> nn.Module:
             setattr(layer, match.layer.sharded_size, match.cut.sizes[rank])
     names = {inner: name for name, inner in module.named_modules()}
     for inner, values in resolved.attributes.items():
-        own = {name: ranks[rank] for name, ranks in values.items()}
-        vars(shard.get_submodule(names[inner])).update(own)
+        local = {name: ranks[rank] for name, ranks in values.items()}
+        vars(shard.get_submodule(names[inner])).update(local)
     return shard
 
 
@@ -272,3 +276,83 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
         return bool(torch.equal(found, expected))
     bound = torch.finfo(found.dtype).eps ** 0.5 * expected.abs().max().clamp(min=1e-6)
     return bool(((found - expected).abs() <= bound).all())
+
+
+def examples(model: nn.Module) -> Iterator[Any]:
+    """Yield possible inputs of a forward, by argument names: token ids, images or audio."""
+    names, config = signature(model.forward).parameters, getattr(model, "config", None)
+    table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    ids = torch.arange(6, device="cpu")[None] % getattr(table, "num_embeddings", 1)
+    found: dict[str, Any] = {n: ids for n in ("input_ids", "decoder_input_ids") if n in names}
+    yield found or ids
+    drawn = partial(torch.rand, generator=torch.Generator().manual_seed(0), device="cpu")
+    for settings in (config, getattr(config, "vision_config", None)):
+        size, channels = (getattr(settings, name, None) for name in ("image_size", "num_channels"))
+        if "pixel_values" in names and type(size) is int and channels:
+            yield {**found, "pixel_values": drawn(1, channels, size, size)}
+    bins, length = (getattr(config, n, None) for n in ("num_mel_bins", "max_source_positions"))
+    if "input_features" in names and bins and length:
+        found.pop("input_ids", None)
+        yield {**found, "input_features": drawn(1, bins, 2 * length)}
+
+
+def structure(model: nn.Module) -> tuple[Any, ...]:
+    """Return a cache key for suggestions: classes, int attributes, shapes, and the config."""
+    numbers = (
+        (name, type(module), *((n, v) for n, v in vars(module).items() if type(v) is int))
+        for name, module in model.named_modules()
+    )
+    shapes = ((name, parameter.shape) for name, parameter in model.named_parameters())
+    return *numbers, *shapes, str(getattr(model, "config", ""))
+
+
+class _Reads(TorchFunctionMode):
+    """Counts the function calls that take each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[int] = Counter()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # not a read of an attribute such as dtype
+            given = (*args, *(kwargs or {}).values())
+            self.counts.update(id(x) for x in given if isinstance(x, nn.Parameter))
+        return func(*args, **(kwargs or {}))
+
+
+def vocabulary_styles(model: nn.Module, inside: set[nn.Module], example: Any) -> dict[str, Style]:
+    """Return the styles of embeddings outside of layers and of heads with as many outputs.
+
+    Both stay replicated if other code reads their parameters, as in `F.linear(x, table.weight)`.
+    """
+    outside = {name: module for name, module in model.named_modules() if module not in inside}
+    fits = VocabParallelEmbedding.misfit
+    tables = {name: module for name, module in outside.items() if fits(module) is None}
+    heads = {n: m for n, m in outside.items() if isinstance(m, nn.Linear) and is_linear(n, m)}
+    calls: Counter[int] = Counter()
+
+    def count(module: nn.Module, *_: Any) -> None:
+        calls.update(id(parameter) for parameter in module.parameters())
+
+    with ExitStack() as hooks:
+        for module in {*tables.values(), *heads.values()}:
+            hooks.callback(module.register_forward_hook(count).remove)
+        reads = hooks.enter_context(_Reads())
+        call(model, example)
+    for name, table in tables.items():
+        rows = len(table.get_parameter("weight"))
+        heads_of = {n: head for n, head in heads.items() if features(head)[1] == rows}
+        twins = {n: t for n, t in tables.items() if len(t.get_parameter("weight")) == rows}
+        for chosen in (twins, {name: table}):  # a teacher has a table and a head of its own
+            divided = {*chosen.values(), *heads_of.values()}
+            read = {id(p) for module in divided for p in module.parameters()}
+            owners = {m for m in model.modules() for p in m._parameters.values() if id(p) in read}
+            whole = owners <= divided and all(calls[k] == reads.counts[k] > 0 for k in read)
+            if heads_of and whole:
+                return {
+                    **dict.fromkeys(chosen, "vocab"),
+                    **dict.fromkeys(heads_of, "column_gather"),
+                }
+    return {}

@@ -72,13 +72,13 @@ def common_random() -> Iterator[None]:
     if common is None:
         yield
         return
-    own = _states()
+    state = _states()
     end_sharded_random()
     try:
         yield
     finally:
         _common.set(_states())
-        _set_states(own)
+        _set_states(state)
 
 
 @contextmanager
@@ -88,19 +88,14 @@ def refused_again(name: str) -> Iterator[None]:
 
     Recomputation restores only the ranks' own streams, in which the model ran. The common stream
     has advanced since, so its draws would differ from those in forward.
-
-    Args:
-        name: Name of the module that the body runs.
-
-    Raises:
-        StateError: The body drew random numbers.
     """
     again = torch._C._current_graph_task_id() != _NO_BACKWARD and _common.get() is None
     before = _states() if again else None
     try:
         yield
     finally:  # the checkpoint may stop the body early by its own exception
-        if before is not None and not all(map(_equal, before, _states())):
+        pairs = [] if before is None else zip(before, _states(), strict=True)
+        if any(a is not b and not torch.equal(a, b) for a, b in pairs):  # type: ignore[arg-type]
             raise StateError(
                 f"{describe_rank()}: {name} sees whole sequences, which sequence parallelism "
                 "divides elsewhere, and draws at random (dropout); computed again in backward it "
@@ -146,12 +141,6 @@ def _accelerator() -> Any:
     module = None if device is None else torch.get_device_module(device)
     # Do not initialise an unused accelerator: nothing draws on it.
     return module if getattr(module, "is_initialized", lambda: True)() else None
-
-
-def _equal(before: Tensor | None, after: Tensor | None) -> bool:
-    return before is after or (
-        before is not None and after is not None and torch.equal(before, after)
-    )
 
 
 @uncompiled

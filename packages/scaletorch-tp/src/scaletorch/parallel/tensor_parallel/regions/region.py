@@ -1,12 +1,13 @@
 """Parallel regions: modules whose column-parallel layers share one input.
 
 Query, key and value projections share one input, and so do gate and up projections. Autograd first
-adds the gradients of these layers, so that one sum over the ranks is enough.
+adds the gradients of these layers, so that one sum over the ranks is enough. `Multiply` computes
+only input gradients; `Enter` starts their sum and computes weight gradients during it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,13 +17,161 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn import functional
 
+from ....dist import all_reduce, get_rank, reduce_scatter
 from ...pg_manager.building import around_compiled, uncompiled
-from ...placement import Invariant, Replicate, convert
-from .hidden_states import convert_hidden
-from .overlap import Entrance
-from .sequence_shares import SequenceShares, shapes_explained
+from ...placement import Invariant, Partial, Replicate, Shard, convert
+from .sequence_shares import DIM, SequenceShares, convert_hidden, shapes_explained
 from .surround import Surrounded, own_class
+
+Operands = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
+# For each call of a layer: the gradient of its output [..., out] and its input [..., in].
+Products = Sequence[tuple[Tensor, Tensor]]
+
+
+class Entrance:
+    """The full input `x` [..., in] of several layers, with their weights and biases.
+
+    It is made of a replicated tensor, or of a sequence shard if the `sizes` of all ranks are given.
+    """
+
+    __slots__ = ("_operands", "_waiting", "x")
+
+    def __init__(
+        self,
+        x: Tensor,
+        operands: Mapping[Hashable, Operands],
+        group: ProcessGroup | None,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        enter: Any = Enter
+        self._operands = operands
+        self._waiting: dict[Hashable, list[tuple[Tensor, Tensor]]] = {key: [] for key in operands}
+        flat = [tensor for pair in operands.values() for tensor in pair]
+        self.x: Tensor = enter.apply(x, list(self._waiting.values()), group, sizes, *flat)
+
+    def linear(self, key: Hashable) -> Tensor:
+        """Return a layer's output [..., out] for the full input."""
+        multiply: Any = Multiply
+        out: Tensor = multiply.apply(self.x, *self._operands[key], self._waiting[key])
+        return out
+
+
+class Enter(torch.autograd.Function):
+    """Identity or all-gather; backward does the sum or reduce-scatter, and weight gradients.
+
+    Weights are inputs only so that their gradients can be returned here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        waiting: list[list[tuple[Tensor, Tensor]]],
+        group: ProcessGroup | None,
+        sizes: Sequence[int] | None,
+        *operands: Tensor | None,
+    ) -> Tensor:
+        """Return the full `x`."""
+        ctx.waiting, ctx.group, ctx.sizes = waiting, group, sizes
+        if sizes is None:
+            return x.view_as(x)
+        return convert(x, Shard(DIM, tuple(sizes)), Replicate(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Sum the gradient of `x`, and compute the weight gradients meanwhile."""
+        (grad,) = grads
+        x_needed, _, _, _, *needed = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # with create_graph `Multiply` returned the weight gradients
+            wanted = Invariant() if ctx.sizes is None else Shard(DIM, tuple(ctx.sizes))
+            summed = convert(grad, Partial(), wanted, ctx.group) if x_needed else None
+            return summed, None, None, None, *(None for _ in needed)
+        # All `Multiply` nodes have run, since `grad` is the sum of theirs: start its sum over the
+        # ranks now and compute the weight gradients meanwhile.
+        arrive = send(grad, ctx.group, ctx.sizes) if x_needed else None
+        found: list[Tensor | None] = []
+        for products in ctx.waiting:
+            for compute in (weight_grad, bias_grad):
+                found.append(compute(products) if needed[len(found)] else None)
+            products.clear()  # for a second backward of a retained graph
+        return None if arrive is None else arrive(), None, None, None, *found
+
+
+class Multiply(torch.autograd.Function):
+    """A linear layer that leaves the gradients of its weight and bias to `Enter`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        waiting: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Return the output of the linear layer."""
+        ctx.waiting = waiting
+        ctx.save_for_backward(x, weight)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradient of `x`; keep the factors of the weight gradient for `Enter`."""
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        if not x.dtype == weight.dtype == grad.dtype:  # autocast used the output's dtype
+            x, weight = x.to(grad.dtype), weight.to(grad.dtype)
+        weight_needed, bias_needed = ctx.needs_input_grad[1:3]
+        if not torch.is_grad_enabled():
+            if weight_needed or bias_needed:
+                ctx.waiting.append((grad, x))
+            return grad.matmul(weight), None, None, None
+        # With create_graph these gradients are differentiated again, so they need a graph here.
+        products: Products = [(grad, x)]
+        return (
+            grad.matmul(weight),
+            weight_grad(products) if weight_needed else None,
+            bias_grad(products) if bias_needed else None,
+            None,
+        )
+
+
+def weight_grad(products: Products) -> Tensor | None:
+    """Return the gradient of the weight [out, in] over all calls, or None without calls."""
+    total: Tensor | None = None
+    for grad, x in products:
+        rows, columns = _rows(grad).t(), _rows(x)
+        total = rows.mm(columns) if total is None else total.addmm(rows, columns)
+    return total
+
+
+def bias_grad(products: Products) -> Tensor | None:
+    """Return the gradient of the bias [out] over all calls, or None without calls."""
+    total: Tensor | None = None
+    for grad, _ in products:
+        rows = _rows(grad).sum(0)
+        total = rows if total is None else total + rows
+    return total
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def send(
+    grad: Tensor, group: ProcessGroup | None, sizes: Sequence[int] | None
+) -> Callable[[], Tensor]:
+    """Start the sum of the input's gradient; return a function that waits for the result."""
+    if sizes is None:
+        # In place: only `Multiply` nodes made it, so nothing else uses it.
+        work = all_reduce(grad, group=group, async_op=True)
+        return lambda: work.wait() or grad
+    parts = grad.split(list(sizes), DIM)
+    share = torch.empty_like(parts[get_rank(group)], memory_format=torch.contiguous_format)
+    work = reduce_scatter(share, parts, group=group, async_op=True)
+    return lambda: work.wait() or share
+
 
 T = TypeVar("T")
 
@@ -31,17 +180,11 @@ ADAPTED = "base_layer"  # an adapter's attribute for the layer that it wraps
 
 @dataclass(slots=True)
 class _Running:
-    """A region whose forward is running.
+    """A region whose forward is running."""
 
-    Attributes:
-        overlapping: Its layers that compute weight gradients during the sum of input gradients.
-        entries: Each input that entered, with the tensor or `Entrance` that it became.
-        gathered: The `Entrance` of the gathered sequence under sequence parallelism.
-    """
-
-    overlapping: Sequence[Any]
-    entries: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)
-    gathered: Entrance | None = None
+    overlapping: Sequence[Any]  # layers that compute weight gradients during the sum
+    entries: dict[Any, tuple[Tensor, Any]] = field(default_factory=dict)  # inputs that entered
+    gathered: Entrance | None = None  # of the sequence, under sequence parallelism
 
     def once(self, x: Tensor, call: Callable[..., T], *args: Any) -> T:
         """Return `call(x, *args)`, computed once for all layers with the input `x`."""
@@ -60,14 +203,7 @@ _running: ContextVar[_Running | None] = ContextVar("_running", default=None)
 
 @uncompiled
 def enter(x: Tensor, group: ProcessGroup | None, sequence: SequenceShares | None = None) -> Tensor:
-    """Return the full input for this rank's shards; backward sums its gradient over the ranks.
-
-    Args:
-        x: A replicated tensor; under sequence parallelism a sequence shard, or the sequence that a
-            `Region` gathered.
-        group: Ranks of the tensor-parallel axis.
-        sequence: The sharding of sequences; None without sequence parallelism.
-    """
+    """Return the full input for this rank's shards; backward sums its gradient over the ranks."""
     running = _running.get()
     if sequence is not None:  # a region gathers before its forward, and sums there in backward
         return sequence.enter(x) if running is None else sequence.require_whole(x)
@@ -87,7 +223,7 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
     if not _needs_grad(x):
         return None
     running = _running.get()
-    if layer.sequence is not None and layer.sequence.in_rows(x, layer.sequence.own):
+    if layer.sequence is not None and layer.sequence.in_rows(x, layer.sequence.local):
         return None
     if running is None:
         entrance: Entrance | None = _entrance(x, [layer])
@@ -126,14 +262,14 @@ class Region(Surrounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        children = [layer_of(each) for each in self._modules.values()]
-        overlapping = [each for each in children if getattr(each, "async_all_reduce", False)]
+        children = [layer_of(child) for child in self._modules.values()]
+        overlapping = [child for child in children if getattr(child, "async_all_reduce", False)]
         with in_region(overlapping) as running:
             if self._sequence is None:
                 return super().forward(*args, **kwargs)
-            columns = [each for each in children if hasattr(each, "gather_output")]
+            columns = [child for child in children if hasattr(child, "gather_output")]
             # Widths distinguish hidden states from masks and positions.
-            widths = {int(getattr(each, "in_features", 0)) for each in columns}
+            widths = {int(getattr(child, "in_features", 0)) for child in columns}
             gather = partial(_gather, running, self._sequence)
             args, kwargs, _ = convert_hidden(
                 self, self._sequence, gather, args, kwargs, widths=widths
@@ -149,9 +285,9 @@ def summed_outside(model: nn.Module) -> Iterator[str]:
     """
     for name, module in model.named_modules():
         if isinstance(module, Region) and module._sequence is not None:
-            for own, child in module.named_children():
+            for child_name, child in module.named_children():
                 if hasattr(layer_of(child), "gather_output"):
-                    yield f"{name}.{own}".lstrip(".")
+                    yield f"{name}.{child_name}".lstrip(".")
 
 
 def layer_of(module: Any) -> Any:
@@ -164,7 +300,7 @@ def layer_of(module: Any) -> Any:
 @uncompiled
 def _gather(running: _Running, sequence: SequenceShares, x: Tensor) -> Tensor:
     """Return the gathered sequence; set up an `Entrance` if there are overlapping layers."""
-    if not running.overlapping or not _needs_grad(x) or sequence.in_rows(x, sequence.own):
+    if not running.overlapping or not _needs_grad(x) or sequence.in_rows(x, sequence.local):
         return sequence.enter(x)
     running.gathered = _entrance(x, running.overlapping)
     return running.gathered.x

@@ -52,14 +52,7 @@ def sum_gradient(x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
 
 @uncompiled
 def sum_replicas(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
-    """Return `x` with a gradient that is summed over the ranks that hold the same shard.
-
-    Args:
-        x: [shard, ...], cut along dim 0; each packed length has its own replicas.
-        cut: The index ranges of each rank.
-        rank: This rank's index in the group.
-        group: The ranks.
-    """
+    """Return `x` with a gradient that is summed over the ranks that hold the same shard."""
     return sum_gradient(x, lambda grad: sum_parts(grad, cut, rank, group))
 
 
@@ -73,11 +66,11 @@ def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Ten
     shares = list(x.split([*map(len, cut.ranges[rank])]))
     lengths = [sum(map(len, ranges)) for ranges in cut.shared.values()]
     whole = x.new_zeros((sum(lengths), *x.shape[1:]), dtype=sum_dtype(x.dtype))
-    for (place, ranges), each in zip(cut.shared.items(), whole.split(lengths), strict=True):
-        own = cut.ranges[rank][place]
-        mine = each.narrow(0, own.start - ranges[0].start, len(own))
-        mine.copy_(shares[place])
-        shares[place] = mine
+    for (place, ranges), total in zip(cut.shared.items(), whole.split(lengths), strict=True):
+        held = cut.ranges[rank][place]
+        slot = total.narrow(0, held.start - ranges[0].start, len(held))
+        slot.copy_(shares[place])
+        shares[place] = slot
     all_reduce(whole, group=group)
     return torch.cat([share.to(x.dtype) for share in shares])
 

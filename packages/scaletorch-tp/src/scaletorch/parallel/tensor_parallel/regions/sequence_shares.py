@@ -1,9 +1,10 @@
-"""Shards of a model's sequences on the tensor-parallel ranks."""
+"""Shards of a model's sequences on the tensor-parallel ranks, and the hidden states in a call."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, get_world_size
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Invariant, Partial, Replicate, Shard, convert, shard_sizes
-from .overlap import DIM
-from .random import end_sharded_random
+from .surround import own_class
+
+DIM = -2  # the dim of tokens in [..., L, H]
 
 _OF_SHAPES = re.compile(
     r"[Ss]izes? of tensor|shape '|view size|must match|split_sizes|shapes cannot be multiplied"
@@ -27,27 +30,19 @@ _OF_SHAPES = re.compile(
 
 @dataclass(slots=True)
 class SequenceShares:
-    """The sharding of one model's sequences; all its layers hold the same object.
-
-    Attributes:
-        group: Ranks of the tensor-parallel axis.
-        length: Tokens of the full sequence in the last forward; None assumes equal shards.
-        batch: Number of sequences in the last forward; 0 if not known.
-        sharing: Whether hidden states are shards at the current point of the model's forward; they
-            are full before and after layers of style "sequence_layer".
-    """
+    """The sharding of one model's sequences; all its layers hold the same object."""
 
     group: ProcessGroup | None
-    length: int | None = None
-    batch: int = 0
-    sharing: bool = True
+    length: int | None = None  # tokens of a full sequence in the last forward; None: equal shards
+    batch: int = 0  # sequences in the last forward, if known
+    sharing: bool = True  # hidden states are shards now; else the forward is outside of the layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceShares:
         return replace(self)  # process groups cannot be copied: share it
 
     @property
-    def own(self) -> int | None:
-        """Tokens of this rank in the last forward, or None if the length is not known."""
+    def local(self) -> int | None:
+        """This rank's tokens in the last forward, or None if the length is not known."""
         return None if self.length is None else self.sizes_of(self.length)[self.rank]
 
     @property
@@ -58,15 +53,9 @@ class SequenceShares:
     @uncompiled
     def enter(self, x: Tensor) -> Tensor:
         """All-gather a sequence shard for sharded layers; backward reduce-scatters the gradient."""
-        if self.in_rows(x, self.own):
+        if self.in_rows(x, self.local):
             return self.enter(x.unflatten(0, (self.batch, -1))).flatten(0, 1)
         return convert(x, Shard(DIM, self.sizes(x)), Replicate(), self.group)
-
-    @uncompiled
-    def join(self, x: Tensor) -> Tensor:
-        """All-gather a sequence shard for code that runs replicated; use the common generator."""
-        end_sharded_random()  # from here on activations are full
-        return self.whole(x)
 
     @uncompiled
     def whole(self, x: Tensor) -> Tensor:
@@ -74,51 +63,43 @@ class SequenceShares:
         return convert(x, Shard(DIM, self.sizes(x)), Invariant(), self.group)
 
     def sizes(self, x: Tensor) -> tuple[int, ...]:
-        """Return the number of tokens on each rank, given this rank's shard `x`.
-
-        Raises:
-            InvalidArgumentError: `x` is not this rank's shard.
-        """
+        """Return the number of tokens on each rank, given this rank's shard `x`."""
         sizes = self.sizes_of(self.length or x.shape[DIM] * get_world_size(self.group))
-        own = sizes[self.rank]
-        if x.shape[DIM] == sum(sizes) and _in_backward():
-            raise InvalidArgumentError(
-                f"{describe_rank()}: a part of a module that sees whole sequences is run again "
-                f"in backward by itself, on a tensor of shape {tuple(x.shape)}; with sequence "
-                "parallelism checkpoint the whole module (attention, MLP) or the layer around it"
+        length, expected = x.shape[DIM], sizes[self.rank]
+        if length == expected:
+            return sizes
+        way_out = (
+            "style the layers 'sequence_layer', so that sequences are whole before and behind them"
+        )
+        if length != sum(sizes):
+            reason = (
+                "Tokens were added or dropped between the layers, or are in another dim (a prefix, "
+                "pooling, [L, B, H])"
             )
-        if x.shape[DIM] != own:
-            came = (
-                "It is the whole sequence, made between the layers (a table, another input)"
-                if x.shape[DIM] == sum(sizes)
-                else "Tokens were added or dropped between the layers, or are in another dim "
-                "(a prefix, pooling, [L, B, H])"
-            )
-            raise InvalidArgumentError(
-                f"{describe_rank()}: with sequence parallelism expected this rank's {own} of "
-                f"{sum(sizes)} tokens, got a tensor of shape {tuple(x.shape)}. {came}: style the "
-                "layers 'sequence_layer', so that sequences are whole before and behind them, or "
-                "do without sequence parallelism"
-            )
-        return sizes
+        elif in_backward():
+            reason = "A module that sees whole sequences is run again in backward in pieces"
+            way_out = "checkpoint the whole module (attention, MLP) or the layer around it"
+        else:
+            reason = "It is the whole sequence, made between the layers (a table, another input)"
+        raise InvalidArgumentError(
+            f"{describe_rank()}: with sequence parallelism expected this rank's {expected} of "
+            f"{sum(sizes)} tokens, got a tensor of shape {tuple(x.shape)}. {reason}: {way_out}, or "
+            "do without sequence parallelism"
+        )
 
     def is_share(self, x: Tensor) -> bool:
         """Return whether `x` [..., L, H], received by a pipeline stage, is a sequence shard."""
-        own, length = self.own, self.length
-        if own is None or own == length or not x.is_floating_point() or x.ndim < 2:
+        shard, length = self.local, self.length
+        if shard is None or shard == length or not x.is_floating_point() or x.ndim < 2:
             return False
         dims = {x.shape[DIM], x.shape[1]} if x.ndim > 2 else {x.shape[DIM]}
-        return own in dims or self.in_rows(x, own)
+        return shard in dims or self.in_rows(x, shard)
 
     def require_whole(self, x: Tensor) -> Tensor:
-        """Return `x` if it is not a shard: the region has gathered the sequence.
-
-        Raises:
-            InvalidArgumentError: `x` is a shard.
-        """
-        if self.length not in (None, self.own) and x.shape[DIM:-1] == (self.own,):
+        """Return `x` if it is not a shard: the region has gathered the sequence."""
+        if self.length not in (None, self.local) and x.shape[DIM:-1] == (self.local,):
             raise InvalidArgumentError(
-                f"{describe_rank()}: a column-parallel layer was given this rank's {self.own} of "
+                f"{describe_rank()}: a column-parallel layer was given this rank's {self.local} of "
                 f"{self.length} tokens, a tensor of shape {tuple(x.shape)}, in a module that sees "
                 "whole sequences; do without sequence parallelism"
             )
@@ -138,11 +119,7 @@ class SequenceShares:
         return tokens is not None and self.batch > 1 and x.shape[:-1] == (self.batch * tokens,)
 
     def rows(self, x: Tensor) -> tuple[int, ...]:
-        """Return the number of token rows on each rank, given this rank's `x` [rows, ...].
-
-        Raises:
-            InvalidArgumentError: The rows are no multiple of this rank's tokens per sequence.
-        """
+        """Return the number of token rows on each rank, given this rank's `x` [rows, ...]."""
         if self.length is None:
             return (x.shape[0],) * get_world_size(self.group)
         sizes = self.sizes_of(self.length)
@@ -162,11 +139,7 @@ class SequenceShares:
         return convert(x, Invariant(), Shard(DIM, sizes), self.group)
 
     def sizes_of(self, length: int) -> tuple[int, ...]:
-        """Return the number of tokens on each rank for a sequence of `length` tokens.
-
-        Raises:
-            InvalidArgumentError: A rank would have none.
-        """
+        """Return the number of tokens on each rank for a sequence of `length` tokens."""
         size = get_world_size(self.group)
         if length < size:
             raise InvalidArgumentError(
@@ -179,27 +152,19 @@ class SequenceShares:
 def find_shares(model: nn.Module) -> SequenceShares | None:
     """Return the sharding of a model's sequences; None without sequence parallelism."""
     held = (vars(module).get("_sequence") for module in model.modules())
-    return next((each for each in held if isinstance(each, SequenceShares)), None)
+    return next((shares for shares in held if isinstance(shares, SequenceShares)), None)
 
 
 @contextmanager
 @around_compiled
 def shapes_explained(where: str, shares: SequenceShares) -> Iterator[None]:
-    """Explain shape errors of torch that sequence parallelism may have caused.
-
-    Args:
-        where: Name of the module that the body runs.
-        shares: The sharding of sequences.
-
-    Raises:
-        InvalidArgumentError: The body raised a shape error of torch, which this replaces.
-    """
+    """Explain shape errors of torch that sequence parallelism may have caused."""
     try:
         yield
     except RuntimeError as error:
         if type(error) is not RuntimeError or not _OF_SHAPES.search(str(error)):
             raise
-        tokens = "" if shares.own is None else f" ({shares.own} of {shares.length})"
+        tokens = "" if shares.local is None else f" ({shares.local} of {shares.length})"
         raise InvalidArgumentError(
             f"{describe_rank()}: something in {where} does not fit this rank's share of the "
             f"tokens{tokens}, or within attention and MLP modules of their heads and features. "
@@ -209,6 +174,85 @@ def shapes_explained(where: str, shares: SequenceShares) -> Iterator[None]:
         ) from error
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Return whether autograd is running, as in activation recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+_RESIDUAL = "residual"
+_WAY_OUT = "do without sequence parallelism"
+
+
+def argument_names(module: nn.Module, args: Sequence[Any]) -> list[str]:
+    """Return the names of positional arguments in the module's own forward; "" for surplus ones."""
+    names = [*inspect.signature(own_class(module).forward).parameters][1:]
+    return [names[place] if place < len(names) else "" for place in range(len(args))]
+
+
+@uncompiled
+def convert_hidden(
+    module: nn.Module,
+    shares: SequenceShares,
+    change: Callable[[Tensor], Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    widths: Collection[int] = (),
+    join_residuals: bool = False,
+) -> tuple[tuple[Any, ...], dict[str, Any], int]:
+    """Convert the hidden states among the arguments of a module by `change`.
+
+    They are the first floating tensor [..., tokens, H] with H in `widths`, or any if it is empty.
+    An argument called "residual" is another shard of the same sequence, which the module adds to
+    its output; it is converted too if `join_residuals`. Any other sequence is refused, since its
+    shape does not tell whether it is full or a shard.
+
+    Returns:
+        The positional and keyword arguments, and the number of tokens in the full sequence.
+    """
+    names, kind = argument_names(module, args), own_class(module).__name__
+    named = [*zip(names, args, strict=True), *kwargs.items()]
+    given = [x for name, x in named if name != _RESIDUAL]
+    floating = (x for x in given if isinstance(x, Tensor) and x.is_floating_point())
+    sequences = (x for x in floating if x.ndim > 1)
+    hidden = next((x for x in sequences if not widths or x.shape[-1] in widths), None)
+    if hidden is None:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors_in((args, kwargs))) or "none"
+        width = " or ".join(map(str, sorted({*widths}))) or "H"
+        raise InvalidArgumentError(
+            f"{describe_rank()}: with sequence parallelism {kind} must be called with its hidden "
+            f"states, a floating tensor [..., tokens, {width}], and got tensors of shapes "
+            f"{shapes}; {_WAY_OUT}"
+        )
+    rows = shares.in_rows(hidden, shares.local)
+    length = (shares.length or 0) if rows else sum(shares.sizes(hidden))
+    for other in tensors_in(given):
+        if other is not hidden:
+            _refuse_second(kind, other, hidden, widths or {hidden.shape[-1]}, length)
+    whole = change(hidden)
+
+    def converted(name: str, x: Any) -> Any:
+        if name == _RESIDUAL and not join_residuals:
+            return x
+        if x is hidden:
+            return whole
+        return change(x) if name == _RESIDUAL and isinstance(x, Tensor) else x
+
+    by_name = {name: converted(name, x) for name, x in kwargs.items()}
+    return tuple(map(converted, names, args)), by_name, length
+
+
+def _refuse_second(
+    kind: str, other: Tensor, hidden: Tensor, widths: Collection[int], length: int
+) -> None:
+    """Refuse a tensor that may be a second sequence."""
+    alike = other.is_floating_point() and other.ndim == hidden.ndim
+    # A full table (such as positions) without a gradient is safe.
+    harmless = alike and other.shape[-2] == length and not other.requires_grad
+    if alike and other.shape[-1] in widths and not harmless:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {kind} was called with two sequences, of shapes "
+            f"{tuple(hidden.shape)} and {tuple(other.shape)}; with sequence parallelism it cannot "
+            "be known whether the second is this rank's share of its tokens or the whole, nor "
+            f"whose sum its gradient is; {_WAY_OUT}"
+        )

@@ -34,8 +34,8 @@ class Surrounded(nn.Module):
 def surround(module: M, mixin: type[Surrounded], group: ProcessGroup | None) -> M:
     """Put `mixin` before the class of `module`, in place; it stays an instance of its class."""
     vars(module)["_tp_group"] = group
-    own = type(module)
-    module.__class__ = class_before(mixin, own, f"{mixin.__name__}{own.__name__}")
+    kind = type(module)
+    module.__class__ = class_before(mixin, kind, f"{mixin.__name__}{kind.__name__}")
     return module
 
 
@@ -43,8 +43,8 @@ def surround(module: M, mixin: type[Surrounded], group: ProcessGroup | None) -> 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before any mixin."""
     kinds: tuple[Any, ...] = type(module).__mro__
-    own: type[nn.Module] = kinds[kinds.index(Surrounded) + 1] if Surrounded in kinds else kinds[0]
-    return own
+    found: type[nn.Module] = kinds[kinds.index(Surrounded) + 1] if Surrounded in kinds else kinds[0]
+    return found
 
 
 def cannot_surround(module: nn.Module, mixin: type[Surrounded]) -> str | None:

@@ -46,20 +46,20 @@ def without_adapters(model: nn.Module) -> Iterator[list[Adapter]]:
     found: list[Adapter] = []
     places: list[tuple[nn.Module, str, nn.Module]] = []
     for name, owner in [*model.named_modules()]:
-        for own, child in owner._modules.items():
+        for child_name, child in owner._modules.items():
             layer = layer_of(child)
             if child is not None and layer is not child:
-                if own != ADAPTED:  # else it is nested in another adapter
-                    places.append((owner, own, child))
-                if all(each.module is not child for each in found):
-                    found.append(Adapter(f"{name}.{own}".lstrip("."), child, layer))
+                if child_name != ADAPTED:  # else it is nested in another adapter
+                    places.append((owner, child_name, child))
+                if all(adapter.module is not child for adapter in found):
+                    found.append(Adapter(f"{name}.{child_name}".lstrip("."), child, layer))
     try:
-        for owner, own, child in places:
-            owner._modules[own] = layer_of(child)
+        for owner, child_name, child in places:
+            owner._modules[child_name] = layer_of(child)
         yield found
     finally:
-        for owner, own, child in places:
-            owner._modules[own] = child
+        for owner, child_name, child in places:
+            owner._modules[child_name] = child
 
 
 def check_adapters(
@@ -68,24 +68,15 @@ def check_adapters(
     *,
     sequence_parallel: bool,
 ) -> None:
-    """Refuse adapters that cannot be sharded like their layers.
-
-    Args:
-        adapters: All adapters of the model.
-        layers: Module -> the layer that it becomes.
-        sequence_parallel: Whether sequences are sharded.
-
-    Raises:
-        InvalidArgumentError: An adapter cannot be sharded.
-    """
-    for each in adapters:
-        kind = layers.get(each.layer)
+    """Refuse adapters that cannot be sharded like their layers."""
+    for adapter in adapters:
+        kind = layers.get(adapter.layer)
         if kind is None and not sequence_parallel:
             continue  # replicated like its layer
-        reason = _why_not(each, kind)
+        reason = _why_not(adapter, kind)
         if reason is not None:
             raise InvalidArgumentError(
-                f"the adapter '{each.name}' ({type(each.module).__name__}) cannot be tensor "
+                f"the adapter '{adapter.name}' ({type(adapter.module).__name__}) cannot be tensor "
                 f"parallel: {reason}; leave it out of target_modules"
             )
 
@@ -95,13 +86,13 @@ def _why_not(adapter: Adapter, kind: type[TensorParallelLayer] | None) -> str | 
         return "its layer is whole on every rank, which would see a share of each sequence"
     if not issubclass(kind, ColumnParallelLinear | RowParallelLinear):
         return f"its layer becomes a {kind.__name__}, and only those of linear layers can be cut"
-    others = [
+    unknown = [
         name
         for name, _ in adapter.module.named_parameters()
         if name.partition(".")[0] not in (ADAPTED, _A, _B)
     ]
-    if others or not {_A, _B} <= adapter.module._modules.keys():
-        return f"it is none of plain LoRA, lora_A and lora_B alone (it has {', '.join(others)})"
+    if unknown or not {_A, _B} <= adapter.module._modules.keys():
+        return f"it is none of plain LoRA, lora_A and lora_B alone (it has {', '.join(unknown)})"
     misfits = (ColumnParallelLinear.misfit(part) for part in _parts(adapter, _A, _B))
     return next((f"of its matrices {misfit}" for misfit in misfits if misfit is not None), None)
 
@@ -110,20 +101,20 @@ def shard_adapters(
     adapters: list[Adapter], group: ProcessGroup | None, memo: Memo, *, sequence_parallel: bool
 ) -> None:
     """Shard adapters like their layers, in place."""
-    for each in adapters:
-        layer: Any = each.layer
+    for adapter in adapters:
+        layer: Any = adapter.layer
         kind = next((kind for kind in _FOLLOWED if isinstance(layer, kind)), None)
         if kind is None:
             continue
         matrix, option, draws = _FOLLOWED[kind]
-        for part in _parts(each, matrix):
+        for module in _parts(adapter, matrix):
             options = {option: getattr(layer, option)}
-            kind.convert(part, group, memo, layer.cut, **options).sequence = layer.sequence
-        for part in () if sequence_parallel else _parts(each, _DROPOUT):
-            surround(part, draws, group)
+            kind.convert(module, group, memo, layer.cut, **options).sequence = layer.sequence
+        for module in () if sequence_parallel else _parts(adapter, _DROPOUT):
+            surround(module, draws, group)
 
 
 def _parts(adapter: Adapter, *names: str) -> list[nn.Module]:
     """Return the named submodules of all adapters that a peft layer holds by name."""
     held = [adapter.module._modules.get(name) for name in names]
-    return [part for each in held if each is not None for part in each.children()]
+    return [child for children in held if children is not None for child in children.children()]

@@ -18,7 +18,7 @@ from ...pg_manager import describe_rank
 from ...pg_manager.building import divided_modules
 from ..cross_entropy import CrossEntropy
 from ..layers.base import TensorParallelLayer
-from ..regions.overlap import Enter
+from ..regions.region import Enter
 from ..regions.replicas import SumGradient
 from ..regions.sequence_shares import find_shares
 from ..regions.surround import own_class
@@ -46,18 +46,12 @@ _WAYS: Mapping[type, Reach] = {
 
 
 class Leaves:
-    """The trainable leaves of a model's graphs.
-
-    Attributes:
-        whole: `id` -> leaf that is replicated on every rank.
-        names: `id` -> name of each leaf, including shards.
-        shards: `id` of the leaves that layers or other strategies have sharded.
-    """
+    """The trainable leaves of a model's graphs, each by its `id`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.whole: dict[int, Tensor] = {}
-        self.names: dict[int, str] = {}
-        self.shards: set[int] = set()
+        self.whole: dict[int, Tensor] = {}  # replicated on every rank
+        self.names: dict[int, str] = {}  # of all, including shards
+        self.shards: set[int] = set()  # sharded by layers or other strategies
         divided, gathered = {*divided_modules(model)}, _gathered(model)
         for prefix, module in model.named_modules():
             settled = module.settled if isinstance(module, TensorParallelLayer) else ()
@@ -74,14 +68,9 @@ class Leaves:
 
 
 class Walk:
-    """One walk through autograd graphs, from outputs back to the leaves.
+    """One walk through a model's autograd graphs, from outputs back to the leaves.
 
-    Args:
-        model: The model that made the graphs.
-        sums: The `GradientSums` that records the kinds of gradients over all walks.
-
-    Attributes:
-        leaves: The model's trainable leaves.
+    `sums` is the `GradientSums` that records the kinds of gradients over all walks.
     """
 
     def __init__(self, model: nn.Module, sums: Any) -> None:
@@ -124,11 +113,7 @@ class Walk:
         return sequence is not None and (sequence.length is None or sequence.is_share(leaf))
 
     def follow(self, roots: Iterable[tuple[Node, Reach]]) -> None:
-        """Follow gradients from nodes back to the leaves, and record their kind at each.
-
-        Raises:
-            InvalidArgumentError: See `GradientSums.look`.
-        """
+        """Follow gradients from nodes back to the leaves, and record their kind at each."""
         todo = [*roots]
         self._returns_parts |= any(reach is Reach.PARTIAL for _, reach in todo)
         while todo:
@@ -191,12 +176,7 @@ class Walk:
         node.run_function = run_and_follow
 
     def _settle(self) -> None:
-        """Record the kinds that were found.
-
-        Raises:
-            InvalidArgumentError: A leaf gets both kinds of gradients, or an input that is no
-                sequence shard gets a partial one.
-        """
+        """Record the kinds that were found."""
         both: list[str] = []
         given: list[Tensor] = []
         for key, (leaf, reach) in self._found.items():
@@ -205,15 +185,15 @@ class Walk:
                     both.append(self.leaves.names[key])
                 else:
                     self._sums.note(leaf, reach)
-            elif Reach.PARTIAL in reach and self._is_given(leaf):
+            elif (
+                Reach.PARTIAL in reach
+                and leaf.numel()  # an empty one is only a placeholder
+                and key not in self.leaves.names
+                and not self._is_share(leaf)
+            ):
                 given.append(leaf)
         if both or given:
             raise InvalidArgumentError(self._message(both, given))
-
-    def _is_given(self, leaf: Tensor) -> bool:
-        """Return whether a leaf is an input that is no sequence shard."""
-        own = id(leaf) in self.leaves.names or self._is_share(leaf)
-        return not own and leaf.numel() > 0  # an empty one is only a placeholder
 
     def _message(self, both: Sequence[str], given: Sequence[Tensor]) -> str:
         name = f"{describe_rank()}: {own_class(self._model).__name__}"
@@ -269,8 +249,8 @@ def _holds(node: Node, group: ProcessGroup | None) -> bool:
     """Return whether a node stores the process group, so that it may communicate over it."""
     kept = vars(node).values() if hasattr(node, "__dict__") else ()
     return group is not None and any(
-        each is group or (isinstance(each, tuple | list) and any(x is group for x in each))
-        for each in kept
+        value is group or (isinstance(value, tuple | list) and any(x is group for x in value))
+        for value in kept
     )
 
 
@@ -288,9 +268,9 @@ def _gathered(model: nn.Module) -> dict[Tensor, Tensor]:
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         group = getattr(state, "_fsdp_param_group", None)
-        for each in getattr(group, "fsdp_params", ()):
-            if hasattr(each, "_unsharded_param"):
-                found[each.sharded_param] = each._unsharded_param
+        for parameter in getattr(group, "fsdp_params", ()):
+            if hasattr(parameter, "_unsharded_param"):
+                found[parameter.sharded_param] = parameter._unsharded_param
     return found
 
 

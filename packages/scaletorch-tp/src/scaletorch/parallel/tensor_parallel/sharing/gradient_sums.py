@@ -85,16 +85,20 @@ class GradientSums:
         if not torch.is_grad_enabled() or (later and not self._unseen):
             return
         tensors = [*tensors_in(output)] or [*tensors_in(getattr(output, "__dict__", {}))]
-        made = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         if not tensors:
             self._opaque.add(f"the output, a {type(output).__name__}")
-        if not made:
+        if not nodes:
             return
         if later:
-            self._later.append((model, made))  # inspected if an unknown parameter gets a gradient
-        elif self._unseen or not all(self._has_looked_at(leaf) for leaf in trainable(model)):
+            self._later.append((model, nodes))  # inspected if an unknown parameter gets a gradient
+        elif self._unseen or not all(
+            # Not a new leaf with the id of a freed one.
+            self._looked.get(id(leaf), lambda: None)() is leaf
+            for leaf in trainable(model)
+        ):
             self._looked.update((id(leaf), ref(leaf)) for leaf in trainable(model))
-            self._follow(model, made)
+            self._follow(model, nodes)
 
     def look_again(self) -> None:
         """Inspect the next forwards again, whatever is known."""
@@ -106,13 +110,9 @@ class GradientSums:
             handle.remove()
         self._hooked.clear()
 
-    def _has_looked_at(self, leaf: Tensor) -> bool:
-        known = self._looked.get(id(leaf))
-        return known is not None and known() is leaf  # not a new leaf with the id of a freed one
-
-    def _follow(self, model: nn.Module, made: Iterable[Node]) -> None:
+    def _follow(self, model: nn.Module, nodes: Iterable[Node]) -> None:
         walk = Walk(model, self)
-        walk.follow([(node, walk.reach_of(node)) for node in made])
+        walk.follow([(node, walk.reach_of(node)) for node in nodes])
         unseen = [leaf for leaf in walk.leaves.whole.values() if self.reach(leaf) is Reach.NOT]
         for leaf in unseen:
             self._hook(leaf)
@@ -169,17 +169,13 @@ class GradientSums:
             self._later.clear()
 
     def _arrived(self, parameter: TensorWeakRef, gradient: Tensor) -> Tensor | None:
-        """Return the gradient summed over ranks if it is partial and not deferred, else None.
-
-        Raises:
-            InvalidArgumentError: The graph did not show whether it is partial.
-        """
+        """Return the gradient summed over ranks if it is partial and not deferred, else None."""
         leaf = parameter()
         reach = Reach.NOT if leaf is None else self.reach(leaf)
         if reach is Reach.NOT:
             later, self._later = self._later, []
-            for model, made in later:
-                self._follow(model, made)
+            for model, nodes in later:
+                self._follow(model, nodes)
             reach = Reach.NOT if leaf is None else self.reach(leaf)
         if reach is Reach.NOT and leaf is not None and not self.deferred:
             self.refuse_hidden(f"shape {tuple(gradient.shape)}")
@@ -192,12 +188,7 @@ class GradientSums:
 
 
 def infer_sums(view: ModelView, group: ProcessGroup | None) -> None:
-    """Set up the sums of partial gradients of a model's replicated parameters.
-
-    Args:
-        view: The model, with its sharded layers.
-        group: Ranks of the tensor-parallel axis.
-    """
+    """Set up the sums of partial gradients of a model's replicated parameters."""
     for module in view.names:  # replace hooks of submodules sharded before
         for key, hook in [*module._forward_hooks.items()]:
             if isinstance(hook, GradientSums):
@@ -218,4 +209,4 @@ def find_sums(model: nn.Module) -> GradientSums | None:
 def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return name -> trainable parameter that is replicated on every rank."""
     whole = Leaves(model).whole
-    return {name: each for name, each in model.named_parameters() if id(each) in whole}
+    return {name: leaf for name, leaf in model.named_parameters() if id(leaf) in whole}

@@ -9,27 +9,150 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...pg_manager.building import around_compiled
-from ...placement import ModelView, modules_within, shard_sizes
+from ...pg_manager.building import around_compiled, uncompiled
+from ...placement import ModelView, modules_within
 from ..layers.base import TensorParallelLayer
-from ..layers.heads import HeadParameters
-from ..regions.overlap import DIM
-from ..regions.random import sharded_random
+from ..layers.own_parameters import HeadParameters
+from ..regions.random import end_sharded_random, sharded_random
 from ..regions.region import Region
-from ..regions.sequence_shares import SequenceShares, find_shares, shapes_explained
+from ..regions.sequence_shares import (
+    DIM,
+    SequenceShares,
+    argument_names,
+    find_shares,
+    in_backward,
+    shapes_explained,
+)
 from ..regions.surround import Surrounded, own_class, surround
-from .sequence_layers import SequenceLayer
 from .whole_sequence import WholeSequence, mask_configs, whole_masks
+
+# Names of layer arguments with per-token values other than hidden states.
+OF_TOKENS = ("input_ids", "per_layer_input", "per_layer_inputs")
+WHOLE_IDS = ("ple_input_ids",)  # ids that stay full, since neighbours of a token count
+
+
+class SequenceLayer(Surrounded):
+    """Mixin of a layer that works on this rank's shard of sequences.
+
+    The first layer of a list splits its inputs, and the last one gathers its output; between them
+    hidden states are shards.
+    """
+
+    _sequence: SequenceShares | None = None  # None without sequence parallelism
+    _first: bool = False
+    _last: bool = False
+
+    @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward on sequence shards."""
+        shares = self._sequence
+        if shares is None:
+            return super().forward(*args, **kwargs)
+        args, kwargs = _shared_out(self, shares, args, kwargs)
+        with sharded_random(self._tp_group) if self.training else nullcontext():
+            out = super().forward(*args, **kwargs)
+        return _joined(out, shares) if self._last else out
+
+
+@uncompiled
+def _joined(out: Any, shares: SequenceShares) -> Any:
+    """Return a layer's output with its hidden states gathered."""
+    shares.sharing = False
+    end_sharded_random()  # from here on activations are full
+    if isinstance(out, dict):  # an output of transformers
+        name = next(name for name, value in out.items() if isinstance(value, Tensor))
+        out[name] = shares.whole(out[name])
+        return out
+    if not isinstance(out, Tensor):
+        return type(out)((shares.whole(out[0]), *out[1:]))
+    rows = _rows(out, shares)
+    return shares.whole(rows) if rows is out else shares.whole(rows).unflatten(-1, out.shape[DIM:])
+
+
+def _rows(x: Tensor, shares: SequenceShares) -> Tensor:
+    """Return hidden states as [..., L, H]; several streams, [B, L, S, H], become [B, L, S * H]."""
+    lengths = (shares.length, shares.local)
+    if x.ndim != 4 or x.shape[1] not in lengths:
+        return x
+    if x.shape[DIM] in lengths:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: of hidden states {tuple(x.shape)} two dims are as long as the "
+            f"sequence of {shares.length} tokens or a rank's share of it, {shares.local}, so it is "
+            "not known which one is to be shared out; take another length or batch size, or do "
+            "without sequence parallelism"
+        )
+    return x.flatten(DIM)
+
+
+@uncompiled
+def _shared_out(
+    layer: SequenceLayer, shares: SequenceShares, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a layer, with this rank's shard of per-token ones."""
+    name, again = own_class(layer).__name__, in_backward()
+    given = (*args, *kwargs.values())
+    floating = (x for x in given if isinstance(x, Tensor) and x.is_floating_point())
+    hidden = next((x for x in floating if x.ndim > 2), None)
+    if hidden is None:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: with sequence parallelism {name} must be called with hidden "
+            "states [..., L, H], a floating tensor; do without sequence parallelism"
+        )
+    begins = layer._first and not shares.sharing and not again
+    if begins:
+        streams = hidden.ndim > 3 and hidden.shape[1] == shares.length != hidden.shape[DIM]
+        shares.length = hidden.shape[1 if streams else DIM]
+        shares.batch = hidden.shape[0] if hidden.ndim == 3 else shares.batch
+    rows = _rows(hidden, shares)
+    whole = begins or (again and rows.shape[DIM] == shares.length)
+    if not again:
+        shares.sharing = True
+    shard = shares.split(rows) if whole else rows
+    shares.sizes(shard)  # raises if it is not this rank's shard
+    shard = shard if rows is hidden else shard.unflatten(-1, hidden.shape[DIM:])
+
+    def share(key: str, x: Any) -> Any:
+        if x is hidden:
+            return shard
+        if not isinstance(x, Tensor):
+            return x
+        if key in OF_TOKENS:
+            return _of_tokens(x, shares)
+        _require_none(name, key, x, hidden, shares)
+        return x
+
+    by_name = {key: share(key, x) for key, x in kwargs.items()}
+    return tuple(map(share, argument_names(layer, args), args)), by_name
+
+
+def _of_tokens(x: Tensor, shares: SequenceShares) -> Tensor:
+    """Return this rank's shard of ids [..., L] or of embeddings [..., L, H]."""
+    if x.is_floating_point():
+        return shares.split(x) if x.shape[DIM] == shares.length else x
+    if x.shape[-1] != shares.length:
+        return x
+    sizes = shares.sizes_of(x.shape[-1])
+    return x.narrow(-1, sum(sizes[: shares.rank]), sizes[shares.rank])
+
+
+def _require_none(name: str, key: str, x: Tensor, hidden: Tensor, shares: SequenceShares) -> None:
+    """Refuse an argument that may be a second sequence, since it would stay full."""
+    whole = (*hidden.shape[:DIM], shares.length)
+    if x.requires_grad and x.ndim == hidden.ndim and x.shape[:-1] == whole:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {name} was called with '{key}' of shape {tuple(x.shape)} beside "
+            "its hidden states; with sequence parallelism it cannot be known whether it is of each "
+            "token, of which a rank has its share, or whole; do without sequence parallelism"
+        )
 
 
 class SequenceRoot(Surrounded):
@@ -118,10 +241,7 @@ def sequence_share(model: nn.Module, length: int) -> int:
         length: Tokens of the sequence that the model is called with.
     """
     shares = find_shares(model)
-    if shares is None:
-        return length
-    group = shares.group
-    return shard_sizes(length, get_world_size(group))[get_rank(group)]
+    return length if shares is None else shares.sizes_of(length)[shares.rank]
 
 
 def shares_in_layers(model: nn.Module) -> bool:

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
-from ..regions.hidden_states import convert_hidden
-from ..regions.overlap import DIM
 from ..regions.random import common_random, refused_again
-from ..regions.sequence_shares import SequenceShares
+from ..regions.sequence_shares import DIM, SequenceShares, convert_hidden
 from ..regions.surround import Surrounded, own_class
 
 _LIBRARY = "transformers.masking_utils"
@@ -44,14 +42,14 @@ class WholeSequence(Surrounded):
         )
         with refused_again(name), common_random():  # every rank draws the same
             out = super().forward(*args, **kwargs)
-        own, found = _shared(out, length, shares)
+        local, found = _shared(out, length, shares)
         if not found:
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {name} must return hidden states "
                 f"[..., {length}, H], or a tuple that holds them, and returned "
                 f"{type(out).__name__}; do without sequence parallelism"
             )
-        return own
+        return local
 
 
 @uncompiled
@@ -62,8 +60,8 @@ def _shared(out: Any, length: int, shares: SequenceShares) -> tuple[Any, bool]:
         return (shares.split(out), True) if is_hidden else (out, False)
     if type(out) not in (tuple, list):
         return out, False
-    pairs = [_shared(each, length, shares) for each in out]
-    return type(out)(each for each, _ in pairs), any(found for _, found in pairs)
+    pairs = [_shared(item, length, shares) for item in out]
+    return type(out)(item for item, _ in pairs), any(found for _, found in pairs)
 
 
 def mask_configs(model: nn.Module) -> list[Any]:
@@ -79,10 +77,6 @@ def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None
     """Make transformers models in the body create masks for full sequences.
 
     Inside the block it replaces the mask functions in the registry of transformers.
-
-    Args:
-        configs: The result of `mask_configs`.
-        shares: The sharding of sequences; nothing changes if their length is not known.
     """
     library = sys.modules.get(_LIBRARY)
     if library is None or not configs or shares.length is None:
@@ -102,14 +96,10 @@ def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None
 
 
 def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
-    """Return a padding mask [B, L] for full sequences, also for a shard's mask of ones.
-
-    Raises:
-        InvalidArgumentError: The mask of a shard has padding, or its length is of neither.
-    """
+    """Return a padding mask [B, L] for full sequences, also for a shard's mask of ones."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[-1] == shares.length:
         return mask
-    if mask.shape[-1] != shares.own or not bool(mask.all()):
+    if mask.shape[-1] != shares.local or not bool(mask.all()):
         raise InvalidArgumentError(
             f"{describe_rank()}: the model asks for a mask with padding of shape "
             f"{tuple(mask.shape)}, where sequences have {shares.length} tokens; pass an "
@@ -120,26 +110,15 @@ def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
 
 @uncompiled
 def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any) -> Any:
-    """Make the mask that the model asked for, but for full sequences.
-
-    Raises:
-        InvalidArgumentError: The keys are not the queries' sequence (as with a cache), or the
-            number of queries is neither that of a shard nor that of the full sequence.
-    """
-    whole, own = shares.length, shares.own
-    queries, keys = options.get("q_length"), options.get("kv_length")
-    if queries == own:
-        if keys not in (own, whole) or options.get("q_offset", 0):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the model asks for a mask of {queries} queries, from position "
-                f"{options.get('q_offset', 0)} on, and {keys} keys; with sequence parallelism "
-                "there is one for a whole sequence alone: pass use_cache=False"
-            )
+    """Make the mask that the model asked for, but for full sequences."""
+    whole, shard = shares.length, shares.local
+    queries = options.get("q_length")
+    if queries == shard:
         options |= {"q_length": whole, "kv_length": whole}
         options["attention_mask"] = _whole_padding(options.get("attention_mask"), shares)
     elif queries != whole:
         raise InvalidArgumentError(
             f"{describe_rank()}: the model asks for a mask of {queries} queries, but this rank has "
-            f"{own} of {whole} tokens; do without sequence parallelism"
+            f"{shard} of {whole} tokens; do without sequence parallelism"
         )
     return make(**options)

@@ -40,6 +40,10 @@ class ParameterCut(NamedTuple):
         return self.cut.arrange(joined, self.dim)
 
 
+# The first rank that holds a piece of a shard, and the piece.
+Owned = tuple[int, Tensor]
+
+
 def shard_dims(model: nn.Module) -> dict[str, int | None]:
     """Return parameter name -> its shard dim, or None if it is replicated.
 
@@ -63,11 +67,12 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
         InvalidArgumentError: `whole` has another length than the plain parameter, or the module
             that the name leads to has no such entry.
     """
-    layer, rest = _deepest(model, name)
-    _refuse_misspelt(model, name, layer, rest[0])
-    if not isinstance(layer, TensorParallelLayer) or layer.tp_size == 1 or len(rest) > 1:
+    layer, (parameter, *rest) = model, name.split(".")
+    while rest and isinstance(child := getattr(layer, parameter, None), nn.Module):
+        layer, (parameter, *rest) = child, rest
+    _refuse_misspelt(model, name, layer, parameter)
+    if not isinstance(layer, TensorParallelLayer) or layer.tp_size == 1 or rest:
         return whole  # not sharded, or of another pipeline stage
-    parameter = rest[0]
     dim = layer.shard_dims.get(parameter)
     if dim is None:
         return whole
@@ -80,20 +85,6 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     return cut.take(whole)
 
 
-def _deepest(model: nn.Module, name: str) -> tuple[nn.Module, Sequence[str]]:
-    """Return the deepest existing module on the path of a name, and the rest of the name.
-
-    It descends once per name, since attribute look-up in wrappers is slow.
-    """
-    parts = name.split(".")
-    for depth, part in enumerate(parts[:-1]):
-        below = getattr(model, part, None)
-        if not isinstance(below, nn.Module):
-            return model, parts[depth:]
-        model = below
-    return model, parts[-1:]
-
-
 def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, part: str) -> None:
     """Refuse a name whose next component a module with entries of its own does not have."""
     known = {**module._modules, **module._parameters, **module._buffers}
@@ -103,6 +94,36 @@ def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, part: str) 
         raise InvalidArgumentError(
             f"{describe_rank()}: the model has no '{name}'; its nearest names are {close}"
         )
+
+
+def split_by_owner(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Owned, ...]]:
+    """Split this rank's tensors into pieces, each with its owner: the first tp rank that holds it.
+
+    The owner is 0 for replicated tensors, and this rank for a piece that no other rank holds. A
+    shard is one piece, or one for each packed part of a fused weight, some of which may be
+    replicated. If each piece is counted only on its owner, each element is counted once.
+
+    Args:
+        model: A model with tensor-parallel layers.
+        tensors: Name of a parameter (or buffer) -> this rank's shard, or its gradient or similar.
+
+    Returns:
+        Name -> (owner, piece) pairs, in order; pieces are views of the tensors.
+
+    Raises:
+        InvalidArgumentError: A name is not the model's, or a tensor has not its shard's shape.
+    """
+    _check_shards(model, tensors)
+    cuts = find_cuts(model)
+    return {name: _split(tensor, cuts.get(name)) for name, tensor in tensors.items()}
+
+
+def _split(tensor: Tensor, cut: ParameterCut | None) -> tuple[Owned, ...]:
+    if cut is None or cut.layer.tp_size == 1:
+        return ((0, tensor),)
+    rank = cut.layer.tp_rank
+    pieces = tensor.split([*map(len, cut.cut.ranges[rank])], cut.dim)
+    return tuple(zip(cut.cut.owners(rank), pieces, strict=True))
 
 
 def gather_tensors(
@@ -123,7 +144,7 @@ def gather_tensors(
         InvalidArgumentError: A name is not the model's, or a tensor has not its shard's shape.
         MismatchError: The ranks passed different names.
     """
-    cuts, known = find_cuts(model), check_shards(model, tensors)
+    cuts, known = find_cuts(model), _check_shards(model, tensors)
     _check_agreement(cuts, tensors, group)
     # Gather a tied parameter once: the same tensor under two names stays one.
     whole: dict[int, Tensor] = {}
@@ -172,14 +193,14 @@ def load_full_state_dict(
         InvalidArgumentError: Names or shapes are not the plain model's; nothing was loaded.
     """
     cuts = find_cuts(model)
-    own = model.state_dict(keep_vars=True)
+    current = model.state_dict(keep_vars=True)
     if strict:
-        given = {id(own[name]) for name in state if name in own}
-        check_names("the model has no", set(state) - set(own))
-        check_names("the state lacks", {n for n, v in own.items() if id(v) not in given})
+        given = {id(current[name]) for name in state if name in current}
+        _check_names("the model has no", set(state) - set(current))
+        _check_names("the state lacks", {n for n, v in current.items() if id(v) not in given})
     local = dict(state)
-    for name in (n for n in own if isinstance(state.get(n), Tensor)):
-        cut, shape = cuts.get(name), tuple(own[name].shape)
+    for name in (n for n in current if isinstance(state.get(n), Tensor)):
+        cut, shape = cuts.get(name), tuple(current[name].shape)
         if cut is not None:
             _check_group(cut.layer, group)
             _check_shape(name, state[name], cut.whole(shape), "the whole")
@@ -211,19 +232,19 @@ def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
     return cuts
 
 
-def check_names(problem: str, names: Iterable[str]) -> None:
+def _check_names(problem: str, names: Iterable[str]) -> None:
     """Raise an error that lists the names, if there are any."""
     names = sorted(names)
     if names:
         raise InvalidArgumentError(f"{describe_rank()}: {problem} {', '.join(names)}")
 
 
-def check_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _check_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Check that tensors have this rank's shapes; return the model's own, in the model's order."""
     known = dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
     )
-    check_names("the model has no parameter or buffer", set(tensors) - set(known))
+    _check_names("the model has no parameter or buffer", set(tensors) - set(known))
     for name, tensor in tensors.items():
         _check_shape(name, tensor, tuple(known[name].shape), "this rank's shard")
     return known

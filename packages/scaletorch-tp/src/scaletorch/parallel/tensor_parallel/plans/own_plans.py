@@ -1,7 +1,7 @@
-"""Read the tensor-parallel plan of a transformers model.
+"""Read the tensor-parallel plan that a model brings along, of transformers or of `torch.nn`.
 
-It names the modules to shard but not the head boundaries. As for any plan, these come from the
-attention modules and their config.
+A plan of transformers names the modules to shard but not the head boundaries. As for any plan,
+these come from the attention modules and their config.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator, Mapping
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ..cuts.styles import Fused, PerHead, SharedTail, Slices, Stacked
+from ..styles import Fused, PerHead, SharedTail, Slices, Stacked
 from .attention import SHARED_KEYS, has_heads, latent_heads
-from .plan import Divide, Match, Matches, Recognised, Style, children_of, look_up
+from .plan import Match, Matches, Style, children_of, look_up, with_outputs
 
 PER_HEAD = "local_params"  # the style of a module whose single parameters have styles
 SHARED_TAIL = "mla_kv_a_proj"
@@ -46,7 +46,6 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "packed_colwise": Fused("column", 2),
     "rowwise": "row",
     "rowwise_split_input": "row_split",
-    "column_embedding": "column_embedding",
     "rowwise_rep": "row_split",
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "replicate",
@@ -54,26 +53,8 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
 }
 _OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # a plan of only these shards no layer
 
-# T5's stacks. The first layer has a position bias for each head, which the other layers reuse.
-_T5_ATTENTION: Mapping[str, Style] = {
-    "": Divide("n_heads", "inner_dim"),
-    **{f".{name}": "colwise" for name in "qkv"},
-    ".o": "rowwise",
-    ".relative_attention_bias": "column_embedding",
-}
-_T5: Mapping[str, Style] = {
-    "shared": "embedding_rowwise",
-    "embed_tokens": "embedding_rowwise",
-    **{f"block.*.layer.*.SelfAttention{own}": style for own, style in _T5_ATTENTION.items()},
-    **{f"block.*.layer.*.EncDecAttention{own}": style for own, style in _T5_ATTENTION.items()},
-    **{f"block.*.layer.*.DenseReluDense.{name}": "colwise" for name in ("wi", "wi_*")},
-    "block.*.layer.*.DenseReluDense.wo": "rowwise",
-    "lm_head": "colwise_gather_output",
-}
-
 # `model_type` -> plan of the base model, used instead of that of transformers.
 _MISSING: Mapping[str, Mapping[str, Style]] = {
-    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     "gpt_oss": {
         "embed_tokens": "embedding_rowwise",
         **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
@@ -98,30 +79,26 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
     """
     plan: dict[str, Style] = {}
     for name, module in model.named_modules():
-        own = [getattr(module, "_tp_plan", None)]
+        found = [getattr(module, "_tp_plan", None)]
         if getattr(module, "base_model", None) is module:
             config = getattr(module, "config", None)
             missing = _MISSING.get(getattr(config, "model_type", ""))
-            own.append(missing or getattr(config, "base_model_tp_plan", None))
-        for each in own:
-            for pattern, style in each.items() if isinstance(each, Mapping) else ():
+            found.append(missing or getattr(config, "base_model_tp_plan", None))
+        for patterns in found:
+            for pattern, style in patterns.items() if isinstance(patterns, Mapping) else ():
                 if style != ROUTER:
                     plan.setdefault(f"{name}.{pattern}".lstrip("."), style)
     return plan
 
 
-def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Recognised | None:
-    """Match the model's own plan; return None if it has none that shards layers.
+def find_own_plan(
+    model: nn.Module, divided: Collection[nn.Module] = ()
+) -> tuple[list[Match], list[str]] | None:
+    """Match the model's own plan, and name its attention; None if it has none that shards layers.
 
-    A plan for only the head, or for expert parallelism (`APART`), does not count.
-
-    Args:
-        model: The whole model.
-        divided: Modules that another strategy has divided over these ranks, such as experts; they
-            are left out.
-
-    Raises:
-        InvalidArgumentError: The plan has an unknown style, or shards a single parameter.
+    Modules in `divided`, such as experts of another strategy, are left out. A plan for only the
+    head or for expert parallelism (`APART`), or with attention that has two row layers, does not
+    count: there the rest of the module would get only this rank's heads of the first one's output.
     """
     plan = own_plan(model)
     if APART in plan.values():
@@ -131,33 +108,37 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
     matches = _match(plan, modules)
     if all(match.style in _OF_THE_HEAD for match in matches.values()):
         return None
-    for module, name in _parameters(modules):
-        pattern = _pattern(plan, name)
-        own = module in matches and isinstance(matches[module].style, Stacked | PerHead)
-        if pattern is not None and not own and plan[pattern] != "replicate":
-            raise InvalidArgumentError(
-                f"the plan of {type(model).__name__} gives the single parameter '{name}' the "
-                f"style '{plan[pattern]}', but only modules are sharded; pass a plan of your own"
-            )
-    _leave_whole(modules, matches)
+    _refuse_single_parameters(model, plan, modules, matches)
     heads = [*_attentions(modules, matches)]
-    for name in (
-        f"{each}.{own}" for each in heads if latent_heads(modules[each]) for own in _WHOLE
-    ):
+    if any(sum(m.is_row for m in children_of(modules[name], matches)) > 1 for name in heads):
+        return None
+    latent = (f"{n}.{child}" for n in heads if latent_heads(modules[n]) for child in _WHOLE)
+    for name in latent:
         if name in modules:  # replicated in latent attention
             matches.setdefault(modules[name], look_up(name, modules[name], name, "replicate"))
     _add_tied(modules, matches)
     for name in heads:  # dropout there acts on this rank's heads
         matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
     ordered = [matches[module] for module in model.modules() if module in matches]
-    return Recognised(ordered, heads)
+    return ordered, heads
 
 
-def _parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, str]]:
-    for name, module in modules.items():
-        for own, parameter in module._parameters.items():
-            if parameter is not None:
-                yield module, f"{name}.{own}".lstrip(".")
+def _refuse_single_parameters(
+    model: nn.Module, plan: Mapping[str, Style], modules: Mapping[str, nn.Module], matches: Matches
+) -> None:
+    """Refuse a plan that shards a parameter of a module that it does not shard."""
+    for prefix, module in modules.items():
+        match = matches.get(module)
+        if match is not None and isinstance(match.style, Stacked | PerHead):
+            continue
+        for name, _ in module.named_parameters(prefix, recurse=False):
+            pattern = _pattern(plan, name)
+            if pattern is not None and plan[pattern] != "replicate":
+                raise InvalidArgumentError(
+                    f"the plan of {type(model).__name__} gives the single parameter '{name}' the "
+                    f"style '{plan[pattern]}', but only modules are sharded; pass a plan of your "
+                    "own"
+                )
 
 
 def _pattern(plan: Mapping[str, Style], name: str) -> str | None:
@@ -174,8 +155,8 @@ def _match(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[
         if pattern is None or style is None:
             continue
         match = look_up(name, module, pattern, style)
-        whole = style in ("vocab", "column_gather")  # these return full outputs
-        if whole and match.layer is not None and not match.layer.takes(module):
+        full = style in ("vocab", "column_gather")  # these return full outputs
+        if full and match.layer is not None and not match.layer.takes(module):
             match = look_up(name, module, pattern, "replicate")  # it does more than its style
         matches.setdefault(module, match)
     return matches
@@ -184,54 +165,47 @@ def _match(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[
 def _style(
     plan: Mapping[str, Style], pattern: str, name: str, modules: Mapping[str, nn.Module]
 ) -> Style | None:
-    """Return our style for a module that the plan names; None if it has nothing to shard.
-
-    Raises:
-        InvalidArgumentError: The plan's style for it is unknown or unsupported.
-    """
+    """Return our style for a module that the plan names; None if it has nothing to shard."""
     theirs, module = plan[pattern], modules[name]
     if not isinstance(theirs, str):
         return theirs
-    own = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
-    styles = {n: str(plan[found]) for n, found in own.items() if found is not None}
+    patterns = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
+    styles = {n: str(plan[found]) for n, found in patterns.items() if found is not None}
     if theirs == EXPERTS or (theirs in (SUMMED, GATHERED) and styles):
         return stacked_of(name, module, styles)
     if theirs == PER_HEAD:
-        return per_head_of(name, module, styles)
+        names = [n for n, parameter in module._parameters.items() if parameter is not None]
+        for n in (n for n in names if styles.get(n) != "colwise"):
+            raise _unknown(f"{name}.{n}", styles.get(n), ("colwise",))
+        return PerHead(*names) if names else None
     if theirs == SHARED_TAIL:
-        return shared_tail_of(name, modules)
+        features = vars(modules[name.rpartition(".")[0]]).get(SHARED_KEYS)
+        if isinstance(features, int):
+            return SharedTail(features)
     if theirs not in TRANSFORMERS_STYLES:
-        known = (*TRANSFORMERS_STYLES, EXPERTS, SUMMED, PER_HEAD, SHARED_TAIL)
-        raise InvalidArgumentError(
-            f"the model's own plan (_tp_plan) gives '{pattern}' the style {theirs!r}, which "
-            f"is none of {', '.join(map(repr, known))}; pass a plan of your own"
-        )
+        raise _unknown(pattern, theirs, (*TRANSFORMERS_STYLES, EXPERTS, PER_HEAD))
     style = TRANSFORMERS_STYLES[theirs]
     rows = style == "row" and isinstance(module, nn.Embedding)
     return "vocab" if rows else style  # the rows of an embedding are the vocabulary
 
 
+def _unknown(place: str, style: str | None, known: Collection[str]) -> InvalidArgumentError:
+    """Return the error for a style of transformers that is none of the known ones."""
+    return InvalidArgumentError(
+        f"the model's own plan (_tp_plan) gives '{place}' the style {style!r}, which is none of "
+        f"{', '.join(map(repr, known))}; pass a plan of your own"
+    )
+
+
 def _attentions(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[str]:
     """Yield the names of attention modules with sharded projections."""
     for name, module in modules.items():
-        mine = children_of(module, matches)
-        columns, rows = any(m.is_column for m in mine), any(m.is_row for m in mine)
-        called = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
-        named = "attn" in called or "attention" in called
+        layers = children_of(module, matches)
+        columns, rows = any(m.is_column for m in layers), any(m.is_row for m in layers)
+        kind = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+        named = "attn" in kind or "attention" in kind
         if columns and rows and (has_heads(module) or named):
             yield name
-
-
-def _leave_whole(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:
-    """Drop the matches inside attention with two or more row layers, which stays replicated.
-
-    The output of the first row layer spans all heads, but the rest would work on this rank's.
-    """
-    for name in [*_attentions(modules, matches)]:
-        children = modules[name].children()
-        if sum(child in matches and matches[child].is_row for child in children) > 1:
-            for inner in modules[name].modules():
-                matches.pop(inner, None)
 
 
 def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:
@@ -250,89 +224,29 @@ def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match])
         if match.misfit is None:
             matches[module] = match
             continue
-        for other in [m for m in matches if m._parameters.get("weight") is module.weight]:
-            del matches[other]
-
-
-def per_head_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> PerHead | None:
-    """Return the `PerHead` style of an attention module; None if it has no own parameters.
-
-    Args:
-        name: Name of the module.
-        module: The module.
-        styles: Parameter -> its style in the plan of transformers.
-
-    Raises:
-        InvalidArgumentError: The style of a parameter is missing or not "colwise".
-    """
-    own = [n for n, parameter in module._parameters.items() if parameter is not None]
-    wrong = [n for n in own if styles.get(n) != "colwise"]
-    if wrong:
-        raise InvalidArgumentError(
-            f"the model's own plan (_tp_plan) gives '{name}.{wrong[0]}' the style "
-            f"{styles.get(wrong[0])!r}, which is not 'colwise'; pass a plan of your own"
-        )
-    return PerHead(*own) if own else None
-
-
-def shared_tail_of(name: str, modules: Mapping[str, nn.Module]) -> SharedTail:
-    """Return the style of a layer whose last features are the key that all heads share.
-
-    Raises:
-        InvalidArgumentError: The attention module around it does not give their number.
-    """
-    parent = name.rpartition(".")[0]
-    features = vars(modules[parent]).get(SHARED_KEYS)
-    if not isinstance(features, int):
-        raise InvalidArgumentError(
-            f"the model's own plan (_tp_plan) gives '{name}' the style {SHARED_TAIL!r}, but "
-            f"'{parent}' has no {SHARED_KEYS}; pass a plan of your own"
-        )
-    return SharedTail(features)
+        for tied in [m for m in matches if m._parameters.get("weight") is module.weight]:
+            del matches[tied]
 
 
 def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stacked:
-    """Return the `Stacked` style for a module of experts in a plan of transformers.
+    """Return the `Stacked` style for experts, whose parameters have these styles of transformers.
 
     The module's `is_concatenated` tells whether gate and up in one weight are concatenated or
-    interleaved. Biases, which plans do not name, are sharded like the output dim of their weight if
-    that is sharded, and else added once.
-
-    Args:
-        name: Name of the module.
-        module: The module.
-        styles: Parameter -> its style in the plan.
-
-    Raises:
-        InvalidArgumentError: No parameter has a style, or one has a style that shards no stack.
+    interleaved.
     """
     sharded: dict[str, Slices | int] = {}
-    added: list[str] = []
-    for own, style in _packed(module, styles).items():
+    for parameter, style in _packed(module, styles).items():
         if style not in _SLICES:
-            raise InvalidArgumentError(
-                f"the model's own plan (_tp_plan) gives '{name}.{own}' of the experts the style "
-                f"{style!r}, which is none of {', '.join(map(repr, _SLICES))}; pass a plan of "
-                "your own"
-            )
+            raise _unknown(f"{name}.{parameter}", style, _SLICES)
         dim, parts = _SLICES[style]
-        apart = parts == 1 or getattr(module, "is_concatenated", True)
-        sharded[own] = Slices(dim, parts=parts) if apart else Slices(dim, unit=parts)
-    out = 2 if getattr(module, "is_transposed", False) else 1
-    for own in module._parameters:
-        slices = sharded.get(own.removesuffix("_bias"))
-        if own in sharded or not isinstance(slices, Slices):
-            continue
-        if slices.dim == out:
-            sharded[own] = Slices(1, slices.parts, slices.unit)
-        else:
-            added.append(own)
+        concatenated = parts == 1 or getattr(module, "is_concatenated", True)
+        sharded[parameter] = Slices(dim, parts=parts) if concatenated else Slices(dim, unit=parts)
     if not sharded:
         raise InvalidArgumentError(
             f"the model's own plan (_tp_plan) gives the experts '{name}' a style and none of "
             f"their parameters ({', '.join(module._parameters)}); pass a plan of your own"
         )
-    return Stacked(sharded, tuple(added))
+    return Stacked(sharded)
 
 
 def _packed(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
@@ -350,3 +264,38 @@ def _packed(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     if found.get("gate_up_proj") == ("colwise" if rows else "rowwise") and (rows or columns):
         found["gate_up_proj"] = f"packed_{found['gate_up_proj']}"
     return found
+
+
+_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_METHODS = ("forward", "_sa_block", "_mha_block", "_ff_block")
+_CHILDREN: Mapping[str, Style] = {
+    "self_attn": "attention",
+    "multihead_attn": "attention",
+    "linear1": "column",
+    "linear2": "row",
+}
+
+
+def find_torch_layers(
+    model: nn.Module, divided: Collection[nn.Module] = ()
+) -> tuple[list[Match], list[str]] | None:
+    """Match the encoder and decoder layers of `torch.nn` in a model; return None without any.
+
+    A subclass with its own forward does not count. Modules outside these layers stay replicated,
+    and those in `divided` are left out.
+    """
+    matches: dict[nn.Module, Match] = {}
+    for name, layer in model.named_modules():
+        kind = next((kind for kind in _LAYERS if isinstance(layer, kind)), None)
+        kinds = type(layer), kind
+        if kind is None or any(len({getattr(k, n, None) for k in kinds}) > 1 for n in _METHODS):
+            continue
+        children = {n: style for n, style in _CHILDREN.items() if n in layer._modules}
+        for child, style in ({"": "sequence_layer"} | children).items():
+            module, place = layer.get_submodule(child), f"{name}.{child}".strip(".")
+            if module not in divided:
+                matches.setdefault(module, look_up(place, module, place, style))
+    if not matches:
+        return None
+    matches = with_outputs(matches)
+    return [matches[m] for m in model.modules() if m in matches], []

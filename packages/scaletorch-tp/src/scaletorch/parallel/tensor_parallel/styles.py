@@ -1,14 +1,14 @@
-"""Styles with arguments: packed projections, per-head parameters, stacked experts."""
+"""Styles with arguments: packed projections, per-head parameters, stacked experts, attributes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ....dist.errors import InvalidArgumentError
-from ...placement import Cut, fuse
+from ...dist.errors import InvalidArgumentError
+from ..placement import Cut, fuse
 
 FUSABLE = ("column", "column_gather", "row")
 
@@ -85,8 +85,7 @@ class PerHead:
     names: tuple[str, ...]
 
     def __init__(self, *names: str) -> None:
-        if not names or not all(isinstance(name, str) for name in names):
-            raise InvalidArgumentError(f"PerHead takes names of parameters, got {names}")
+        _require_names("PerHead takes names of parameters", names)
         object.__setattr__(self, "names", names)
 
     def __str__(self) -> str:
@@ -108,17 +107,13 @@ class PerHead:
 
     def misfit(self, module: nn.Module) -> str | None:
         """Return why a module does not fit this style, or None if it does."""
-        return next(self._misfits(module), None)
-
-    def _misfits(self, module: nn.Module) -> Iterator[str]:
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        if own.keys() != {*self.names}:
-            yield f"its own parameters are {', '.join(own) or 'none'}"
-            return
-        yield from misfits(module, own)
-        shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
+        found = {name: p for name, p in module._parameters.items() if p is not None}
+        if found.keys() != {*self.names}:
+            return f"its own parameters are {', '.join(found) or 'none'}"
+        shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
         if len({shape[:1] for shape in shapes.values()}) > 1 or () in shapes.values():
-            yield f"its parameters are of the shapes {shapes}, where each has a dim 0 of all heads"
+            return f"its parameters are of the shapes {shapes}, where each has a dim 0 of all heads"
+        return misfit_of(module, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,30 +196,25 @@ class Stacked:
 
     def misfit(self, module: nn.Module) -> str | None:
         """Return why a module does not fit this style, or None if it does."""
-        return next(self._misfits(module), None)
-
-    def _misfits(self, module: nn.Module) -> Iterator[str]:
-        own = dict(module.named_parameters(remove_duplicate=False))
+        found = dict(module.named_parameters(remove_duplicate=False))
         lacking = [name for name in (*self.sharded, *self.added) if name not in module._parameters]
         if lacking:
-            yield f"it has no parameter {', '.join(lacking)}, but {', '.join(own) or 'none'}"
-            return
-        unnamed = [name for name in own if name not in (*self.sharded, *self.added)]
+            return f"it has no parameter {', '.join(lacking)}, but {', '.join(found) or 'none'}"
+        unnamed = [name for name in found if name not in (*self.sharded, *self.added)]
         if unnamed:
-            yield (
-                f"{', '.join(unnamed)} would see this rank's part of the experts' width or of "
+            return (
+                f"{', '.join(unnamed)} would see this rank's shard of the experts' width or of "
                 "their results, and is neither sharded nor added"
             )
-        yield from misfits(module, own)
         widths = set()
         for name, slices in self.sharded.items():
-            shape, packed = tuple(own[name].shape), slices.parts * slices.unit
+            shape, packed = tuple(found[name].shape), slices.parts * slices.unit
             if slices.dim >= len(shape) or shape[slices.dim] % packed:
-                yield f"its {name} {shape} has no dim {slices.dim} of {packed} equal parts"
-                return
+                return f"its {name} {shape} has no dim {slices.dim} of {packed} equal parts"
             widths.add(shape[slices.dim] // packed)
         if len(widths) > 1:
-            yield f"its parameters are of the widths {sorted(widths)}, where one is cut"
+            return f"its parameters are of the widths {sorted(widths)}, where one is cut"
+        return misfit_of(module, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +250,36 @@ class SharedTail:
         return None
 
 
-def misfits(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield reasons, other than names and shapes, why a module's parameters cannot be sharded."""
+@dataclass(frozen=True, slots=True, init=False)
+class Divide:
+    """A style that divides integer attributes of a module by tp, such as its head counts.
+
+    Args:
+        attributes: Names of the module's own integer attributes.
+
+    Raises:
+        InvalidArgumentError: No attribute is named.
+    """
+
+    attributes: tuple[str, ...]
+
+    def __init__(self, *attributes: str) -> None:
+        _require_names("Divide takes attribute names", attributes)
+        object.__setattr__(self, "attributes", attributes)
+
+
+def _require_names(what: str, names: tuple[str, ...]) -> None:
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InvalidArgumentError(f"{what}, got {names}")
+
+
+def misfit_of(module: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
+    """Return why a module's parameters cannot be sharded, whatever their shapes, or None."""
     if "forward" in vars(module):
-        yield "its forward was replaced on the instance"
+        return "its forward was replaced on the instance"
     for name, parameter in parameters.items():
         if type(parameter) is not nn.Parameter:
-            yield f"its {name} is a {type(parameter).__name__}, not an nn.Parameter"
+            return f"its {name} is a {type(parameter).__name__}, not an nn.Parameter"
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            yield f"its {name} has gradient hooks: shard a model before it is wrapped"
+            return f"its {name} has gradient hooks: shard a model before it is wrapped"
+    return None

@@ -1,9 +1,9 @@
-"""Experts with stacked weights that are sharded along their width (intermediate size)."""
+"""Modules that keep their class and forward but whose own parameters are sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,67 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
-from ...placement import Invariant, Partial, Replicate, Shard, convert
-from ..cuts.styles import Stacked
+from ...placement import Cut, Invariant, Partial, Replicate, Shard, convert
 from ..regions.region import in_region
 from ..regions.sequence_shares import SequenceShares
-from ..regions.surround import own_class
-from .heads import OwnParameters
+from ..regions.surround import Surrounded, own_class, surround
+from ..styles import PerHead, Stacked
+from .base import Group, Options, TensorParallelLayer
+
+_SET = ("group", "tp_size", "tp_rank", "cut", "shard_sizes", "shard_dims")  # by `convert`
+
+
+class OwnParameters(TensorParallelLayer, Surrounded):
+    """Mixin put before a module's own class; the style says how to shard its parameters."""
+
+    plain_class = nn.Module
+    shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
+    options: ClassVar[dict[str, Any]] = {"own_style": None}
+
+    own_style: PerHead | Stacked
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become one, whatever its style, or None if it can."""
+        return None
+
+    @classmethod
+    def _taken(
+        cls, module: nn.Module, group: Group, options: Options, *, even: bool
+    ) -> tuple[Any, int]:
+        """Add this mixin to a module's class; return the module and the divided length."""
+        style: PerHead | Stacked = options["own_style"]
+        cls._refuse(style.misfit(module))
+        length = style.length(module)
+        cls._require_shares(length, group)
+        vars(module)["shard_dims"] = style.dims
+        return surround(module, cls, group), length
+
+    def cut_of(self, name: str) -> Cut:
+        """Return the cut of the parameter `name` along its shard dim."""
+        return self.own_style.cut_of(name, self.cut)
+
+
+class HeadParameters(OwnParameters):
+    """An attention module with per-head parameters.
+
+    Its forward does not change; its projections are sharded at head boundaries by their own styles.
+    """
+
+    sharded_size = "heads"
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become one (a name of it collides with a shard's), or None."""
+        bases = type(module).__mro__
+        names = {name for kind in bases[: bases.index(nn.Module)] for name in vars(kind)}
+        names |= {*vars(module), *module._modules, *module._buffers}
+        wanted = {*_SET, *vars(TensorParallelLayer)} - {*vars(nn.Module)}
+        taken = sorted(name for name in names & wanted if not name.startswith("__"))
+        if taken:
+            return f"it has a {taken[0]!r} of its own, a name that a shard needs: rename it"
+        return None
+
 
 # Substrings of the names of attributes that hold the width of experts.
 _OF_WIDTH = ("intermediate", "ffn", "expert_dim")
@@ -39,8 +94,10 @@ class ParallelExperts(OwnParameters):
     def convert(cls, module: nn.Module, *where: Any, **options: Any) -> Self:
         """Convert a module in place, as the base does, and set its width to this rank's."""
         layer = super().convert(module, *where, **options)
-        if layer.tp_size > 1:
-            _set_widths(layer, layer.cut.whole, layer.shard_sizes[layer.tp_rank])
+        for name, value in vars(module).items() if layer.tp_size > 1 else ():
+            is_width = any(part in name for part in _OF_WIDTH)
+            if is_width and type(value) is int and value == layer.cut.whole:
+                vars(module)[name] = layer.shard_sizes[layer.tp_rank]
         return layer
 
     @property
@@ -58,14 +115,14 @@ class ParallelExperts(OwnParameters):
         leading = next((x.shape[:-1] for x in tensors_in((args, kwargs))), ())  # of hidden states
         args = tuple(self._enter(each, sizes) for each in args)
         kwargs = {name: self._enter(each, sizes) for name, each in kwargs.items()}
-        own = self._parameters
+        parameters = self._parameters
         # Replace parameters for this call only, so that their hooks and names stay.
-        vars(self)["_parameters"] = own | self._added()
+        vars(self)["_parameters"] = parameters | self._added()
         try:
             with in_region():
                 results = super().forward(*args, **kwargs)
         finally:
-            vars(self)["_parameters"] = own
+            vars(self)["_parameters"] = parameters
         if not isinstance(results, Tensor):
             raise InvalidArgumentError(
                 f"{describe_rank()}: {own_class(self).__name__} must return the experts' results, "
@@ -94,12 +151,12 @@ class ParallelExperts(OwnParameters):
         kwargs: Mapping[str, Any],
     ) -> tuple[int, ...]:
         """Return the number of token rows on each rank."""
-        given = [*tensors_in((args, kwargs))]
-        rows = [x.flatten(0, -2) if x.dim() in (2, 3) else x for x in given]
+        tensors = [*tensors_in((args, kwargs))]
+        rows = [x.flatten(0, -2) if x.dim() in (2, 3) else x for x in tensors]
         hidden = rows[0] if rows else torch.empty(())
-        alone = len(given) == 1 and given[0].ndim == 2  # rows grouped by expert, as in Llama 4
+        alone = len(tensors) == 1 and tensors[0].ndim == 2  # rows grouped by expert, as in Llama 4
         if hidden.dim() != 2 or alone or any(x.shape[:1] != hidden.shape[:1] for x in rows):
-            shapes = ", ".join(str(tuple(x.shape)) for x in given) or "none"
+            shapes = ", ".join(str(tuple(x.shape)) for x in tensors) or "none"
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
                 "called with rows, a token each, as hidden states [T, H] or [B, L, H], indices "
@@ -118,10 +175,3 @@ class ParallelExperts(OwnParameters):
     def extra_repr(self) -> str:
         """Return the full width and tp."""
         return f"width={self.cut.whole}, tp={self.tp_size}"
-
-
-def _set_widths(module: nn.Module, whole: int, own: int) -> None:
-    """Set the attributes that hold the width to this rank's slice of it."""
-    for name, value in vars(module).items():
-        if type(value) is int and value == whole and any(part in name for part in _OF_WIDTH):
-            vars(module)[name] = own

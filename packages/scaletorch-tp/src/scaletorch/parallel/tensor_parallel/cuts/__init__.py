@@ -1,1 +1,0 @@
-"""Styles that say how parameters are sharded."""
