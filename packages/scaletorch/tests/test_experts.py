@@ -9,6 +9,7 @@ from sweeps import today
 from torch import nn
 from training import adamw, in_one_process, ranks_of, train_and_compare
 
+from scaletorch.dist import RankFailedError
 from scaletorch.parallel.pipeline_parallel import SCHEDULES
 from scaletorch.parallel.tensor_parallel import Slices, Stacked
 
@@ -69,16 +70,6 @@ FAMILIES = {
         "routed_scaling_factor": 1.5,
     },
 }
-# Experts that are called otherwise.
-CALLED = {
-    "Llama4": {
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 24,
-        "interleave_moe_layer_step": 1,
-        "attention_chunk_size": 64,
-    },
-}
-CONFIGS = {"Llama4": "Llama4Text"}  # called otherwise than the family
 
 
 def build(family, layers=0, skewed=False, **options):
@@ -88,9 +79,8 @@ def build(family, layers=0, skewed=False, **options):
     """
     torch.manual_seed(1)
     options = {**(WIDE | {"num_hidden_layers": layers} if layers else {}), **options}
-    named = (FAMILIES | CALLED)[family]
-    kind = getattr(transformers, f"{CONFIGS.get(family, family)}Config")
-    config = kind(**{**SMALL, **named, **options})
+    kind = getattr(transformers, f"{family}Config")
+    config = kind(**{**SMALL, **FAMILIES[family], **options})
     model = getattr(transformers, f"{family}ForCausalLM")(config).double()
     model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(2)
@@ -170,6 +160,12 @@ CASES = [
 @pytest.mark.parametrize(("family", "sizes", "options", "micro_batches", "stage"), today(CASES, 11))
 def test_four_ranks_train_as_one_process(family, sizes, options, micro_batches, stage):
     trained(4, family, sizes, options, micro_batches, stage)
+
+
+def test_experts_that_would_miss_tokens_are_refused():
+    options = SEQUENCES | {"plan": {"**.mlp.experts": "experts"}}
+    with pytest.raises(RankFailedError, match=r"are not cut over tp.*take etp = 1"):
+        trained(4, "Mixtral", DP_TP | BOTH, options)
 
 
 AXES = ("dp", "pp", "cp", "tp", "ep", "etp")
