@@ -29,7 +29,7 @@ from .layouts import Layout, layout_for_shards
 from .masks import Mask, chunk_documents, read_documents
 from .methods import METHODS, Method, choose_method
 from .methods.call import Call, subgroups_for
-from .sharding import refuse_padding, resolve_layout
+from .sharding import resolve_layout
 
 # A mask checks itself when built, and every layer builds the same one. 1 is not True here.
 _mask = lru_cache(maxsize=64, typed=True)(Mask)
@@ -200,9 +200,6 @@ def _checked_call(
 
 def _layout(request: Request, ring: Ring) -> Layout | str:
     """Return the layout of the shards; if every position sees all others, any one is right."""
-    known = isinstance(request.layout, Layout)  # and so its padding
-    if not request.causal and not known and ring.size > 1:
-        refuse_padding(ring, request.call)
     limits = request.window, request.cu_seqlens, request.chunk, request.layout
     if not request.causal and all(limit is None for limit in limits):
         return "contiguous"

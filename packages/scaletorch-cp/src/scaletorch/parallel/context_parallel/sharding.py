@@ -237,17 +237,10 @@ def record_layout(layout: Layout, ring: Ring, call: str, *, used_next: bool = Fa
     record.padded = has_padding or (record.padded and not used_next)
 
 
-def refuse_padding(ring: Ring, call: str) -> None:
-    """Refuse full attention if sequences that were sharded over `ring` had padding."""
+def had_padding(ring: Ring) -> bool:
+    """Return whether any sequence that was sharded over `ring` so far had padding."""
     record = None if ring.group is None else _records.get(ring.group)
-    if record is not None and record.padded:
-        raise _error(
-            call,
-            "full attention would see the padding behind a sequence's end, which shards of this "
-            f"group may have. Take a length that 2 x {ring.size} divides ({ring.size} unless the "
-            "layout is zigzag; parallelize takes cp_layout='contiguous'), or tell the padding: "
-            "run the model within ShardedSequences.inside, or pass a Layout to attention",
-        )
+    return record is not None and record.padded
 
 
 def resolve_layout(

@@ -21,7 +21,7 @@ from ..attention import Request, attend
 from ..cp_comms import Ring
 from ..layouts import Layout, named_layout
 from ..masks import Documents
-from ..sharding import record_layout, resolve_layout
+from ..sharding import had_padding, record_layout, resolve_layout
 
 _NO_BACKWARD = -1  # torch's task id outside of a backward
 _CALL = "attention of a model that apply_context_parallel was given"
@@ -85,6 +85,14 @@ class Settings:
         """Attend to the whole sequence by the model's method and layout."""
         documents: Any = request.cu_seqlens
         if self.batch is None:
+            if not request.causal and documents is None and had_padding(self.ring):
+                raise refusal(
+                    "full attention would see the padding behind a sequence's end, which shards of "
+                    f"this group may have. Take a length that 2 x {self.ring.size} divides "
+                    f"({self.ring.size} unless the layout is zigzag; parallelize takes "
+                    "cp_layout='contiguous'), or run the model within ShardedSequences.inside, "
+                    "which knows the padding"
+                )
             layout = self._shard_layout(documents, q.shape[-2])
         elif documents in (None, self.batch.documents):
             layout, documents = self.batch
