@@ -61,8 +61,8 @@ class Settings:
     @property
     def layout(self) -> str:
         """The layout of the shards that the model is called with."""
-        options: Any = {"consume": True, "default": "contiguous"}
-        return str(resolve_layout(self.requested_layout, self.ring, _CALL, **options))
+        requested, ring = self.requested_layout, self.ring
+        return str(resolve_layout(requested, ring, _CALL, consume=True, default="contiguous"))
 
     def begin_backward(self, batch: ActiveBatch | None, _grads: object) -> None:
         """Note the batch of the forward whose backward begins."""
