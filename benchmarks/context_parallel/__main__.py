@@ -14,7 +14,7 @@ One table for each size; except for waiting, the larger figure of the two ranks 
 - speed-up: median and quartiles of each repeat's ratio of one process to the way.
 - CPU ms: median CPU time of the busier rank, including gloo's threads, and one process's over it.
 - waiting: median share of time in communication calls and waits, on the rank that spends less.
-- bytes: sent by each rank, and the difference from the method's formula, `volumes`: 128 bytes are
+- bytes: sent by each rank, and the difference from the method's formula: 128 bytes are
   for the comparison of the ranks' arguments.
 - MiB: peak memory of tensors, without the inputs.
 

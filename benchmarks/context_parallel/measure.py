@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scaletorch.parallel.context_parallel import LAYOUTS, attention
-from scaletorch.parallel.context_parallel.methods.choose import volumes
 
 from ..harness.checks import check
 from ..harness.gauges import exposed, peak, sent
@@ -34,10 +33,14 @@ class Way:
     layout: str
 
     def formula(self, size: Size) -> int:
-        """Return the bytes that each rank sends by formula."""
-        length, dtype = size.length // RANKS, DTYPES[size.dtype]
-        volume = volumes(HEADS, HEADS, length, HEAD_DIM, ranks=RANKS, dtype=dtype)[self.method]
-        return sum(volume) if size.backward else volume.forward
+        """Return the bytes that each rank sends by formula, for two ranks."""
+        tensor = HEADS * size.length // RANKS * HEAD_DIM
+        item, wide = DTYPES[size.dtype].itemsize, 4  # gradients travel in float32
+        if self.method == "ulysses":  # q, k, v and the output, of which a rank keeps its heads
+            forward, backward = 4 * item * tensor // RANKS, (item + 3 * wide) * tensor // RANKS
+        else:  # k and v, in backward again with their gradients
+            forward, backward = 2 * item * tensor, 2 * (item + wide) * tensor
+        return forward + backward if size.backward else forward
 
 
 WAYS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from scaletorch.parallel.context_parallel.kernels import table
+from scaletorch.parallel.context_parallel import kernels
 
 
 class Group(NamedTuple):
@@ -57,7 +57,7 @@ PROOFS: dict[str, tuple[Any, ...]] = {
     ),
     "experts": (2, ALL[:2], {}, (2,)),
 }  # fmt: skip
-KERNELS = dict.fromkeys(kernel.name for kernel in (*table.KERNELS["cuda"], table.TILE))
+KERNELS = dict.fromkeys(kernel.name for kernel in (*kernels.KERNELS["cuda"], kernels.TILE))
 
 _PROOFS = [
     Group(f"proof: {name}", "suites.proof", 60 if name == "4 ranks" else 35, what)

@@ -34,7 +34,6 @@ MODULES = {
         f"{_PARALLEL}.context_parallel.building",
         f"{_PARALLEL}.context_parallel.context_parallel",
         f"{_PARALLEL}.context_parallel.cp_comms",
-        f"{_PARALLEL}.context_parallel.masks.mask",
     ],
     "scaletorch-dist": [
         "scaletorch.dist",

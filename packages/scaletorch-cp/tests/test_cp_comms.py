@@ -32,7 +32,7 @@ def test_tensors_go_round_in_order(size):
 
 
 def _two_engines():
-    """Two batches under way at once to a peer that is both next and previous."""
+    """Two batches in flight at once to a peer that is both next and previous."""
     rank, peer = c10d.get_rank(), 1 - c10d.get_rank()
     first, second = (ContextCommunicate(name, c10d.group.WORLD) for name in "ab")
     for step in range(20):
@@ -103,18 +103,18 @@ def test_out_of_order_use_raises():
     comm = ContextCommunicate("the ring")
     with pytest.raises(StateError, match=r"'the ring'.*rank 0.*nothing queued: call send_recv"):
         comm.commit()
-    with pytest.raises(StateError, match=r"no batch under way: call commit\(\) first"):
+    with pytest.raises(StateError, match=r"no batch in flight: call commit\(\) first"):
         comm.wait()
     comm.send_recv(torch.ones(1))
     with pytest.raises(StateError, match=r"call commit\(\) first"):
         comm.wait()
     comm.commit()
-    with pytest.raises(StateError, match=r"send_recv\(\) while a batch is under way"):
+    with pytest.raises(StateError, match=r"send_recv\(\) while a batch is in flight"):
         comm.send_recv(torch.ones(1))
-    with pytest.raises(StateError, match=r"commit\(\) while a batch is under way"):
+    with pytest.raises(StateError, match=r"commit\(\) while a batch is in flight"):
         comm.commit()
     comm.wait()
-    with pytest.raises(StateError, match="no batch under way"):
+    with pytest.raises(StateError, match="no batch in flight"):
         comm.wait()
 
 

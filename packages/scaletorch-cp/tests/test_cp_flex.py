@@ -19,10 +19,9 @@ from scaletorch.parallel.context_parallel.kernels import (
     cuda,
     flex,
     merge_into,
-    table,
     tile,
 )
-from scaletorch.parallel.context_parallel.masks.blocks import CAUSAL, FULL
+from scaletorch.parallel.context_parallel.masks import CAUSAL, FULL
 
 CPU = torch.device("cpu")
 
@@ -39,7 +38,7 @@ def uncompiled(monkeypatch):
 @pytest.fixture
 def on_cpu(uncompiled, monkeypatch):
     """Let CPU have the kernel of devices, and nothing else: the tile fails."""
-    monkeypatch.setitem(table.KERNELS, "cpu", (table.FLEX,))
+    monkeypatch.setitem(kernels.KERNELS, "cpu", (kernels.FLEX,))
     monkeypatch.setattr(flex, "DTYPES", (torch.float64, torch.float32))
     for name in ("forward", "backward"):
         monkeypatch.setattr(tile, name, None)
@@ -209,7 +208,7 @@ def cards(monkeypatch):
     for name in ("flash", "cudnn", "efficient"):
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda *_: True)
     monkeypatch.setattr(cuda, "_is_new", lambda device: True)
-    monkeypatch.setitem(table.KERNELS, "meta", table.KERNELS["cuda"])
+    monkeypatch.setitem(kernels.KERNELS, "meta", kernels.KERNELS["cuda"])
 
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -302,15 +301,15 @@ def test_a_device_without_a_compiler_has_the_tile_and_one_warning(monkeypatch):
         raise RuntimeError("Cannot find a working triton installation\nmore of it")
 
     monkeypatch.setattr(flex, "_compiled", lambda: no_compiler)
-    monkeypatch.setitem(table.KERNELS, "cpu", (table.FLEX,))
+    monkeypatch.setitem(kernels.KERNELS, "cpu", (kernels.FLEX,))
     q, k, v, grad = _inputs(4, 2, 30, 40, 20, dtype=torch.float32)
     with pytest.warns(UserWarning, match="does not run on cpu.*Cannot find a working triton"):
         out, lse = kernels.forward(q, k, v, 0.3, FULL, 2.0)
-    assert kernels.kernel_for(q, k, v, FULL, 2.0) is table.TILE
+    assert kernels.kernel_for(q, k, v, FULL, 2.0) is kernels.TILE
     grads = kernels.backward(Operands(grad, q, k, v, out, lse), 0.3, FULL, 2.0)
     assert_close([out, lse, *grads], dense(q, k, v, grad, 0.3, FULL, 2.0), 1e-4)
     others = _inputs(4, 2, 30, 40, 32, dtype=torch.float32)[:3]
-    assert kernels.kernel_for(*others, FULL, 2.0) is table.FLEX
+    assert kernels.kernel_for(*others, FULL, 2.0) is kernels.FLEX
 
 
 @pytest.mark.usefixtures("forgetting")

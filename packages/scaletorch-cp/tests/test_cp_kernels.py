@@ -19,11 +19,10 @@ from scaletorch.parallel.context_parallel.kernels import (
     cpu_flash,
     cuda,
     merge_into,
-    table,
     tile,
     update_out_and_lse,
 )
-from scaletorch.parallel.context_parallel.masks.blocks import CAUSAL, FULL
+from scaletorch.parallel.context_parallel.masks import CAUSAL, FULL
 
 BOUNDS = st.none() | st.integers(-40, 40)
 # The table takes what the CPU's fused kernel does not do to the tile.
@@ -163,7 +162,7 @@ def test_large_scores_do_not_overflow(kernel):
 
 def test_head_dim_of_values_may_differ():
     inputs = random_tensors(4, 2, 9, 11, 6, value_dim=4)
-    assert kernels.kernel_for(*inputs[:3], FULL) is table.TILE
+    assert kernels.kernel_for(*inputs[:3], FULL) is kernels.TILE
     assert_close(_run(kernels, *inputs, 0.3, (-5, 2)), dense(*inputs, 0.3, (-5, 2)), 1e-12)
 
 
@@ -465,10 +464,10 @@ def test_frame_of_fused_operators(lse_layout, band):
 
 def test_table_falls_back_to_the_tile():
     q, k, v, _ = random_tensors(2, 2, 8, 8, 8)
-    assert kernels.kernel_for(q, k, v, FULL) is table.CPU_FLASH
-    assert kernels.kernel_for(q, k, v, (-2, 0)) is table.TILE
+    assert kernels.kernel_for(q, k, v, FULL) is kernels.CPU_FLASH
+    assert kernels.kernel_for(q, k, v, (-2, 0)) is kernels.TILE
     half = [x.to("meta", torch.bfloat16) for x in (q, k, v)]
-    assert kernels.kernel_for(*half, FULL) is table.TILE
+    assert kernels.kernel_for(*half, FULL) is kernels.TILE
     # PyTorch says of its kernels for CUDA that they could not run here.
     assert not any(kernel.fits(*half, FULL) for kernel in cuda.KERNELS)
     unlike = [

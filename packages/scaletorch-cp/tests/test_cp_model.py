@@ -252,9 +252,14 @@ def _full_attention():
     error = relative_error(found, plain(ids, torch.arange(16)[None]))
     ShardedSequences(15, group=world).shard({"input_ids": ids[:, :15]})
     batch = sequences.shard({"input_ids": ids})
-    with pytest.raises(InvalidArgumentError, match=r"that 2 x 2 divides, or layout='contiguous'"):
+    with pytest.raises(InvalidArgumentError, match=r"that 2 x 2 divides .2 unless"):
         model(batch["input_ids"], batch["position_ids"])
     assert error < 1e-12
+    world = c10d.new_group()
+    model = apply_context_parallel(copy.deepcopy(plain), world)
+    batch = ShardedSequences(15, layout="contiguous", group=world).shard({"input_ids": ids[:, :15]})
+    with pytest.raises(InvalidArgumentError, match="full attention would see the padding"):
+        model(batch["input_ids"], batch["position_ids"])
 
 
 def _within_and_without_padding():

@@ -12,7 +12,7 @@ from torch import nn
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import relative_error, run_ranks, worst
-from scaletorch.parallel.context_parallel import LAYOUTS, ShardedSequences
+from scaletorch.parallel.context_parallel import LAYOUTS, ShardedSequences, attention
 
 VOCAB, WIDTH, LENGTH = 13, 8, 17
 PACKED = (0, 1, 7, 7, 12, 17)
@@ -76,11 +76,13 @@ def _sharded(layout, documents, method):
     cu_seqlens = None if documents is None else torch.tensor(documents)
     world = c10d.group.WORLD
     sequences = ShardedSequences(LENGTH, layout=layout, cu_seqlens=cu_seqlens, group=world)
+    told = {"layout": sequences.layout, "cu_seqlens": sequences.documents}
+    told |= {"causal": True, "group": world}
     mine, model = sequences.shard(_batch()), _model()
     logits = model(
         mine["input_ids"],
         mine["position_ids"],
-        lambda q, k, v: sequences.attention(q, k, v, method=method),
+        lambda q, k, v: attention(q, k, v, method=method, **told),
     )
     labels = mine["labels"]
     loss = sequences.loss(

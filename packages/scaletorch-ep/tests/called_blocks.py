@@ -1,4 +1,4 @@
-"""Blocks whose experts are called, and lie, as in most models, and otherwise."""
+"""Blocks whose experts take hidden states of two and of three dims."""
 
 import torch
 from torch import nn
@@ -56,35 +56,4 @@ class ShapedBlock(nn.Module):
         return x + self.experts(x[None], index, weights)[0]
 
 
-class All(nn.Module):
-    """Takes as many rows for each expert."""
-
-    rows_for_all = True
-
-    def __init__(self):
-        super().__init__()
-        self.num_experts = EXPERTS
-        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH))
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN))
-
-    def forward(self, hidden):
-        rows = hidden.view(len(self.up), -1, HIDDEN)
-        return torch.bmm(torch.bmm(rows, self.up).tanh(), self.down).view(-1, HIDDEN)
-
-
-class AllBlock(nn.Module):
-    """As Llama 4's: scales the tokens for each expert, and most of them by nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.router, self.experts = nn.Linear(HIDDEN, EXPERTS), All()
-
-    def forward(self, x):
-        scores = self.router(x)
-        best = scores.topk(TOP_K)
-        scores = torch.full_like(scores, -torch.inf).scatter(1, best.indices, best.values).sigmoid()
-        rows = x.repeat(EXPERTS, 1) * scores.T.reshape(-1, 1)
-        return x + self.experts(rows).view(EXPERTS, -1, HIDDEN).sum(0)
-
-
-BLOCKS = {"stacked": StackedBlock, "shaped": ShapedBlock, "all": AllBlock}
+BLOCKS = {"stacked": StackedBlock, "shaped": ShapedBlock}

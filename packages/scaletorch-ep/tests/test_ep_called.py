@@ -1,11 +1,11 @@
-"""Blocks train as in one process, whether their experts are called by index or all of them."""
+"""Blocks train as in one process, and experts that are called otherwise are refused."""
 
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as c10d
-from called_blocks import BLOCKS, EXPERTS, HIDDEN, All, Stacked
+from called_blocks import BLOCKS, EXPERTS, HIDDEN, Stacked
 from torch import nn
 from with_one_process import (
     TOKENS,
@@ -16,7 +16,7 @@ from with_one_process import (
 )
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
+from scaletorch.dist.testing import relative_error, run_ranks, worst
 from scaletorch.parallel.expert_parallel import (
     apply_expert_parallel,
     find_expert_cuts,
@@ -108,21 +108,21 @@ def test_tokens_that_tp_ranks_share():
             assert error <= 1e-12, case
 
 
-class Sorted(All):
+class Sorted(Stacked):
     """Takes rows one expert after another, and how many each has."""
 
     def forward(self, inputs, sizes):
-        rows = inputs.split(sizes)
-        return torch.cat([own @ up for own, up in zip(rows, self.up, strict=True)])
+        return inputs
 
 
-class Undeclared(All):
-    """Could mean anything by its one argument."""
+class All(Stacked):
+    """Takes the same number of rows for each expert, as Llama 4's."""
 
-    rows_for_all = False
+    def forward(self, rows):
+        return rows
 
 
-@pytest.mark.parametrize("kind", [Sorted, Undeclared])
+@pytest.mark.parametrize("kind", [Sorted, All])
 def test_experts_that_are_called_otherwise_are_refused(kind):
     with pytest.raises(InvalidArgumentError, match=f"{kind.__name__}.* is called as .*, not as"):
         find_experts("experts", kind())
@@ -153,15 +153,3 @@ class Beyond(Stacked):
 def test_experts_that_have_not_a_row_each_are_refused(kind, words):
     with pytest.raises(InvalidArgumentError, match=words):
         find_experts("experts", kind())
-
-
-@distributed_test(world_size=2)
-def test_calls_that_do_not_fit():
-    experts = apply_expert_parallel(nn.ModuleDict({"experts": All()}), None, WORLD)["experts"]
-    rows = torch.ones(11, HIDDEN)
-    with pytest.raises(
-        InvalidArgumentError, match=r"as many rows for each of 5 experts.*\(11, 6\)"
-    ):
-        experts(rows)
-    with pytest.raises(InvalidArgumentError, match=r"must be called experts\(rows\).*'list'\]"):
-        experts([rows])

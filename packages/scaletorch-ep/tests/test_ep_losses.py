@@ -8,15 +8,13 @@ import torch.distributed as c10d
 import torch.nn.functional as F
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.testing import distributed_test, relative_error, run_ranks
+from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.expert_parallel import (
     count_tokens,
     global_balance_loss,
-    router_z_loss,
-    routing_statistics,
     sequence_balance_loss,
-    update_balance_bias,
 )
+from scaletorch.parallel.expert_parallel.building import move_bias, statistics_of
 
 ROWS, LENGTH, EXPERTS, TOP_K = 4, 8, 6, 2
 WORLD = c10d.group.WORLD
@@ -50,24 +48,18 @@ def _globally(logits, documents):
     return EXPERTS * (chosen.mean(0) / TOP_K * scores.mean(0)).sum()
 
 
-def _z(logits, documents):
-    return logits[documents >= 0].exp().sum(1).log().square().mean()
+LOSSES = {"sequence": _by_sequence, "global": _globally}
 
 
-LOSSES = {"sequence": _by_sequence, "global": _globally, "z": _z}
-
-
-def _part(loss, logits, documents, cp, counts, tokens):
+def _part(loss, logits, documents, cp, counts):
     """Return this rank's part of a loss of one micro-batch."""
     if loss == "sequence":
         scores, sequences = logits.sigmoid(), len(_documents()[_documents() >= 0].unique())
         index = scores.topk(TOP_K).indices
         return sequence_balance_loss(scores, index, sequences, sequence_of=documents, group=cp)
-    if loss == "global":
-        scores = logits.softmax(-1)
-        index, valid = scores.topk(TOP_K).indices, documents >= 0
-        return global_balance_loss(scores, index, counts=counts, valid=valid, group=WORLD)
-    return router_z_loss(logits, tokens=tokens, valid=documents >= 0, group=WORLD)
+    scores = logits.softmax(-1)
+    index, valid = scores.topk(TOP_K).indices, documents >= 0
+    return global_balance_loss(scores, index, counts=counts, valid=valid, group=WORLD)
 
 
 def _layout(loss, micro_batches):
@@ -79,17 +71,15 @@ def _layout(loss, micro_batches):
     position = slice(rank % 2 * 4, rank % 2 * 4 + 4)
     logits = _logits()[row, position].clone().requires_grad_()
     documents = _documents()[row, position]
-    counts = tokens = None
+    counts = None
     if micro_batches > 1:
         valid = documents >= 0
         counts = count_tokens(logits.topk(TOP_K).indices, EXPERTS, valid=valid)
-        tokens = valid.sum()
         c10d.all_reduce(counts)
-        c10d.all_reduce(tokens)
     total = 0.0
     parts = zip(logits.chunk(micro_batches), documents.chunk(micro_batches), strict=True)
     for part, ids in parts:
-        found = _part(loss, part, ids, cp, counts, tokens)
+        found = _part(loss, part, ids, cp, counts)
         found.backward()
         total = total + found.detach()
     c10d.all_reduce(total)
@@ -124,25 +114,21 @@ def test_rows_are_sequences_and_one_process_needs_no_group():
     even = torch.tensor([[[0], [1], [2]]])
     assert sequence_balance_loss(balanced, even, 1).item() == pytest.approx(1)
     assert global_balance_loss(balanced / 1.5, even).item() == pytest.approx(1)
-    assert router_z_loss(torch.zeros(2, 4)).item() == pytest.approx(math.log(4) ** 2)
     assert sequence_balance_loss(balanced.bfloat16(), even, 1).dtype == torch.float32
     padded = sequence_balance_loss(scores, index, ROWS, sequence_of=rows.masked_fill(rows >= 0, -1))
     assert padded.item() == 0
 
 
-@distributed_test(world_size=2)
-def test_bias_and_statistics_of_all_ranks():
-    bias = torch.zeros(3)
-    counts = torch.tensor([[3, 0, 1], [1, 2, 1]])[c10d.get_rank()]  # 4, 2, 2 of 8
-    update_balance_bias(bias, counts, 0.5, WORLD)
+def test_bias_and_statistics():
+    bias, counts = torch.zeros(3), torch.tensor([4, 2, 2])
+    move_bias(bias, counts, 0.5)
     assert bias.tolist() == [-0.5, 0.5, 0.5]
-    assert counts.sum() == 4, "what is counted here stays as it is"
-    update_balance_bias(bias, torch.tensor([2, 2, 2]), 0.5, WORLD)
+    move_bias(bias, torch.tensor([2, 2, 2]), 0.5)
     assert bias.tolist() == [-0.5, 0.5, 0.5]
-    told = routing_statistics(counts, WORLD)
+    told = statistics_of(counts)
     assert (told.tokens, told.fullest, told.unused) == ((4, 2, 2), 1.5, 0)
     assert told.entropy == pytest.approx(1.5 * math.log(2))
-    assert routing_statistics(torch.tensor([0, 0]), WORLD).unused == 2
+    assert statistics_of(torch.tensor([0, 0])).unused == 2
 
 
 def test_what_does_not_fit():
@@ -151,7 +137,5 @@ def test_what_does_not_fit():
         global_balance_loss(ones, torch.ones(3, 2, 1).long())
     with pytest.raises(InvalidArgumentError, match="say which sequence each token is of"):
         sequence_balance_loss(ones[0], torch.ones(3, 2).long(), 1)
-    with pytest.raises(InvalidArgumentError, match="one count for each"):
-        update_balance_bias(torch.ones(3), torch.ones(4).long())
     valid = torch.tensor([True, False])
     assert count_tokens(torch.tensor([[0, 2], [1, 1]]), 3, valid=valid).tolist() == [1, 0, 1]

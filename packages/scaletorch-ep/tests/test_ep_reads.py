@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as c10d
 import torch.nn.functional as F
-from called_blocks import EXPERTS, HIDDEN, All
+from called_blocks import EXPERTS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -98,42 +98,34 @@ def _routed(hidden, dtype=torch.float32):
     return torch.randn(TOKENS, hidden).to(dtype).requires_grad_(), index, weights
 
 
-CALLS = {
-    "grouped": (Grouped, lambda: _routed(16)),
-    "all": (All, lambda: (torch.randn(2 * EXPERTS, HIDDEN, requires_grad=True),)),
-}
-
-
-def _reads(way, again=None):
+def _reads(again=None):
     """Return what the host reads in a second call, and in its backward."""
     torch.manual_seed(0)
-    make, arguments = CALLS[way]
     group = c10d.group.WORLD
-    experts = apply_expert_parallel(nn.ModuleDict({"experts": make()}), group=group)["experts"]
-    experts(*arguments())  # where ranks agree
+    experts = apply_expert_parallel(nn.ModuleDict({"experts": Grouped()}), group=group)["experts"]
+    experts(*_routed(16))  # where ranks agree
     if again is not None:
         find = module.find_route
         module.find_route = lambda *args: (find(*args), find(*args))[1]
-    given = arguments()
+    given = _routed(16)
     with Counted() as forward:
         results = experts(*given)
     if again is not None:
         module.find_route = find
     with Counted() as backward:
         results.sum().backward(torch.ones(()))
-    assert forward.grouped == backward.grouped == 0 or way == "grouped"
     return forward.reads, backward.reads
 
 
 def _all_reads():
-    return [_reads(way) for way in CALLS], _reads("all", "again")
+    return _reads(), _reads("again")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_host_reads_once_in_a_call_and_never_in_backward(ranks):
     once = ["tolist"] if ranks > 1 else []
     for found, twice in run_ranks(_all_reads, ranks):
-        assert found == [(once, [])] * len(CALLS)
+        assert found == (once, [])
         # A second read is counted.
         assert ranks == 1 or twice == (["tolist", "tolist"], [])
 

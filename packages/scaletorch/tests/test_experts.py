@@ -1,6 +1,7 @@
 """Mixtures of experts on every layout: losses, gradients, norms and steps of one process."""
 
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,13 @@ from sweeps import today
 from torch import nn
 from training import adamw, in_one_process, ranks_of, train_and_compare
 
+from scaletorch.compose.experts import settle_tokens
+from scaletorch.dist import RankFailedError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.expert_parallel import apply_expert_parallel
 from scaletorch.parallel.pipeline_parallel import SCHEDULES
 from scaletorch.parallel.tensor_parallel import Slices, Stacked
+from scaletorch.parallel.tensor_parallel.building import WholeSequence
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,16 +75,6 @@ FAMILIES = {
         "routed_scaling_factor": 1.5,
     },
 }
-# Experts that are called otherwise.
-CALLED = {
-    "Llama4": {
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 24,
-        "interleave_moe_layer_step": 1,
-        "attention_chunk_size": 64,
-    },
-}
-CONFIGS = {"Llama4": "Llama4Text"}  # called otherwise than the family
 
 
 def build(family, layers=0, skewed=False, **options):
@@ -88,9 +84,8 @@ def build(family, layers=0, skewed=False, **options):
     """
     torch.manual_seed(1)
     options = {**(WIDE | {"num_hidden_layers": layers} if layers else {}), **options}
-    named = (FAMILIES | CALLED)[family]
-    kind = getattr(transformers, f"{CONFIGS.get(family, family)}Config")
-    config = kind(**{**SMALL, **named, **options})
+    kind = getattr(transformers, f"{family}Config")
+    config = kind(**{**SMALL, **FAMILIES[family], **options})
     model = getattr(transformers, f"{family}ForCausalLM")(config).double()
     model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(2)
@@ -170,6 +165,25 @@ CASES = [
 @pytest.mark.parametrize(("family", "sizes", "options", "micro_batches", "stage"), today(CASES, 11))
 def test_four_ranks_train_as_one_process(family, sizes, options, micro_batches, stage):
     trained(4, family, sizes, options, micro_batches, stage)
+
+
+def _settled(etp_size):
+    """Return whether tp ranks share the tokens of experts in blocks that see whole sequences."""
+    world = torch.distributed.group.WORLD
+    model = apply_expert_parallel(build("Mixtral"), None, world, sequence_parallel=True)
+    first, second = (layer.mlp for layer in model.model.layers)
+    first.__class__ = type("Whole", (WholeSequence, type(first)), {})
+    settle_tokens(model, SimpleNamespace(etp_size=etp_size, tp_group=world))
+    return [block.experts._division.tokens is world for block in (first, second)]
+
+
+def test_tp_ranks_share_tokens_in_blocks_that_see_whole_sequences():
+    assert run_ranks(_settled, 2, 1) == [[True, False]] * 2
+
+
+def test_experts_that_would_miss_tokens_are_refused():
+    with pytest.raises(RankFailedError, match=r"are not cut over tp.*take etp = 1"):
+        run_ranks(_settled, 2, 2)
 
 
 AXES = ("dp", "pp", "cp", "tp", "ep", "etp")

@@ -50,23 +50,6 @@ class Columns(Stacked):
         return super().one(rows, expert) * self.scale[:, expert]
 
 
-class ForAll(Stacked):
-    rows_for_all = True
-
-    def forward(self, rows):
-        parts = rows.chunk(self.num_experts)
-        return torch.cat([self.one(part, expert) for expert, part in enumerate(parts)])
-
-
-class TokenMajor(ForAll):
-    """Declares rows for all experts, and takes those of one token after another."""
-
-    def forward(self, rows):
-        shape = (-1, self.num_experts, HIDDEN)
-        own = super().forward(rows.view(shape).transpose(0, 1).reshape(-1, HIDDEN))
-        return own.view(self.num_experts, -1, HIDDEN).transpose(0, 1).reshape(-1, HIDDEN)
-
-
 class Block(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -74,10 +57,6 @@ class Block(nn.Module):
 
     def forward(self, x):
         tokens = x.flatten(0, 1)
-        if isinstance(self.experts, ForAll):
-            scales = self.gate(tokens).sigmoid().T.reshape(-1, 1)
-            rows = self.experts(tokens.repeat(EXPERTS, 1) * scales)
-            return x + rows.view(EXPERTS, *x.shape).sum(0)
         weights, index = self.gate(tokens).softmax(-1).topk(2)
         return x + self.experts(tokens, index, weights).view_as(x)
 
@@ -109,8 +88,7 @@ def _train(kind):
 
 def _refused():
     _train(Stacked)
-    _train(ForAll)
-    for kind in (Normalising, Columns, TokenMajor):
+    for kind in (Normalising, Columns):
         with pytest.raises(RehearsalError, match=r"output of layers\.0 is off"):
             _train(kind)
 

@@ -10,7 +10,7 @@ from scaletorch.dist import get_rank
 from scaletorch.dist.errors import InvalidArgumentError, ScaletorchError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.models import Llama, LlamaConfig
-from scaletorch.parallel.context_parallel import choose_method, volumes
+from scaletorch.parallel.context_parallel import choose_method
 from scaletorch.parallel.pg_manager import (
     Grid,
     destroy_process_group_manager,
@@ -194,7 +194,6 @@ BAD = [
     (lambda m: seed_ranks("a", m), "seed must be a whole number; it is 'a'"),
     (lambda m: LlamaConfig(hidden_size="128"), "hidden_size must be a whole number.* '128'"),
     (lambda m: LlamaConfig(num_layers=0), "num_layers must be .*: 0"),
-    (lambda m: volumes(4, 2, 8, 8, ranks=0), "ranks must be a whole number, at least 1; it is 0"),
     (lambda m: choose_method(torch.ones(2), torch.ones(2), 2), r"must be \[B, heads, L, D\]"),
     (lambda m: choose_method(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0), "at least 1"),
     (lambda m: legal_layouts(-4), "world_size must be a positive int, got -4"),

@@ -105,8 +105,7 @@ def settle_tokens(model: nn.Module, manager: ProcessGroupManager) -> None:
         manager: The grid.
 
     Raises:
-        InvalidArgumentError: With etp = tp, tp does not cut such experts, or they are called with
-            the rows of all experts together.
+        InvalidArgumentError: With etp = tp, tp does not cut such experts.
     """
     wholes = (each for each in model.modules() if isinstance(each, WholeSequence))
     inside = {each for whole in wholes for each in whole.modules()}
@@ -120,10 +119,8 @@ def settle_tokens(model: nn.Module, manager: ProcessGroupManager) -> None:
             continue
         if manager.etp_size == 1:
             continue
-        cut = any(parameter.startswith(f"{name}.") for parameter in cuts)
-        if each.takes_all or not cut:
-            why = "are called with rows for all of them" if cut else "are not cut over tp"
+        if not any(parameter.startswith(f"{name}.") for parameter in cuts):
             raise InvalidArgumentError(
-                f"the experts '{name}' {why}, and with sequence parallelism each tp rank has "
-                "tokens of its own: take etp = 1, or do without sequence parallelism"
+                f"the experts '{name}' are not cut over tp, and with sequence parallelism each tp "
+                "rank has tokens of its own: take etp = 1, or do without sequence parallelism"
             )

@@ -9,17 +9,15 @@ from .context_parallel import (
 )
 from .cp_comms import ContextCommunicate
 from .kernels import update_out_and_lse
-from .layouts.layout import LAYOUTS, Layout, contiguous, stripe, zigzag
-from .layouts.sharding import positions, shard_batch, shard_sequence, unshard_sequence
-from .masks.mask import Mask
-from .methods.choose import choose_method, volumes
+from .layouts import LAYOUTS, Layout, contiguous, stripe, zigzag
+from .methods import choose_method
 from .sequences import ShardedSequences
+from .sharding import positions, shard_batch, shard_sequence, unshard_sequence
 
 __all__ = [
     "LAYOUTS",
     "ContextCommunicate",
     "Layout",
-    "Mask",
     "ShardedSequences",
     "__version__",
     "apply_context_parallel",
@@ -34,6 +32,5 @@ __all__ = [
     "unshard_sequence",
     "update_out_and_lse",
     "update_rope_for_context_parallel",
-    "volumes",
     "zigzag",
 ]

@@ -114,14 +114,9 @@ def signature(
 def require_agreement(
     mine: Signature, device: torch.device, ring: Ring, error: Exception | None = None
 ) -> None:
-    """Compare the ranks' calls.
+    """Compare the ranks' calls, with tensors on `device`.
 
-    Args:
-        mine: This rank's call.
-        device: The device of its tensors.
-        ring: All ranks.
-        error: The error of this rank's call. The other ranks learn of it in the comparison, if they
-            compare every call.
+    Other ranks learn of the `error` of this rank's call, if they compare every call.
 
     Raises:
         MismatchError: The calls differ, or another rank has an error; on every rank of the ring.

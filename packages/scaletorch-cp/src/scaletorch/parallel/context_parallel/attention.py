@@ -25,13 +25,11 @@ from .agreement import (
 )
 from .cp_comms import Ring, ring_of
 from .kernels import statistics_dtype
-from .layouts.layout import Layout, layout_for_shards
-from .layouts.sharding import resolve_layout
-from .masks.documents import chunk_documents, read_documents
-from .masks.mask import Mask
-from .methods import METHODS, Method
+from .layouts import Layout, layout_for_shards
+from .masks import Mask, chunk_documents, read_documents
+from .methods import METHODS, Method, choose_method
 from .methods.call import Call, subgroups_for
-from .methods.choose import choose_method
+from .sharding import resolve_layout
 
 # A mask checks itself when built, and every layer builds the same one. 1 is not True here.
 _mask = lru_cache(maxsize=64, typed=True)(Mask)
@@ -45,13 +43,7 @@ calls = _Counter()  # of attention in this thread; shows whether a forward atten
 
 
 class Request(NamedTuple):
-    """The arguments of a call of `attention`, unchecked.
-
-    Attributes:
-        call: The function that was called, for messages about layouts.
-        default_layout: The layout of unrecorded shards; None if the caller must name it.
-        chunk: Size of the chunks of a document within which positions see each other.
-    """
+    """The arguments of a call of `attention`, unchecked."""
 
     causal: bool
     scale: float | None = None
@@ -59,11 +51,11 @@ class Request(NamedTuple):
     cu_seqlens: Sequence[int] | Tensor | None = None
     layout: Layout | str | None = None
     method: str = "auto"
-    call: str = "attention"
-    default_layout: str | None = None
+    call: str = "attention"  # the function that was called, for messages about layouts
+    default_layout: str | None = None  # of unrecorded shards; None if the caller must name it
     softcap: float | None = None
     sinks: Tensor | None = None
-    chunk: int | None = None
+    chunk: int | None = None  # size of the chunks of a document in which positions see each other
 
 
 class ContextAttention(torch.autograd.Function):
@@ -232,11 +224,7 @@ def _is_finite(number: Any) -> bool:
 
 
 def require_method(method: str) -> None:
-    """Refuse a name that is not a method's.
-
-    Raises:
-        InvalidArgumentError: It is neither "auto" nor one of `METHODS`.
-    """
+    """Refuse a name that is neither "auto" nor one of `METHODS`."""
     if method not in ("auto", *METHODS):
         legal = ", ".join(map(repr, ("auto", *METHODS)))
         raise InvalidArgumentError(f"method must be one of {legal}; it is {method!r}")

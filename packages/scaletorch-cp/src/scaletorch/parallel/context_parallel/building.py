@@ -3,11 +3,11 @@
 They are recorded in building.txt and versioned: a patch release changes none of them.
 """
 
-from .layouts.layout import layout_for_length
-from .layouts.sharding import DEFAULT
-from .masks.documents import CU_SEQLENS
-from .models.arguments import require_computable
+from .layouts import layout_for_length
+from .masks import CU_SEQLENS
 from .models.settings import expect_attention, note_shards
+from .models.transformers_mask import require_computable
+from .sharding import DEFAULT
 
 __all__ = [
     "CU_SEQLENS",

@@ -20,12 +20,12 @@ from .agreement import cast_for_autocast, check_inputs
 from .attention import Request, attend, require_method
 from .cp_comms import connect_ring, ring_of
 from .kernels import update_out_and_lse
-from .layouts.layout import Layout, layout_for_length, require_name
-from .layouts.sharding import local_shard, resolve_layout
+from .layouts import Layout, layout_for_length, require_name
 from .models.override import install
-from .models.settings import Settings, mark, unmark
+from .models.settings import Settings, mark, require_unmarked
 from .models.transformers_attention import replace_attention
 from .models.whole_sequences import find_whole, keep_whole
+from .sharding import local_shard, resolve_layout
 
 __all__ = [
     "apply_context_parallel",
@@ -96,7 +96,7 @@ def apply_context_parallel(
     layout: str | None = None,
     method: str = "ring",
 ) -> M:
-    """Make every attention inside `model` attend to the whole sequence.
+    """Make every attention inside `model` attend to the whole sequence, and return the model.
 
     That is every `F.scaled_dot_product_attention`, whose `is_causal`, `scale` and `enable_gqa`
     keep their meaning; every `nn.MultiheadAttention`, which returns no weights; and the attention
@@ -111,13 +111,8 @@ def apply_context_parallel(
 
     Modules of transformers that pass a state along (depthwise convolutions, linear attention) see
     whole sequences of some rows. OTHER MODULES ARE NOT CHECKED: a module that mixes or counts
-    positions otherwise sees its shard alone. `parallelize` of `scaletorch.compose` refuses it.
-
-    Refused here: models of transformers that attend by code of their own, select keys
-    (DeepSeek-V3.2) or take no `position_ids` (Bloom). Refused in a call: masks, dropout,
-    `generate`, decoding and cross attention, full attention if `layout` is "zigzag" (except within
-    `ShardedSequences.inside`), attention in a checkpointed or autograd function, and a forward
-    without any attention.
+    positions otherwise sees its shard alone. `parallelize` of `scaletorch.compose` refuses it. The
+    README lists what is refused here and in a call.
 
     Args:
         model: Any module; plain `nn.Module` code without changes.
@@ -125,9 +120,6 @@ def apply_context_parallel(
         layout: A name of `LAYOUTS`; shards in other layouts are then refused. By default the layout
             in which this group's sequences were sharded, and contiguous if none were.
         method: "ring", "all_gather", "ulysses", "hybrid", or "auto": see `choose_method`.
-
-    Returns:
-        The same model.
 
     Raises:
         InvalidArgumentError: No such layout or method, or attention that cannot be replaced.
@@ -139,24 +131,16 @@ def apply_context_parallel(
     if layout is not None:  # refused here, before the model runs
         require_name(layout)
     require_method(method)
-    settings = Settings(layout, method, ring)
-    mark(model, settings)
+    require_unmarked(model)
     if ring.size > 1:
-        _replace_or_unmark(model)
+        replace_attention(model)
         refuse_generate(model, "each rank has its shard of a sequence, and no cache of the others'")
+    mark(model, Settings(layout, method, ring))
     whole = find_whole(model)
     keep_whole(whole)
     install(model)
     connect_ring(ring, method, all_pairs=bool(whole))
     return model
-
-
-def _replace_or_unmark(model: nn.Module) -> None:
-    try:
-        replace_attention(model)
-    except InvalidArgumentError:
-        unmark(model)
-        raise
 
 
 def update_rope_for_context_parallel(
@@ -179,15 +163,10 @@ def update_rope_for_context_parallel(
         length: Length of the whole sequence, if the tables are longer: a longer table divided by N
             would give wrong positions.
         layout: A `Layout` or a name of `LAYOUTS`; by default the layout in which this group's
-            sequences were sharded.
+            sequences were sharded, and no other than that.
 
     Returns:
         [L / N, D] or [B, L / N, D]; views if the layout is contiguous.
-
-    Raises:
-        InvalidArgumentError: Other shapes, no such layout, a length that the tables or the ranks
-            do not fit, another layout than the one in which this group's sequences were sharded, or
-            none given and none recorded.
     """
     if cos.shape != sin.shape or cos.ndim not in (2, 3):
         message = (

@@ -72,25 +72,14 @@ Subgroups: TypeAlias = tuple[Ring, Ring]
 
 
 def split_ring(ring: Ring, size: int) -> Subgroups:
-    """Divide a ring into subgroups of `size` neighbours; both rings use its process group.
-
-    Args:
-        ring: All ranks.
-        size: Ranks of a subgroup; it divides their number.
-    """
+    """Divide a ring into subgroups of `size` neighbours; both rings use its process group."""
     subgroup, place = divmod(ring.index, size)
     neighbours = ring.ranks[subgroup * size : (subgroup + 1) * size]
     return Ring(ring.group, neighbours, place), Ring(ring.group, ring.ranks[place::size], subgroup)
 
 
 def connect_ring(ring: Ring, method: str, *, all_pairs: bool) -> None:
-    """Open the connections that attention needs; all ranks of the group call it.
-
-    Args:
-        ring: All ranks of its group.
-        method: Name of the attention method.
-        all_pairs: Connect every pair of ranks, whatever the method.
-    """
+    """Open the connections that a method, or an exchange of `all_pairs`, needs; all ranks call."""
     places = range(ring.size)
     pairs = [*pairwise(places), (0, ring.size - 1)] if method == "ring" else []
     all_pairs = all_pairs or method not in ("ring", "all_gather")
@@ -112,16 +101,7 @@ class ContextCommunicate:
     """
 
     def __init__(self, msg: str = "", group: ProcessGroup | Ring | None = None) -> None:
-        """Find the ring.
-
-        Args:
-            msg: A name of the messages, for errors.
-            group: The ranks of the ring, or the ring itself; by default the manager's cp axis.
-
-        Raises:
-            NotInGroupError: This rank is outside `group`.
-            StateError: Several ranks, and neither a group nor a process group manager.
-        """
+        """Find the ring: see `ring_of`. `msg` names the messages, for errors."""
         self.msg = msg
         self.ring = ring_of(group)
         self._queue: list[tuple[Tensor, Tensor]] = []
@@ -144,7 +124,7 @@ class ContextCommunicate:
                 shares its memory.
         """
         if self._work is not None:
-            raise self._misuse("send_recv() while a batch is under way: call wait() first")
+            raise self._misuse("send_recv() while a batch is in flight: call wait() first")
         tensor = tensor.detach()
         if recv is None:
             recv = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -160,7 +140,7 @@ class ContextCommunicate:
             StateError: Nothing is queued, or the last batch is still in flight.
         """
         if self._work is not None:
-            raise self._misuse("commit() while a batch is under way: call wait() first")
+            raise self._misuse("commit() while a batch is in flight: call wait() first")
         if not self._queue:
             raise self._misuse("commit() with nothing queued: call send_recv() first")
         self._work = exchange(
@@ -177,7 +157,7 @@ class ContextCommunicate:
             StateError: No batch is in flight.
         """
         if self._work is None:
-            raise self._misuse("wait() with no batch under way: call commit() first")
+            raise self._misuse("wait() with no batch in flight: call commit() first")
         self._work.wait()
         self._work = None
         self._queue.clear()

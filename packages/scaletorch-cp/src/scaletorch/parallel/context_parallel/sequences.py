@@ -15,10 +15,12 @@ from torch.distributed import ProcessGroup
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import IGNORED, describe_rank
 from ..pg_manager.building import mean_over
-from .attention import attention
 from .cp_comms import ring_of
-from .layouts.layout import named_layout
-from .layouts.sharding import (
+from .layouts import named_layout
+from .masks import CU_SEQLENS, Documents, read_documents
+from .models.settings import ActiveBatch, use_batch
+from .models.transformers_attention import temporary_attention
+from .sharding import (
     DEFAULT,
     batch_shape,
     is_sequence,
@@ -26,9 +28,6 @@ from .layouts.sharding import (
     shard_batch,
     unshard_sequence,
 )
-from .masks.documents import CU_SEQLENS, Documents, read_documents
-from .models.settings import ActiveBatch, use_batch
-from .models.transformers_attention import temporary_attention
 
 
 class ShardedSequences:
@@ -46,9 +45,10 @@ class ShardedSequences:
     Example:
         >>> sequences = ShardedSequences(input_ids.shape[1])
         >>> mine = sequences.shard({"input_ids": input_ids, "labels": input_ids})
-        >>> logits = model(mine["input_ids"], mine["position_ids"])  # calls sequences.attention
-        >>> loss = F.cross_entropy(logits.mT, mine["labels"], reduction="sum")
-        >>> sequences.loss(loss, (mine["labels"] != -100).sum()).backward()
+        >>> with sequences.inside(model):
+        ...     logits = model(mine["input_ids"], mine["position_ids"])
+        ...     loss = F.cross_entropy(logits.mT, mine["labels"], reduction="sum")
+        ...     sequences.loss(loss, (mine["labels"] != -100).sum()).backward()
     """
 
     def __init__(
@@ -67,12 +67,6 @@ class ShardedSequences:
             cu_seqlens: First positions of packed documents in the whole sequence, and its length:
                 integers (0, a, ..., length), the same for all sequences of the batch.
             group: The ranks; by default the manager's cp axis.
-
-        Raises:
-            InvalidArgumentError: A length below 1, no such layout, or documents that do not
-                ascend from 0 to the length.
-            NotInGroupError: This rank is outside `group`.
-            StateError: Several ranks, and neither a group nor a process group manager.
         """
         if length < 1:
             message = f"{describe_rank()}: sequences need a length of at least 1; it is {length}"
@@ -125,15 +119,8 @@ class ShardedSequences:
     def shard_tensor(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's shard of one whole tensor; `unshard` is the inverse.
 
-        Args:
-            x: The same on every rank, with all positions along `dim`; any dtype.
-            dim: The sequence dim.
-
-        Returns:
-            A new tensor of length `padded length / N` along `dim`; padding is 0.
-
-        Raises:
-            InvalidArgumentError: No such dim, or one of another length than the sequences'.
+        `x` is the same on every rank, with all positions along `dim`; any dtype. The result has the
+        length `padded length / N` along `dim`; padding is 0.
         """
         length = self.layout.length
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != length:
@@ -152,11 +139,8 @@ class ShardedSequences:
         """Run a model on these sequences within a context.
 
         Its attention ignores padding, and each position sees its own document only. Run forward and
-        backward inside: backward may recompute attention.
-
-        Args:
-            model: The result of `apply_context_parallel` over the same ranks, or a module that
-                contains it.
+        backward inside: backward may recompute attention. The model is the result of
+        `apply_context_parallel` over the same ranks, or a module that contains it.
 
         Raises:
             StateError: No module of it is context parallel, or it runs inside other sequences.
@@ -166,64 +150,20 @@ class ShardedSequences:
         with use_batch(model, batch, self.ring), temporary_attention(model, enabled=alone):
             yield
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool = True,
-        scale: float | None = None,
-        window: int | None = None,
-        method: str = "auto",
-    ) -> Tensor:
-        """Attend to the whole sequence, each position to its own document: see `attention`.
-
-        Args:
-            q: This rank's queries [B, H, L, D] in float16, bfloat16, float32 or float64.
-            k: This rank's keys [B, K, L, D]; K divides H.
-            v: This rank's values [B, K, L, D].
-            causal: Each position sees itself and those before it.
-            scale: Factor of the scores; 1 / sqrt(D) by default.
-            window: The number of positions that each one sees, up to itself.
-            method: "ring", "all_gather", "ulysses", "hybrid", or "auto".
-
-        Returns:
-            The output [B, H, L, D] for this rank's queries; 0 for padding.
-
-        Raises:
-            InvalidArgumentError: Arguments that do not fit together, or an unknown method.
-            MismatchError: The ranks' shapes, dtypes or options differ; raised on every rank.
-        """
-        return attention(
-            q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=self.documents,
-            layout=self.layout, method=method, group=self.ring.group,
-        )  # fmt: skip
-
     def loss(self, sum: Tensor, count: Tensor | int) -> Tensor:
         """Return the mean loss over all ranks' tokens, the same on every rank.
 
-        Each rank's backward gives partial gradients: sum them over the ranks.
+        Each rank's backward gives partial gradients: sum them over the ranks. If no rank has a
+        token, the loss is 0, with gradients of 0.
 
         Args:
             sum: Sum of this rank's token losses, 0-d floating point.
             count: Number of those tokens; may be 0.
-
-        Returns:
-            The sum over the count of all ranks; 0, with gradients of 0, if no rank has a token.
         """
         return mean_over(sum, count, self.ring.group if self.ring.size > 1 else None)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Gather the ranks' shards to the whole, in order and without padding, on every rank.
-
-        Args:
-            x: This rank's shard, of equal shape on all ranks; any dtype.
-            dim: The sequence dim.
-
-        Raises:
-            InvalidArgumentError: No such dim, or one of another length than a rank's shard.
-        """
+        """Gather the ranks' shards along `dim` to the whole: see `unshard_sequence`."""
         return unshard_sequence(x, dim, self.ring.group, layout=self.layout)
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
@@ -235,13 +175,14 @@ class ShardedSequences:
         return self.documents or (0, self.layout.length)
 
     def _require_documents(self, batch: Mapping[str, Any]) -> None:
-        own = self._all_documents
+        documents = self._all_documents
         for name in CU_SEQLENS:
             value = batch.get(name)
-            if value is not None and (found := read_documents(value, own[-1])) != own:
+            if value is not None and (found := read_documents(value, documents[-1])) != documents:
                 message = (
                     f"{describe_rank()}: the batch's {name} are {found}, and these sequences have "
-                    f"documents {own}; pass them once, as ShardedSequences(..., cu_seqlens={name})"
+                    f"documents {documents}; pass them once, as ShardedSequences(..., "
+                    f"cu_seqlens={name})"
                 )
                 raise InvalidArgumentError(message)
 
@@ -258,15 +199,7 @@ def _positions_within(documents: Documents, device: torch.device) -> Tensor:
 
 
 def _next_labels(labels: Tensor, documents: Documents) -> Tensor:
-    """Return the target of each position: the next label of its own document.
-
-    Args:
-        labels: [B, length], each position's own label.
-        documents: First positions of the documents, and the length.
-
-    Returns:
-        [B, length]; -100 at each document's end.
-    """
+    """Return the next label of each position's document, [B, length]; -100 at a document's end."""
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     for end in documents[1:]:  # one at a time: a list as an index would be copied to the device
         if end:

@@ -8,10 +8,7 @@ from .losses import (
     RoutingStatistics,
     count_tokens,
     global_balance_loss,
-    router_z_loss,
-    routing_statistics,
     sequence_balance_loss,
-    update_balance_bias,
 )
 from .plans import Plan
 from .state import ExpertCut, find_expert_cuts, gather_experts, own_experts
@@ -31,8 +28,5 @@ __all__ = [
     "gather_experts",
     "global_balance_loss",
     "own_experts",
-    "router_z_loss",
-    "routing_statistics",
     "sequence_balance_loss",
-    "update_balance_bias",
 ]

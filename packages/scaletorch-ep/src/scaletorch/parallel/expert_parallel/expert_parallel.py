@@ -13,7 +13,7 @@ from ...dist import get_world_size
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import class_before, mark_divided
-from .exchange.shares import counts_of, expert_group, token_group
+from .exchange.routes import counts_of, expert_group, token_group
 from .module import DividedExperts, Division
 from .module_experts import ModuleExperts, find_experts
 from .plans import Plan, named_experts
@@ -35,11 +35,10 @@ def apply_expert_parallel(
     """Keep on each rank only its experts of a model, in place, without communication.
 
     The modules of the plan are called as `experts(hidden, top_k_index, top_k_weights)`, [T, H], [T,
-    K] and [T, K]; or, if their class declares `rows_for_all = True`, as `experts(rows)`, with the
-    same number of rows for each expert, one expert after another. Their own code computes, on this
-    rank's experts and on the tokens that chose them; all other modules stay whole. Parameters and
-    buffers with a row for each expert along dim 0 are cut, and attributes that hold the number of
-    experts are set to this rank's. Tied parameters stay tied. Make the optimizer afterwards.
+    K] and [T, K]. Their own code computes, on this rank's experts and on the tokens that chose
+    them; all other modules stay whole. Parameters and buffers with a row for each expert along
+    dim 0 are cut, and attributes that hold the number of experts are set to this rank's. Tied
+    parameters stay tied. Make the optimizer afterwards.
 
     Each rank calls the model with its own tokens, as in data parallelism. The gradient of an expert
     then covers the tokens of all ranks of the group, and that of other parameters the rank's own.
@@ -94,7 +93,7 @@ def _divide(
             f"{ranks} ranks that they are to be divided over: take ep = {found.experts} at most"
         )
     counts = counts_of(found.experts, ranks)
-    return Division(found.name, group, tokens, counts, found.stacked, found.buffers, found.for_all)
+    return Division(found.name, group, tokens, counts, found.stacked, found.buffers)
 
 
 def _check(model: nn.Module, found: list[ModuleExperts], shared: bool) -> None:

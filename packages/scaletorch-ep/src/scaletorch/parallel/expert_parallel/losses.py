@@ -1,4 +1,4 @@
-"""Load balance of experts, independent of the layout: losses, a bias without a loss, statistics.
+"""Load balance of experts, independent of the layout: losses, counts, a bias without a loss.
 
 Each loss is returned as this rank's partial sum: the sum over all ranks and micro-batches is the
 loss of the global batch, as with token losses over the global count, so gradients are sums too.
@@ -97,10 +97,9 @@ def global_balance_loss(
     T tokens. Multiply it by the coefficient. Source: Switch Transformers (arXiv 2101.03961),
     equations 4 to 6, with f_i over the global batch as in arXiv 2501.11873.
 
-    It is the product of two means over the global batch, so one micro-batch alone does not
-    determine it. With several, count them all first (`count_tokens`, without gradients) and pass
-    the sum over micro-batches and ranks to each call; or use `sequence_balance_loss`, which needs
-    only its sequences.
+    It is the product of two means over the global batch. With several micro-batches, count them all
+    first (`count_tokens`, without gradients) and pass the sum over micro-batches and ranks to each
+    call; or use `sequence_balance_loss`, which needs only its sequences.
 
     Args:
         scores: The router's probabilities of every expert, float [..., N].
@@ -129,70 +128,11 @@ def global_balance_loss(
     return (counts.to(sums.dtype) * sums).sum() * (experts / choices) / tokens**2
 
 
-def router_z_loss(
-    logits: Tensor,
-    *,
-    tokens: int | Tensor | None = None,
-    valid: Tensor | None = None,
-    group: ProcessGroup | None = None,
-) -> Tensor:
-    """Return this rank's partial sum of the global batch's mean of log(sum of exp(logits))^2.
-
-    It keeps logits small. Multiply it by the coefficient. Source: ST-MoE (arXiv 2202.08906),
-    equation 5. With `tokens` micro-batches change nothing.
-
-    Args:
-        logits: The router's, float [..., N].
-        tokens: Tokens of the global batch, of all ranks and micro-batches. None: this call has
-            all tokens of this rank, and they are summed over `group`.
-        valid: Mask of the tokens that count, bool [...]; None is all, without padding.
-        group: Ranks that hold the global batch; None is the manager's cp_dp axis.
-
-    Returns:
-        A scalar, float32 at least.
-    """
-    sizes = torch.logsumexp(logits.to(sum_dtype(logits.dtype)), -1) ** 2
-    if valid is not None:
-        sizes = sizes[valid]
-    if tokens is None:
-        tokens = torch.tensor(sizes.numel(), device=logits.device)
-        all_reduce(tokens, "sum", axis_group("cp_dp", group))
-        tokens = tokens.clamp(min=1)
-    return sizes.sum() / tokens
-
-
-def update_balance_bias(
-    bias: Tensor, counts: Tensor, rate: float = 1e-3, group: ProcessGroup | None = None
-) -> None:
-    """Move each expert's bias towards balance, in place, without a loss and a gradient.
-
-    b_i <- b_i + rate * sign(mean of c - c_i), where c_i are the tokens of the global batch that
-    chose expert i. Call it once a step, after the optimizer's. Source: arXiv 2408.15664, algorithm
-    1, and DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
-
-    Args:
-        bias: Added to scores only for the choice of experts: float [N], the same on
-            every rank (`e_score_correction_bias` of transformers).
-        counts: Tokens of this rank that chose each expert in this step, int64 [N]: the sum of
-            `count_tokens` over its micro-batches, recomputation not counted.
-        rate: The step of the bias.
-        group: Ranks that hold the global batch; None is the manager's cp_dp axis.
-
-    Raises:
-        InvalidArgumentError: There is not one count for each bias.
-    """
-    if bias.shape != counts.shape or bias.dim() != 1:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: expected one count for each of {tuple(bias.shape)} biases, got "
-            f"{tuple(counts.shape)}"
-        )
-    total = counts.clone()
-    all_reduce(total, "sum", axis_group("cp_dp", group))
-    move_bias(bias, total, rate)
-
-
 def move_bias(bias: Tensor, total: Tensor, rate: float) -> None:
-    """Move a bias by the counts of all ranks, in place; see `update_balance_bias`."""
+    """Move a bias [N] by the counts of all ranks, int64 [N], in place.
+
+    b_i <- b_i + rate * sign(mean of c - c_i). Source: arXiv 2408.15664, algorithm 1.
+    """
     # mean of c - c_i has the sign of sum of c - N c_i, which is exact.
     with torch.no_grad():
         bias += rate * torch.sign(total.sum() - len(total) * total).to(bias.dtype)
@@ -214,31 +154,12 @@ def count_tokens(top_k_index: Tensor, experts: int, *, valid: Tensor | None = No
 
 @dataclass(frozen=True, slots=True)
 class RoutingStatistics:
-    """Statistics of the routing, for the log.
+    """Statistics of the routing, for the log."""
 
-    Attributes:
-        tokens: Number of tokens that chose each expert.
-        entropy: Entropy of their shares, in nats; log(number of experts) if all are equal.
-        fullest: Tokens of the fullest expert over the mean; 1 if all are equal.
-        unused: Number of experts without tokens.
-    """
-
-    tokens: tuple[int, ...]
-    entropy: float
-    fullest: float
-    unused: int
-
-
-def routing_statistics(counts: Tensor, group: ProcessGroup | None = None) -> RoutingStatistics:
-    """Return the statistics of all ranks' tokens; all ranks of the group call it.
-
-    Args:
-        counts: Tokens of this rank that chose each expert, int64 [N].
-        group: Ranks that hold different tokens; None is the manager's cp_dp axis.
-    """
-    total = counts.clone()
-    all_reduce(total, "sum", axis_group("cp_dp", group))
-    return statistics_of(total)
+    tokens: tuple[int, ...]  # number of tokens that chose each expert
+    entropy: float  # of their shares, in nats; log(number of experts) if all are equal
+    fullest: float  # tokens of the fullest expert over the mean; 1 if all are equal
+    unused: int  # number of experts without tokens
 
 
 def statistics_of(total: Tensor) -> RoutingStatistics:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,41 +15,28 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from ...dist import functional, get_rank, get_world_size
 from ...dist.building import agree
-from ...dist.errors import StateError
+from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import deep_copy, shallow_copy, uncompiled
-from .calls import RoutedCall, Run, read_call, runner
+from ..placement import shard_sizes
 from .computation import compute
 from .exchange.dispatch import Dispatched, combine_computed, dispatch_along
-from .exchange.routes import find_route, local_route
-from .exchange.shares import ranges_of, share_out
+from .exchange.routes import find_route, ranges_of
+
+Run = Callable[[Tensor, Tensor, Tensor], Any]  # run(rows [P, H], index [P, K], weights [P, K])
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The division of a module's experts; copies share it, as process groups cannot be copied.
+    """The division of a module's experts; copies share it, as process groups cannot be copied."""
 
-    Attributes:
-        name: The module's name.
-        group: The ranks that share the experts.
-        tokens: Ranks that hold the same tokens and each send a share of them; None is this rank
-            alone.
-        counts: Number of experts on each rank of the group.
-        stacked: Names of the module's parameters that are cut along dim 0.
-        buffers: Names of its buffers that are cut along dim 0.
-        for_all: Whether it is called with the same number of rows for each expert, without a
-            routing.
-        checked: Holds True once the ranks have agreed in a first call.
-    """
-
-    name: str
-    group: ProcessGroup | None
-    tokens: ProcessGroup | None
-    counts: tuple[int, ...]
-    stacked: tuple[str, ...]
-    buffers: tuple[str, ...]
-    for_all: bool = False
-    checked: list[bool] = field(default_factory=list)
+    name: str  # of the module
+    group: ProcessGroup | None  # the ranks that share the experts
+    tokens: ProcessGroup | None  # ranks that hold the same tokens and each send a share of them
+    counts: tuple[int, ...]  # number of experts on each rank of the group
+    stacked: tuple[str, ...]  # parameters that are cut along dim 0
+    buffers: tuple[str, ...]  # buffers that are cut along dim 0
+    checked: list[bool] = field(default_factory=list)  # True once the ranks agreed in a first call
 
     @property
     def own(self) -> range:
@@ -71,11 +59,6 @@ class DividedExperts(nn.Module):
             self._division.checked.append(True)
         return results
 
-    @property
-    def takes_all(self) -> bool:
-        """True if it is called with the same number of rows for each expert."""
-        return self._division.for_all
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return deep_copy(self, getattr(super(), "__deepcopy__", None), memo)
 
@@ -96,19 +79,53 @@ def share_tokens(experts: DividedExperts, group: ProcessGroup | None) -> None:
     vars(experts)["_division"] = replace(experts._division, tokens=group)
 
 
+class RoutedCall(NamedTuple):
+    """A call, as rows with their experts."""
+
+    hidden: Tensor  # [T, H]
+    top_k_index: Tensor  # integers [T, K]
+    top_k_weights: Tensor  # [T, K]
+
+
+def _read_call(
+    forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arguments of a call of a module's own forward, whatever their names."""
+    given = list(args)
+    if kwargs or len(given) != 3:
+        given = list(inspect.signature(forward).bind(*args, **kwargs).arguments.values())
+    if len(given) != 3 or not all(isinstance(each, Tensor) for each in given):
+        raise InvalidArgumentError(
+            f"{describe_rank()}: '{name}' must be called with hidden states, indices and weights "
+            f"alone, got {[type(each).__name__ for each in given]}"
+        )
+    hidden, index, weights = given
+    return hidden, index, weights
+
+
+def _run_shaped(
+    forward: Callable[..., Any], dims: int, rows: Tensor, index: Tensor, weights: Tensor
+) -> Any:
+    """Call a module that takes hidden states of more than two dims."""
+    shaped = rows.view(*[1] * (dims - 2), *rows.shape)
+    results = forward(shaped, index, weights)
+    fits = isinstance(results, Tensor) and results.shape == shaped.shape
+    return results.view(rows.shape) if fits else results
+
+
 @uncompiled
 def _call(
     module: DividedExperts,
-    own: Callable[..., Any],
+    forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Tensor:
     """Return the result of the module's own forward for any arguments."""
-    division, for_all = module._division, module._division.for_all
-    experts = sum(division.counts)
-    call = read_call(own, division.name, experts, args, kwargs, for_all=for_all)
-    run = runner(own, call.dims, for_all=for_all)
-    return call.restore(_over_tokens(module, run, call))
+    hidden, index, weights = _read_call(forward, module._division.name, args, kwargs)
+    shape, run = hidden.shape, forward
+    if hidden.dim() > 2:
+        hidden, run = hidden.reshape(-1, shape[-1]), partial(_run_shaped, forward, len(shape))
+    return _over_tokens(module, run, RoutedCall(hidden, index, weights)).view(shape)
 
 
 def _over_tokens(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
@@ -118,30 +135,25 @@ def _over_tokens(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
     if ranks == 1:
         return _over_experts(module, run, call)
     if not module._division.checked:
-        shapes = [f"{tuple(each.shape)} {each.dtype}" for each in call[:3]]
+        shapes = [f"{tuple(each.shape)} {each.dtype}" for each in call]
         agree(f"the tokens of '{name}', the same on all tp ranks", shapes, group)
-    units = share_out(len(call.hidden) // call.unit, ranks)
-    sizes = [number * call.unit for number in units]
-    share = call._replace(
-        hidden=functional.split(call.hidden, 0, group, sizes=sizes),
-        top_k_index=call.top_k_index.split(sizes)[get_rank(group)],
-        top_k_weights=functional.split(call.top_k_weights, 0, group, sizes=sizes),
+    sizes = shard_sizes(len(call.hidden), ranks)
+    share = RoutedCall(
+        functional.split(call.hidden, 0, group, sizes=sizes),
+        call.top_k_index.split(list(sizes))[get_rank(group)],
+        functional.split(call.top_k_weights, 0, group, sizes=sizes),
     )
     return functional.gather(_over_experts(module, run, share), 0, group, sizes=sizes)
 
 
 def _over_experts(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
     """Send tokens to the ranks of their experts, compute there, and send results back."""
-    division, (hidden, index, weights, *_) = module._division, call
-    counts, is_local = division.counts, len(division.counts) == 1
-    if is_local and not division.for_all:
-        whole: Tensor = run(hidden, index, weights)
+    division, counts = module._division, module._division.counts
+    if len(counts) == 1:
+        whole: Tensor = run(*call)
         return whole
-    if is_local:
-        received = Dispatched(hidden, index, weights, local_route(index))
-    else:
-        route = find_route(hidden, index, weights, counts, division.group)
-        received = dispatch_along(route, hidden, index, weights, counts)
+    route = find_route(*call, counts, division.group)
+    received = dispatch_along(route, *call, counts)
     named = {name: _tensor(module, name) for name in division.stacked}
     experts = partial(compute, run, received, len(division.own), [*named.values()])
     if division.checked:
@@ -150,7 +162,7 @@ def _over_experts(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
             raise error
     else:
         results = _call_first(division, received, named, experts)
-    return results if is_local else combine_computed(results, received.route)
+    return combine_computed(results, route)
 
 
 def _call_first(
@@ -177,8 +189,8 @@ def _call_first(
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
     """Return a parameter, or the tensor that another strategy puts in its place in this call."""
-    owner, _, own = name.rpartition(".")
-    found = module.get_submodule(owner)._parameters[own]
+    owner, _, attribute = name.rpartition(".")
+    found = module.get_submodule(owner)._parameters[attribute]
     if found is None:
         raise StateError(f"{describe_rank()}: expert parameter '{name}' is gone")
     return found

@@ -9,37 +9,21 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ...dist.errors import InvalidArgumentError
-from .calls import FOR_ALL, ROUTED
 
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 _NOT_A_NUMBER_OF_EXPERTS = ("per_", "top", "shared")  # in names such as num_experts_per_tok
-# Classes that take the same number of rows for each expert, and no routing; others declare it.
-_ROWS_FOR_ALL = frozenset({"Llama4TextExperts"})
-_DECLARED = "rows_for_all"
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleExperts:
-    """The experts of one module.
+    """The experts of one module."""
 
-    Attributes:
-        name: The module's first name in the model.
-        module: The module.
-        experts: The number of experts.
-        stacked: Names of the module's parameters with a row for each expert along dim 0.
-        buffers: Names of such buffers.
-        numbers: Attributes that hold the number: modules and names.
-        for_all: Whether it is called with the same number of rows for each expert, without a
-            routing.
-    """
-
-    name: str
+    name: str  # the module's first name in the model
     module: nn.Module
     experts: int
-    stacked: tuple[str, ...]
-    buffers: tuple[str, ...]
-    numbers: tuple[tuple[nn.Module, str], ...]
-    for_all: bool = False
+    stacked: tuple[str, ...]  # parameters with a row for each expert along dim 0
+    buffers: tuple[str, ...]  # such buffers
+    numbers: tuple[tuple[nn.Module, str], ...]  # attributes that hold the number: owners and names
 
 
 def find_experts(name: str, module: nn.Module) -> ModuleExperts:
@@ -48,9 +32,8 @@ def find_experts(name: str, module: nn.Module) -> ModuleExperts:
     Raises:
         InvalidArgumentError: It is not called as experts are, or it cannot be divided.
     """
-    for_all = _takes_rows_for_all(module)
     _check_lists(name, module)
-    _check_call(name, module, 1 if for_all else 3)
+    _check_call(name, module)
     tensors = dict(_tensors(module))
     experts = _count(name, module, tensors)
     rows = [inner for inner, each in tensors.items() if each.dim() and len(each) == experts]
@@ -62,7 +45,7 @@ def find_experts(name: str, module: nn.Module) -> ModuleExperts:
             f"{_shapes(tensors)}"
         )
     numbers = tuple(place for place, value in _numbers_of(module) if value == experts)
-    return ModuleExperts(name, module, experts, stacked, buffers, numbers, for_all)
+    return ModuleExperts(name, module, experts, stacked, buffers, numbers)
 
 
 def find_list(module: nn.Module) -> tuple[str, int] | None:
@@ -100,7 +83,7 @@ def _check_lists(name: str, module: nn.Module) -> None:
         )
 
 
-def _check_call(name: str, module: nn.Module, arguments: int) -> None:
+def _check_call(name: str, module: nn.Module) -> None:
     kind = type(module).__name__
     if not _has_forward(module):
         raise InvalidArgumentError(
@@ -114,27 +97,17 @@ def _check_call(name: str, module: nn.Module, arguments: int) -> None:
         )
     signature = inspect.signature(module.forward)
     try:
-        signature.bind(*[None] * arguments)
+        signature.bind(None, None, None)
     except TypeError:
         raise InvalidArgumentError(
-            f"'{name}' ({kind}) is called as {kind}{signature}, not as {ROUTED}, nor does it "
-            f"declare {_DECLARED} = True, as a class does that is called as {FOR_ALL}: its routing "
-            "is decided elsewhere, so tokens cannot be sent to its experts"
+            f"'{name}' ({kind}) is called as {kind}{signature}, not as experts(hidden, "
+            "top_k_index, top_k_weights): its routing is decided elsewhere, so tokens cannot be "
+            "sent to its experts; with ep_size=1, and etp_size not given, they train as they are"
         ) from None
 
 
-def _takes_rows_for_all(module: nn.Module) -> bool:
-    """Return whether a module takes the same number of rows for each expert, in expert order."""
-    known = any(kind.__name__ in _ROWS_FOR_ALL for kind in type(module).__mro__)
-    return known or bool(getattr(module, _DECLARED, False))
-
-
 def _count(name: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of a module's experts.
-
-    Raises:
-        InvalidArgumentError: It is unknown or ambiguous.
-    """
+    """Return the number of a module's experts."""
     rows = {len(each) for each in tensors.values() if each.dim()}
     numbers = {number for _, number in _numbers_of(module)}
     found = numbers & rows

@@ -77,9 +77,9 @@ def own_patterns(model: nn.Module) -> list[str]:
 
 def _plans(module: nn.Module) -> Iterator[Mapping[str, str]]:
     """Yield a module's own plans: of the instance, and of the config of a base model."""
-    own = getattr(module, "_ep_plan", None)
-    if isinstance(own, Mapping):
-        yield own
+    plan = getattr(module, "_ep_plan", None)
+    if isinstance(plan, Mapping):
+        yield plan
     if getattr(module, "base_model", None) is module:
         config = getattr(getattr(module, "config", None), "base_model_ep_plan", None)
         if isinstance(config, Mapping):

@@ -13,7 +13,7 @@ from ...dist import functional, get_rank
 from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
-from .exchange.shares import ranges_of
+from .exchange.routes import ranges_of
 from .module import DividedExperts
 
 
@@ -49,7 +49,7 @@ def find_expert_cuts(model: nn.Module) -> dict[str, ExpertCut]:
     for name, module in _divided(model):
         division, prefix = module._division, f"{name}." if name else ""
         cut = ExpertCut(sum(division.counts), ranges_of(division.counts), division.group)
-        cuts |= {prefix + own: cut for own in (*division.stacked, *division.buffers)}
+        cuts |= {prefix + tensor: cut for tensor in (*division.stacked, *division.buffers)}
     return cuts
 
 
@@ -83,7 +83,7 @@ def gather_experts(
     with torch.no_grad():
         for name, tensor in tensors.items():
             if name in cuts:
-                sizes = [len(own) for own in cuts[name].ranges]
+                sizes = [*map(len, cuts[name].ranges)]
                 tensor = functional.gather(tensor.detach(), 0, group, sizes=sizes)
             whole[name] = tensor.detach().clone()
     return whole
@@ -99,7 +99,7 @@ def own_experts(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidArgumentError: A stack does not have the rows of all experts.
     """
-    cuts, own = find_expert_cuts(model), {}
+    cuts, local = find_expert_cuts(model), {}
     for name, value in state.items():
         cut = cuts.get(name)
         if cut is not None:
@@ -109,8 +109,8 @@ def own_experts(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
                     f"has {cut.whole} rows of experts along dim 0"
                 )
             value = value[cut.own.start : cut.own.stop]
-        own[name] = value
-    return own
+        local[name] = value
+    return local
 
 
 def _divided(model: nn.Module) -> Iterator[tuple[str, DividedExperts]]:

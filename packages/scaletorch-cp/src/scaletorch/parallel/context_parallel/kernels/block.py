@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks.blocks import CAUSAL, FULL, Band
+from ..masks import CAUSAL, FULL, Band
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 
@@ -25,23 +25,14 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Operands(NamedTuple):
-    """Operands of the backward of attention over some keys, in the order of PyTorch's operators.
+    """Operands of the backward of attention over some keys, in the order of PyTorch's operators."""
 
-    Attributes:
-        grad_out: Gradient of the merged output [B, H, L, Dv].
-        q: Queries [B, H, L, D].
-        k: Keys [B, K, S, D]; K divides H.
-        v: Values [B, K, S, Dv].
-        out: Merged output [B, H, L, Dv], in q's dtype or in `statistics_dtype`.
-        lse: Merged log-sum-exp [B, H, L].
-    """
-
-    grad_out: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
+    grad_out: Tensor  # gradient of the merged output, [B, H, L, Dv]
+    q: Tensor  # [B, H, L, D]
+    k: Tensor  # [B, K, S, D]; K divides H
+    v: Tensor  # [B, K, S, Dv]
+    out: Tensor  # merged output [B, H, L, Dv], in q's dtype or in `statistics_dtype`
+    lse: Tensor  # merged log-sum-exp [B, H, L]
 
     def select(self, rows: slice, keys: slice) -> Operands:
         """Return the operands of some rows and keys."""
@@ -100,21 +91,13 @@ Backward = Callable[..., Gradients]
 
 
 class Kernel(NamedTuple):
-    """A kernel for one block: see `forward` and `backward` of `kernels.table`.
-
-    Attributes:
-        name: The name shown to people.
-        fits: Whether the kernel can compute these q, k, v and band.
-        forward: (q, k, v, scale, band) -> out, lse.
-        backward: (operands, scale, band) -> dq, dk, dv.
-        caps: Whether forward and backward also take a cap of the scores, after the band.
-    """
+    """A kernel for one block: see `forward` and `backward` of the package."""
 
     name: str
-    fits: Fits
-    forward: Forward
-    backward: Backward
-    caps: bool = False
+    fits: Fits  # whether the kernel can compute these q, k, v and band
+    forward: Forward  # (q, k, v, scale, band) -> out, lse
+    backward: Backward  # (operands, scale, band) -> dq, dk, dv
+    caps: bool = False  # whether both also take a cap of the scores, after the band
 
 
 def update_out_and_lse(
@@ -143,16 +126,10 @@ def update_out_and_lse(
 
 
 def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge as `update_out_and_lse` does, in place: `out` and `lse` become the new ones.
+    """Merge as `update_out_and_lse` does, in place, in a quarter of the time.
 
-    It takes a quarter of the time, and no new memory of out's size. `out` and `lse` are in
-    `statistics_dtype`, and may be views, so that a block of some rows is merged into these alone.
-
-    Args:
-        out: Merged output so far [B, H, L, D]; 0 before the first block.
-        lse: Its log-sum-exp [B, H, L]; −inf before the first block.
-        block_out: The block's output [B, H, L, D].
-        block_lse: The block's log-sum-exp [B, H, L].
+    `out` and `lse`, in `statistics_dtype`, are 0 and −inf before the first block. They may be
+    views, so that a block of some rows is merged into these alone.
     """
     out.lerp_(block_out.to(out.dtype), _share(lse, block_lse).to(out.dtype))
     torch.logaddexp(lse, block_lse, out=lse)

@@ -9,17 +9,13 @@ Properties of the operator, and their treatment here:
   or 32 of a shorter block) and over a group's heads, in that precision.
 
 bfloat16 is computed in bfloat16 if that is faster than float32: always forward, and backward in
-large blocks, in which float32 sums over blocks replace the operator's own. dk, dv of short blocks
-would lose 1.4 times as much as in one process. float16 is computed in float32, which is never
-slower.
+large blocks; dk, dv of short blocks would lose 1.4 times as much as in one process. float16 is
+computed in float32, which is never slower.
 
-The loss of precision, compared with one process that runs `F.scaled_dot_product_attention` in
-bfloat16, for causal zigzag on 2 to 8 ranks, 256 to 4096 positions, head dims 16 to 128: `out`,
-rounded in each block and once merged, loses 1.06 to 1.18 times as much, with inputs of mean 1 or 0;
-at most 1.24 with scores twice as sharp (1.26 in blocks of 16 rows), and 1.32 four times. dq, dk, dv
-lose at most 1.1 times as much, and 1.28 with scores four times as sharp. A block that is the only
-one of its rows has the bits of one process. If all blocks had the same weight, `out` would lose 1.2
-to 1.4 times as much: `methods.call` passes such blocks in float32.
+Compared with one process in bfloat16, on 2 to 8 ranks with 256 to 4096 causal zigzag positions,
+`out`, rounded in each block and once merged, loses 1.06 to 1.18 times as much, and 1.32 with scores
+four times as sharp; dq, dk, dv at most 1.1 and 1.28. If all blocks had the same weight, `out` would
+lose 1.2 to 1.4 times as much: `methods.call` passes such blocks in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..masks.blocks import CAUSAL, Band
+from ..masks import CAUSAL, Band
 from . import tile
 from .block import (
     Gradients,
@@ -55,7 +51,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
-    """Attend `q` to one block of keys; see `table.forward`."""
+    """Attend `q` to one block of keys: see `forward` of the package."""
     if scale <= 0:
         return tile.forward(q, k, v, scale, band)
     kept = statistics_dtype(q.dtype)
@@ -66,7 +62,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
 
 
 def backward(x: Operands, scale: float, band: Band) -> Gradients:
-    """Return one block's share of the gradients; see `table.backward`."""
+    """Return one block's share of the gradients: see `backward` of the package."""
     if scale <= 0:
         return tile.backward(x, scale, band)
     kv_heads = x.k.shape[1]

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import cuda
 
-from ..masks.blocks import Band
+from ..masks import Band
 from .block import (
     Fits,
     Gradients,
@@ -46,11 +46,8 @@ _CUDNN_FIRST = (9, 0)  # cuDNN is the fastest from this compute capability on
 class Operator(NamedTuple):
     """A fused operator.
 
-    Attributes:
-        forward: (q, k, v, scale, band) -> out, and lse in the operator's own shape, which begins
-            with the valid [B, H, L].
-        backward: (operands with lse [B, H, L], scale, band) -> dq, dk, dv.
-        is_grouped: Whether it takes fewer key/value heads than query heads.
+    Forward's lse has the operator's own shape, which begins with the valid [B, H, L]. `is_grouped`:
+    it takes fewer key/value heads than query heads.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor]]
@@ -92,11 +89,10 @@ def in_position_order(x: Tensor) -> Tensor:
 
 
 def window_of(q: Tensor, k: Tensor, band: Band) -> tuple[int, int] | None:
-    """Return a band as flash counts it, from the last row and the last key.
+    """Return the number of keys that a row sees to the left and to the right of its own.
 
-    Returns:
-        The number of keys that a row sees to the left and to the right of its own, -1 for all of
-        them; None if it does not see its own.
+    Flash counts from the last row and the last key. -1 is all keys; None if a row does not see its
+    own.
     """
     (lower, upper), shift = band, k.shape[2] - q.shape[2]
     left = -1 if lower is None else shift - lower

@@ -6,14 +6,11 @@ it fails to compile, one warning says so and the tile computes the block.
 
 It is compiled once for a process, with dynamic shapes. Bounds of a band, the scale and the cap are
 tensors, and operands are contiguous, so that neither a ring's steps nor other lengths compile it
-again: training needs two graphs, without gradients and with. A dim of 1, as of a batch or of the
-blocks of 128 rows or keys, makes further graphs.
+again: training needs two graphs, without gradients and with, and more for dims of 1.
 
 Backward recomputes the block and differentiates it. With out and lse of the block, and O and LSE of
-all blocks merged, the block has the weight w = exp(lse - LSE) in each row, so its
-
-    grad out = w · grad O
-    grad lse = w · grad O · (out - O), summed over the head dim
+all blocks merged, the block has the weight w = exp(lse - LSE) in each row, so its grad out is
+w · grad O, and its grad lse w · grad O · (out - O), summed over the head dim.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from torch import Tensor
 from torch.fx.experimental import _config as shapes
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from ..masks.blocks import Band
+from ..masks import Band
 from . import tile
 from .block import Gradients, Operands, statistics_dtype, without_empty_rows
 
@@ -54,7 +51,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend `q` to one block of keys; see `table.forward`."""
+    """Attend `q` to one block of keys: see `forward` of the package."""
     return _with_fallback(
         _kind(q, v),
         lambda: _forward(q.detach(), k.detach(), v.detach(), scale, band, cap),
@@ -63,7 +60,7 @@ def forward(
 
 
 def backward(x: Operands, scale: float, band: Band, cap: float | None = None) -> Gradients:
-    """Return one block's share of the gradients; see `table.backward`."""
+    """Return one block's share of the gradients: see `backward` of the package."""
     return _with_fallback(
         _kind(x.q, x.v),
         lambda: _backward(x, scale, band, cap),

@@ -22,20 +22,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks.blocks import Band, visible_keys, visible_rows
+from ..masks import Band, visible_keys, visible_rows
 from .block import Gradients, Operands, statistics_dtype, without_empty_rows
 
 
 class Size(NamedTuple):
-    """The size of a tile.
+    """The size of a tile."""
 
-    Attributes:
-        rows: Number of query rows, over all heads of a group.
-        scores: Maximum number of scores, unless these rows have more with one head.
-    """
-
-    rows: int
-    scores: int
+    rows: int  # number of query rows, over all heads of a group
+    scores: int  # maximum number of scores, unless these rows have more with one head
 
 
 # A core's cache holds two tiles; sizes from half to four times as large were no faster.
@@ -55,7 +50,7 @@ class _Tile(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend `q` to one block of keys: see `table.forward`."""
+    """Attend `q` to one block of keys: see `forward` of the package."""
     queries, keys, values = _grouped(q, k), _flat(k), _flat(v)
     out = queries.new_zeros((*queries.shape[:3], v.shape[-1]))
     lse = queries.new_full(queries.shape[:3], -torch.inf)
@@ -70,7 +65,7 @@ def forward(
 
 
 def backward(x: Operands, scale: float, band: Band, cap: float | None = None) -> Gradients:
-    """Return one block's share of the gradients: see `table.backward`."""
+    """Return one block's share of the gradients: see `backward` of the package."""
     grad_out, q, k, v, out, lse = x
     queries, keys, values = _grouped(q, k), _flat(k), _flat(v)
     grads, lses = _grouped(grad_out, k), _grouped(without_empty_rows(lse).unsqueeze(-1), k)
@@ -145,13 +140,7 @@ def _cap_slopes(scores: Tensor, cap: float) -> Tensor:
 
 
 def _mask_scores(scores: Tensor, band: Band, shift: int) -> None:
-    """Write −inf into scores [..., rows, keys] if the row does not see the key.
-
-    Args:
-        scores: Scores of a tile.
-        band: The band of its block.
-        shift: The first row minus the first key.
-    """
+    """Write −inf into a tile's scores; `shift` is its first row minus its first key."""
     lower, upper = band
     if upper is not None:
         # Keys from here on lie beyond those that the first row sees.

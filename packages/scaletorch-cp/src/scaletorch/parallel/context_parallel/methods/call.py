@@ -19,17 +19,10 @@ import torch
 from torch import Tensor
 
 from ..cp_comms import Ring, Subgroups, split_ring
-from ..kernels import (
-    Operands,
-    backward,
-    forward,
-    merge_into,
-    statistics_dtype,
-)
+from ..kernels import Operands, backward, forward, merge_into, statistics_dtype
 from ..kernels.block import without_empty_rows
-from ..layouts.layout import Layout
-from ..masks.blocks import Band
-from ..masks.mask import Block, Mask, blocks
+from ..layouts import Layout
+from ..masks import Band, Block, Mask, blocks
 
 # q, k, v, and the output and lse over all keys, for the heads that this rank computes.
 Saved = tuple[Tensor, ...]
@@ -40,27 +33,16 @@ KeysAndValues = Iterable[tuple[int, Tensor, Tensor]]  # of one rank after anothe
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The options of a call, the same on every rank.
-
-    Attributes:
-        mask: The visible pairs of positions.
-        layout: The positions of each rank.
-        scale: Factor of the scores.
-        kv_heads: Number of key/value heads.
-        ring: The ranks.
-        subgroups: The ranks that exchange heads with this one, and the ring across such subgroups.
-        softcap: Scores s are softcap · tanh(s / softcap); None leaves them.
-        sinks: A score of each query head without a value, in float32 at least, or None.
-    """
+    """The options of a call, the same on every rank."""
 
     mask: Mask
     layout: Layout
-    scale: float
+    scale: float  # factor of the scores
     kv_heads: int
     ring: Ring
     subgroups: Subgroups
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    softcap: float | None = None  # scores s are softcap · tanh(s / softcap)
+    sinks: Tensor | None = None  # a score of each query head without a value, in float32 at least
 
     def blocks(self, source: int) -> tuple[Block, ...]:
         """Return the blocks of this rank's queries with the keys of rank index `source`."""
@@ -100,11 +82,7 @@ class Call:
 
     @property
     def _blocks_weigh_the_same(self) -> bool:
-        """True if the blocks of most rows have similar weights in the output.
-
-        Rounding each of them to half precision before the merge would lose up to 1.4 times as much
-        as one process does; if one block outweighs the others, 1.2 times.
-        """
+        """True if blocks have similar weights: rounding each would lose up to 1.4 times as much."""
         strided = self.layout.ranks[0][0].step > 1
         return self.ring.size > 1 and (strided or not self.mask.causal)
 
@@ -136,11 +114,7 @@ def zero_gradient(x: Tensor, *leading: int) -> Tensor:
 def attend_all(
     arriving: KeysAndValues, q: Tensor, k: Tensor, v: Tensor, call: Call
 ) -> tuple[Tensor, Saved]:
-    """Attend to the keys and values of all ranks as they arrive.
-
-    Returns:
-        This rank's output [B, H, L, D] in q's dtype, and the tensors for backward.
-    """
+    """Attend to the keys and values of all ranks as they arrive; results as of `forward`."""
     dtype = statistics_dtype(q.dtype)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)

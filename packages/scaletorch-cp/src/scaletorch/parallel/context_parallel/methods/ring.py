@@ -44,22 +44,22 @@ def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
     single = call.single_block(q)
     if single is not None:
         return attend_single_backward(grad_out, saved, single.band, call)
-    dq, own = zero_gradient(q), zero_gradient(k, 2)
+    dq, dkv = zero_gradient(q), zero_gradient(k, 2)
     block: Tensor | None = None
     sent: Tensor | None = None
     arriving: Tensor | None = None
     comm = ContextCommunicate("gradients of keys and values", call.ring)
     for source, keys, values in _rotate(k, v, call.ring):
         if source == call.ring.index:
-            call.attend_backward(source, grad_out, saved, (dq, *own))
+            call.attend_backward(source, grad_out, saved, (dq, *dkv))
             continue
         # The memory of the last message is still in use: it cannot hold this block's gradients.
-        block = torch.zeros_like(own) if block is None or block is sent else block.zero_()
+        block = torch.zeros_like(dkv) if block is None or block is sent else block.zero_()
         call.attend_backward(source, grad_out, (q, keys, values, out, lse), (dq, *block))
         total = _add_received(block, arriving, comm)
         (arriving,) = _pass_on([total], comm, [sent])
         sent = total
-    dk, dv = _add_received(own, arriving, comm)
+    dk, dv = _add_received(dkv, arriving, comm)
     return dq, dk, dv, sink_gradient(grad_out, saved, call)
 
 
@@ -83,12 +83,9 @@ def _rotate(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Ten
 def _pass_on(
     tensors: Sequence[Tensor], comm: ContextCommunicate, free: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Start sending tensors to the next rank, as one batch; return the tensors to receive into.
+    """Start sending tensors to the next rank, as one batch; return those that are received.
 
-    Args:
-        tensors: Tensors to send.
-        comm: The ring.
-        free: Tensors to receive into; None allocates a new one.
+    They are the `free` tensors, or new ones for None.
     """
     arriving = [comm.send_recv(x, into) for x, into in zip(tensors, free, strict=True)]
     comm.commit()

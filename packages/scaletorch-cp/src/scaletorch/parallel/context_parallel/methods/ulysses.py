@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ....dist import exchange
 from ..cp_comms import Ring
-from ..layouts.layout import merge_ranks
+from ..layouts import merge_ranks
 from . import ring
 from .call import Call, Saved, WithSinks
 
@@ -57,26 +57,17 @@ def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
 
 @dataclass(frozen=True, slots=True)
 class _Swap:
-    """The exchange of positions for heads, and back, within a subgroup of the ranks.
+    """The exchange of positions for heads, and back, within a subgroup of the ranks."""
 
-    Attributes:
-        ranks: The subgroup, U ranks.
-        shards: The positions of each rank.
-        whole: The positions of all, in the order in which the subgroup holds them together.
-    """
-
-    ranks: Ring
-    shards: tuple[Shard, ...]
-    whole: Shard
+    ranks: Ring  # the subgroup, U ranks
+    shards: tuple[Shard, ...]  # the positions of each rank
+    whole: Shard  # the positions of all, in the order in which the subgroup holds them together
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Exchange all heads of this rank's positions for all positions of this rank's heads.
 
-        Args:
-            tensors: Each [B, H, L, D]. If there are fewer heads than ranks, each goes to several.
-
-        Returns:
-            Each [B, max(1, H / U), U · L, D].
+        Each [B, H, L, D] becomes [B, max(1, H / U), U · L, D]: with fewer heads than ranks, each
+        goes to several.
         """
         sends, recvs, results = [], [], []
         for x in tensors:
@@ -94,11 +85,7 @@ class _Swap:
     def to_positions(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Exchange all positions of this rank's heads for all heads of this rank's positions.
 
-        Args:
-            tensors: Each [B, h, U · L, D].
-
-        Returns:
-            Each [B, U · h, L, D].
+        Each [B, h, U · L, D] becomes [B, U · h, L, D].
         """
         sends, recvs, results = [], [], []
         for x in tensors:

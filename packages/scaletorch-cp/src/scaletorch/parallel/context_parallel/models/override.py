@@ -1,15 +1,16 @@
-"""Make `F.scaled_dot_product_attention` inside one model attend to the whole sequence.
+"""Make the attention inside one model attend to the whole sequence.
 
-A `TorchFunctionMode` sees every call of it, also if it was imported by name. The mode is on while a
-forward of the model runs. Recomputation (`torch.utils.checkpoint`) runs in backward, outside of the
-model's forward, and calls the forwards of submodules. So each submodule turns the mode on for
-itself if it is off. Other models are affected only if they are called inside the model's own
-forward.
+A `TorchFunctionMode` sees every call of `F.scaled_dot_product_attention`, also if it was imported
+by name, and of the function of `nn.MultiheadAttention`. The mode is on while a forward of the model
+runs. Recomputation (`torch.utils.checkpoint`) runs in backward, outside of the model's forward, and
+calls the forwards of submodules. So each submodule turns the mode on for itself if it is off. Other
+models are affected only if they are called inside the model's own forward.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,10 +25,15 @@ from torch.overrides import TorchFunctionMode
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
 from ..attention import Request, calls
-from ..masks.documents import CU_SEQLENS, Documents, read_documents
-from .arguments import require_documents_kept, require_no_labels
-from .multihead import FUNCTION, attend_projected, without_weights
+from ..masks import CU_SEQLENS, Documents, read_documents
 from .settings import Settings, note_backward, refusal, settings_of
+
+_RECOMPUTING = ("torch.utils.checkpoint", "torch.autograd.function")  # run code in backward
+_MULTIHEAD = "nn.MultiheadAttention"
+_MULTIHEAD_FUNCTION = F.multi_head_attention_forward
+_MULTIHEAD_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+_MULTIHEAD_FORWARD = inspect.signature(nn.MultiheadAttention.forward)
+_project_packed, _project = vars(F)["_in_projection_packed"], vars(F)["_in_projection"]
 
 
 class _Running(threading.local):
@@ -38,7 +44,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_RECOMPUTING = ("torch.utils.checkpoint", "torch.autograd.function")  # run code in backward
 
 
 def install(model: nn.Module) -> None:
@@ -56,7 +61,7 @@ def install(model: nn.Module) -> None:
 
 
 class AttentionOverride(TorchFunctionMode):
-    """While it is on, scaled_dot_product_attention is over the whole sequence.
+    """While it is on, attention is over the whole sequence.
 
     Attributes:
         settings: The attention settings of the model.
@@ -83,8 +88,8 @@ class AttentionOverride(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             _refuse_bare_function(sys._getframe(1))
             return self._sdpa(*args, **kwargs)
-        if func is FUNCTION:
-            return attend_projected(self._sdpa_of_heads, *args, **kwargs)
+        if func is _MULTIHEAD_FUNCTION:
+            return self._multihead(*args, **kwargs)
         return func(*args, **kwargs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
@@ -106,9 +111,6 @@ class AttentionOverride(TorchFunctionMode):
         self._documents.append((cu_seqlens, read_documents(cu_seqlens)))
         return self._documents[-1][1]
 
-    def _sdpa_of_heads(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        return self.attend(q, k, v, Request(bool(is_causal)))
-
     def _sdpa(
         self,
         query: Tensor,
@@ -129,6 +131,59 @@ class AttentionOverride(TorchFunctionMode):
             raise refusal(f"{heads[0]} query heads and {heads[1]} key heads need enable_gqa=True")
         return self.attend(query, key, value, Request(bool(is_causal), scale))
 
+    def _multihead(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Compute `F.multi_head_attention_forward`; no rank has all weights, so none are returned.
+
+        Its own matrix products would pass by the mode.
+        """
+        bound = _MULTIHEAD_SIGNATURE.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        _require_supported(given)
+        batched = given["query"].dim() == 3
+        heads = []
+        for x in _projections(given):  # each [L, B, E] or [L, E]
+            x = x if batched else x[:, None]
+            heads.append(x.unflatten(-1, (given["num_heads"], -1)).permute(1, 2, 0, 3))
+        q, k, v = heads
+        out = self.attend(q, k, v, Request(bool(given["is_causal"])))
+        out = out.permute(2, 0, 1, 3).flatten(2)
+        out = F.linear(out, given["out_proj_weight"], given["out_proj_bias"])
+        return (out if batched else out[:, 0]), None
+
+
+def _require_supported(given: Mapping[str, Any]) -> None:
+    """Refuse options of `nn.MultiheadAttention` that shards cannot compute."""
+    if given["key_padding_mask"] is not None:
+        raise refusal(
+            f"{_MULTIHEAD} is given a key_padding_mask: leave it out and give padding labels of "
+            "-100 with a causal mask, or keep sequences whole"
+        )
+    if given["attn_mask"] is not None and not given["is_causal"]:
+        raise refusal(
+            f"{_MULTIHEAD} is given an attn_mask, which is of this rank's shard: also pass "
+            "is_causal=True if it is causal, otherwise keep sequences whole"
+        )
+    dropout = given["dropout_p"] if given["training"] else 0.0
+    if dropout:
+        raise refusal(f"{_MULTIHEAD} has dropout {dropout} of attention weights: set it to 0")
+    if given["add_zero_attn"] or any(given[name] is not None for name in ("bias_k", "static_k")):
+        raise refusal(
+            f"{_MULTIHEAD} adds a key without a token: build it without add_bias_kv and "
+            "add_zero_attn"
+        )
+
+
+def _projections(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return queries, keys and values, each [L, B, E] or [L, E]."""
+    inputs = [given[name] for name in ("query", "key", "value")]
+    if not given["use_separate_proj_weight"]:
+        return tuple(_project_packed(*inputs, given["in_proj_weight"], given["in_proj_bias"]))
+    weights = [given[f"{name}_proj_weight"] for name in "qkv"]
+    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
+    projected: tuple[Tensor, ...] = _project(*inputs, *weights, *biases)
+    return projected
+
 
 def running_override(settings: Settings | None = None) -> AttentionOverride | None:
     """Return the override of these settings, or of any, that is on in this thread."""
@@ -141,14 +196,14 @@ def running_override(settings: Settings | None = None) -> AttentionOverride | No
 def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
     """Return a forward for `module` that turns the override on if it is off."""
     inner = unbound_forward(module)
-    sharded = without_weights(module, inner)
+    sharded = _without_weights(module, inner)
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         settings = settings_of(self)
         if settings is None or not settings.active:
             if settings is not None and outermost:
-                require_documents_kept(self, kwargs)
+                _require_documents_kept(self, kwargs)
             elif settings is not None:
                 settings.require_forward_batch()
             return inner(self, *args, **kwargs)
@@ -157,7 +212,7 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
             running.position_ids = kwargs.get("position_ids", running.position_ids)
             return sharded(self, *args, **kwargs)
         if outermost:
-            require_no_labels(self, kwargs)
+            _require_no_labels(self, kwargs)
         else:
             settings.require_forward_batch()
         before = calls.count
@@ -170,6 +225,26 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
         return result
 
     return forward
+
+
+def _without_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that asks for no attention weights, for a subclass of MultiheadAttention.
+
+    If it has its own forward, as under tensor parallelism, it would attend by matrix products to
+    return weights.
+    """
+    subclass = isinstance(module, nn.MultiheadAttention)
+    if not subclass or type(module).forward is nn.MultiheadAttention.forward:
+        return forward
+
+    @functools.wraps(forward)
+    def weightless(*args: Any, **kwargs: Any) -> Any:
+        bound = _MULTIHEAD_FORWARD.bind(*args, **kwargs)
+        bound.apply_defaults()
+        bound.arguments["need_weights"] = False
+        return forward(*bound.args, **bound.kwargs)
+
+    return weightless
 
 
 def unbound_forward(module: nn.Module) -> Callable[..., Any]:
@@ -214,6 +289,35 @@ def _refuse_bare_function(frame: Any) -> None:
                 "around the attention"
             )
         frame = frame.f_back
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Return whether a module is a model of `transformers`, without importing the library."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+def _require_no_labels(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse labels: a model of transformers shifts them within the shard, and takes its mean."""
+    if is_pretrained(model) and given.get("labels") is not None:
+        raise refusal(
+            f"{type(model).__name__} was given labels, which it would shift within this rank's "
+            "shard: compute the loss from its logits and the labels of the shard, which are "
+            "targets already"
+        )
+
+
+def _require_documents_kept(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse documents that a model would silently join on one rank, but not on several."""
+    if given.get("cu_seq_lens_q") is None:
+        return
+    config = getattr(model, "config", None)
+    if not is_pretrained(model) or given.get("use_cache", getattr(config, "use_cache", False)):
+        raise refusal(
+            f"{type(model).__name__} on one rank would join the documents of cu_seq_lens_q: call "
+            "a model of transformers with use_cache=False and position_ids that restart, or run "
+            "it within ShardedSequences.inside"
+        )
 
 
 def _no_attention_error(model: nn.Module) -> StateError:

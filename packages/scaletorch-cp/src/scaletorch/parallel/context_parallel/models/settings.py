@@ -19,9 +19,9 @@ from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
 from ..attention import Request, attend
 from ..cp_comms import Ring
-from ..layouts.layout import Layout, named_layout
-from ..layouts.sharding import may_be_padded, record_layout, resolve_layout
-from ..masks.documents import Documents
+from ..layouts import Layout, named_layout
+from ..masks import Documents
+from ..sharding import had_padding, record_layout, resolve_layout
 
 _NO_BACKWARD = -1  # torch's task id outside of a backward
 _CALL = "attention of a model that apply_context_parallel was given"
@@ -36,23 +36,16 @@ class ActiveBatch(NamedTuple):
 
 
 class Settings:
-    """The attention settings of one model.
-
-    Attributes:
-        requested_layout: The layout given for the model, a name of `LAYOUTS`, or None.
-        method: Name of the method.
-        ring: The ranks.
-        batch: The batch that the model runs inside of at present, or None.
-        must_attend: Whether a forward without attention is refused. Apart from a rehearsal, nothing
-            else finds attention that a model computes itself.
-    """
+    """The attention settings of one model."""
 
     def __init__(self, requested_layout: str | None, method: str, ring: Ring) -> None:
         """Begin without an active batch."""
-        self.requested_layout = requested_layout
+        self.requested_layout = requested_layout  # a name of `LAYOUTS`, or None
         self.method = method
         self.ring = ring
-        self.batch: ActiveBatch | None = None
+        self.batch: ActiveBatch | None = None  # the batch that the model runs inside of
+        # Whether a forward without attention is refused. Apart from a rehearsal, nothing else finds
+        # attention that a model computes itself.
         self.must_attend = True
         self._backward: tuple[int, ActiveBatch | None] | None = None
 
@@ -67,27 +60,16 @@ class Settings:
 
     @property
     def layout(self) -> str:
-        """The layout of the shards that the model is called with.
-
-        Raises:
-            InvalidArgumentError: It is not the requested one, or is unknown.
-        """
-        return str(
-            resolve_layout(
-                self.requested_layout, self.ring, _CALL, consume=True, default="contiguous"
-            )
-        )
+        """The layout of the shards that the model is called with."""
+        requested, ring = self.requested_layout, self.ring
+        return str(resolve_layout(requested, ring, _CALL, consume=True, default="contiguous"))
 
     def begin_backward(self, batch: ActiveBatch | None, _grads: object) -> None:
         """Note the batch of the forward whose backward begins."""
         self._backward = torch._C._current_graph_task_id(), batch
 
     def require_forward_batch(self) -> None:
-        """Check that modules recomputed in backward run inside of their forward's batch.
-
-        Raises:
-            StateError: The backward runs outside of the `inside` that its forward ran in.
-        """
+        """Refuse to recompute a module in backward outside of the `inside` of its forward."""
         if self._backward is None:  # checked first: the compiler breaks its graph at the next call
             return
         task = torch._C._current_graph_task_id()
@@ -100,15 +82,17 @@ class Settings:
             )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
-        """Attend to the whole sequence by the model's method and layout.
-
-        Raises:
-            InvalidArgumentError: Full attention over zigzag shards that may be padded, documents
-                other than those of the active batch, and whatever `attention` refuses.
-        """
+        """Attend to the whole sequence by the model's method and layout."""
         documents: Any = request.cu_seqlens
         if self.batch is None:
-            self._refuse_padding(request.causal)
+            if not request.causal and documents is None and had_padding(self.ring):
+                raise refusal(
+                    "full attention would see the padding behind a sequence's end, which shards of "
+                    f"this group may have. Take a length that 2 x {self.ring.size} divides "
+                    f"({self.ring.size} unless the layout is zigzag; parallelize takes "
+                    "cp_layout='contiguous'), or run the model within ShardedSequences.inside, "
+                    "which knows the padding"
+                )
             layout = self._shard_layout(documents, q.shape[-2])
         elif documents in (None, self.batch.documents):
             layout, documents = self.batch
@@ -135,15 +119,6 @@ class Settings:
             )
         return layout
 
-    def _refuse_padding(self, causal: bool) -> None:
-        if not causal and self.requested_layout == "zigzag" and may_be_padded("zigzag", self.ring):
-            raise refusal(
-                "full attention would see the padding behind a sequence's end, which zigzag shards "
-                f"may have. Take a length that 2 x {self.ring.size} divides, or "
-                "layout='contiguous' (in parallelize cp_layout='contiguous'), or run the model "
-                "within ShardedSequences.inside, which knows the padding"
-            )
-
 
 def note_backward(output: Any, settings: Settings) -> None:
     """Hook a model's output, so that its backward knows the batch of its forward."""
@@ -166,21 +141,16 @@ def expect_attention(model: nn.Module, expected: bool) -> None:
 
 
 def note_shards(model: nn.Module, layout: Layout) -> None:
-    """Record the layout of the shards that a model is about to be called with.
-
-    For batches that know their layout, if others may have been sharded since over the same group.
-    """
+    """Record the layout of the shards that a model is about to be called with."""
     settings = settings_of(model)
     if settings is not None:
         record_layout(layout, settings.ring, "shard_global_batch", used_next=True)
 
 
-def mark(model: nn.Module, settings: Settings) -> None:
-    """Store the settings on every module of `model`.
+def require_unmarked(model: nn.Module) -> None:
+    """Refuse a module that has settings already.
 
-    Raises:
-        StateError: A module has settings already. Models may share a module without parameters,
-            buffers and children, as the first GPT of transformers shares its activation.
+    Models may share a module without parameters, buffers and children, such as an activation.
     """
     for name, module in model.named_modules():
         empty = not (module._modules or module._parameters or module._buffers)
@@ -191,24 +161,17 @@ def mark(model: nn.Module, settings: Settings) -> None:
                 "already; apply it once, to the outermost model"
             )
             raise StateError(message)
+
+
+def mark(model: nn.Module, settings: Settings) -> None:
+    """Store the settings on every module of `model`."""
     for module in model.modules():
         setattr(module, _NAME, settings)
 
 
-def unmark(model: nn.Module) -> None:
-    """Remove the settings from every module of `model`."""
-    for module in model.modules():
-        module.__dict__.pop(_NAME, None)
-
-
 @contextmanager
 def use_batch(model: nn.Module, batch: ActiveBatch, ring: Ring) -> Iterator[None]:
-    """Let every context-parallel module of `model` attend within a batch for a while.
-
-    Raises:
-        StateError: No module of `model` is context parallel, or another batch is active.
-        InvalidArgumentError: The model was made context parallel over other ranks.
-    """
+    """Let every context-parallel module of `model` attend within a batch for a while."""
     where = f"ShardedSequences.inside on {describe_rank()}: {type(model).__name__}"
     every = {id(found): found for each in model.modules() if (found := settings_of(each))}
     if not every:

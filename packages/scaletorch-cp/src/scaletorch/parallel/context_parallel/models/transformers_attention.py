@@ -7,6 +7,7 @@ and a mask function are registered under this module's name when a model needs t
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
 from ..attention import Request
-from .arguments import forward_signature, is_pretrained
-from .override import AttentionOverride, running_override
+from .override import AttentionOverride, is_pretrained, running_override
 from .settings import refusal, settings_of
 from .transformers_mask import Pattern, context_mask, foreign_model_error
 from .whole_sequences import find_whole
@@ -41,13 +41,9 @@ Previous = list[tuple[Any, str | None]]  # each config, and the name of its atte
 def replace_attention(model: nn.Module) -> Previous:
     """Make the models of transformers in `model` attend by `context_attention`.
 
-    Their configs become copies, as other models may share them.
-
-    Returns:
-        The configs, each with the name of its previous attention.
-
-    Raises:
-        InvalidArgumentError: A model among them cannot be computed over shards.
+    Their configs become copies, as other models may share them. A vision or audio tower numbers its
+    own positions: one that cannot be sharded is refused when it is called, not with the model.
+    Return the configs, each with the name of its previous attention.
     """
     library = sys.modules.get("transformers.modeling_utils")
     masks = sys.modules.get("transformers.masking_utils")
@@ -57,14 +53,14 @@ def replace_attention(model: nn.Module) -> Previous:
     library.ALL_ATTENTION_FUNCTIONS.register(NAME, context_attention)
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, context_mask)
     previous = [(config, config._attn_implementation) for config in _copy_configs(model)]
-    towers = _towers(model)
+    inside = {inner for outer in pretrained for inner in outer.modules() if inner is not outer}
     for each in pretrained:
         if each._can_set_attn_implementation() and each.config._attn_implementation != NAME:
             each.set_attn_implementation(NAME)
         try:
             _require_shardable(each)
         except InvalidArgumentError as error:
-            if each not in towers:
+            if each not in inside or _takes(each, *_TEXT):
                 _restore(previous)
                 raise
             each.register_forward_pre_hook(_refuse_tower(str(error)))
@@ -79,27 +75,6 @@ def temporary_attention(model: nn.Module, *, enabled: bool) -> Iterator[None]:
         yield
     finally:
         _restore(previous)
-
-
-def _towers(model: nn.Module) -> set[nn.Module]:
-    """Return models within a model that text does not run, such as vision and audio towers.
-
-    They are outside of its decoder, or inside and take no ids. A tower numbers its own positions,
-    so one that cannot be context parallel is refused when it is called, not with the model.
-    """
-    found: set[nn.Module] = set()
-    for outer in filter(is_pretrained, model.modules()):
-        get_decoder: Any = getattr(outer, "get_decoder", None)
-        decoder = get_decoder() if callable(get_decoder) else None
-        if not isinstance(decoder, nn.Module):
-            continue
-        inside = {*decoder.modules()}
-        for other in filter(is_pretrained, outer.modules()):
-            holds_decoder = any(module is decoder for module in other.modules())
-            takes_text = any(name in forward_signature(other).parameters for name in _TEXT)
-            if other is not outer and not holds_decoder and not (other in inside and takes_text):
-                found.add(other)
-    return found
 
 
 def _refuse_tower(why: str) -> Callable[[nn.Module, Any], None]:
@@ -129,15 +104,15 @@ def context_attention(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend as `transformers` requests: q, k and v [B, heads, L, D] to [B, L, heads, D]."""
     settings = settings_of(module)
     if settings is None:
         raise foreign_model_error(type(module).__name__)
     override = running_override(settings) or AttentionOverride(settings, {})
-    others["output_attentions"] = override.given.get("output_attentions")
-    _require_supported(attention_mask, dropout, others)
+    options["output_attentions"] = override.given.get("output_attentions")
+    _require_supported(attention_mask, dropout, options)
     _require_known_positions(module, query.shape[2] * settings.ring.size)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     chunk = None
@@ -166,10 +141,7 @@ def _require_supported(mask: Any, dropout: float, options: Mapping[str, Any]) ->
 
 
 def _require_known_positions(module: nn.Module, length: int) -> None:
-    """Refuse queries scaled by positions that the attention counts itself (Llama 4).
-
-    Up to `floor_scale` positions they equal those of one process.
-    """
+    """Refuse queries scaled by positions that Llama 4 counts itself, from `floor_scale` on."""
     floor = getattr(module, "floor_scale", None)
     counts = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
     if counts and isinstance(floor, int | float) and length >= floor:
@@ -223,14 +195,14 @@ def _require_shardable(model: Any) -> None:
             f"{name} has rotary embeddings of type {', '.join(sorted(kinds))}, which depend on "
             "the length of the whole sequence, and this rank knows its shard's"
         )
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if others and not whole:
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if kinds and not whole:
         raise refusal(
-            f"{name} has layers of {', '.join(sorted(others))}, which would mix the positions of "
+            f"{name} has layers of {', '.join(sorted(kinds))}, which would mix the positions of "
             "this rank's shard alone"
         )
     inner = [each for each in model.modules() if is_pretrained(each) and each is not model]
-    if not any("position_ids" in forward_signature(each).parameters for each in (model, *inner)):
+    if not any(_takes(each, "position_ids") for each in (model, *inner)):
         taken = getattr(model, "main_input_name", _TEXT[0])
         if taken != _TEXT[0]:
             raise refusal(
@@ -249,6 +221,21 @@ def _require_shardable(model: Any) -> None:
             "see this rank's shard alone: take a model that uses the attention registry of "
             "transformers or F.scaled_dot_product_attention, or cp_size=1"
         )
+
+
+def _takes(module: nn.Module, *names: str) -> bool:
+    """Return whether a module's forward names one of these arguments.
+
+    If a subclass passes on *args, **kwargs, its base is asked.
+    """
+    passing = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    bases: tuple[Any, ...] = type(module).__mro__
+    for base in bases:
+        if "forward" in vars(base):
+            _, *arguments = inspect.signature(base.forward).parameters.values()
+            if not {each.kind for each in arguments} <= passing:
+                return any(each.name in names for each in arguments)
+    return False
 
 
 def _has_attention(model: nn.Module, outside: Iterable[nn.Module]) -> bool:

@@ -1,28 +1,28 @@
-"""The meaning of the masks that models of `transformers` request; no mask tensor is built."""
+"""Masks that models of `transformers` request: their meaning, and checks of what they are given.
+
+No mask tensor is built.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
 from ..agreement import require_agreement
-from .arguments import require_no_padding, require_positions
-from .override import running_override
-from .settings import refusal
+from ..layouts import layout_for_shards
+from .override import is_pretrained, running_override
+from .settings import Settings, refusal, settings_of
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The meaning of a mask, in place of a tensor.
-
-    A model that changes its mask, as by a bias or by keys that it selects, is refused.
-    """
+    """The meaning of a mask, in place of a tensor; a model that computes with it is refused."""
 
     causal: bool
     window: int | None
@@ -42,12 +42,6 @@ class Pattern:
     def __getitem__(self, _: Any) -> Any:
         """Refuse to be indexed."""
         raise _mask_change_error("an index")
-
-    def __add__(self, _: Any) -> Any:
-        """Refuse arithmetic."""
-        raise _mask_change_error("a sum")
-
-    __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __add__
 
 
 def _mask_change_error(by: str) -> InvalidArgumentError:
@@ -69,17 +63,7 @@ def context_mask(
     allow_is_bidirectional_skip: bool = False,
     **_: Any,
 ) -> Pattern | None:
-    """Return the meaning of the mask that a model requests.
-
-    Args:
-        q_length: Number of queries.
-        kv_length: Number of keys.
-        q_offset: Position of the first query.
-        kv_offset: Position of the first key.
-        mask_function: A function of transformers that decides which keys a query sees.
-        attention_mask: The mask of the shard, or None.
-        allow_is_causal_skip: Return None for plain causal attention, as the function for "sdpa".
-        allow_is_bidirectional_skip: Return None for full attention, as the function for "sdpa".
+    """Return the meaning of the mask that a model requests; None if "sdpa" would build none.
 
     Raises:
         InvalidArgumentError: It cannot be computed; other ranks get an error too.
@@ -91,9 +75,9 @@ def context_mask(
     settings = override.settings
     try:
         if attention_mask is not None:
-            require_no_padding(attention_mask, q_length, settings)
+            _require_no_padding(attention_mask, q_length, settings)
         _require_one_sequence(q_length, kv_length, int(q_offset), kv_offset)
-        require_positions(override.position_ids, q_length, settings, override.given)
+        _require_positions(override.position_ids, q_length, settings, override.given)
         pattern = _pattern(mask_function)
     except InvalidArgumentError as error:  # one rank's shard may be refused; the others continue
         tensors = (attention_mask, override.position_ids)
@@ -104,11 +88,70 @@ def context_mask(
     return None if skip and pattern.window is None and pattern.chunk is None else pattern
 
 
+def require_computable(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse, before it runs, a batch that a context-parallel model would refuse in its forward.
+
+    One rank alone may refuse its batch while other ranks wait for it in the middle of the model. A
+    caller that runs on all ranks calls this first, and shares the error. Only models of
+    `transformers` are checked, whose use of their arguments is known: `input_ids` [B, L / N] and
+    other keyword arguments.
+    """
+    settings = settings_of(model)
+    if settings is None or settings.ring.size == 1 or not is_pretrained(model):
+        return
+    length = given["input_ids"].shape[1]
+    if isinstance(given.get("attention_mask"), Tensor):
+        _require_no_padding(given["attention_mask"], length, settings)
+    if given.get("position_ids") is not None:
+        _require_positions(given["position_ids"], length, settings, given)
+
+
 def _require_one_sequence(queries: int, keys: int, first: int, first_key: int) -> None:
     if first or first_key or keys != queries:
         raise refusal(
             f"{queries} queries from position {first} on and {keys} keys: neither decoding with a "
             "cache nor cross attention can be computed; use_cache=False"
+        )
+
+
+def _require_no_padding(attention_mask: Tensor, length: int, settings: Settings) -> None:
+    """Refuse zeros in a shard's mask, except at the padding of the active batch."""
+    if attention_mask.ndim != 2 or attention_mask.shape[1] != length:
+        raise refusal(
+            f"attention_mask must be this rank's shard, [B, {length}], or None; it is "
+            f"{list(attention_mask.shape)}"
+        )
+    real = attention_mask.bool()
+    if settings.batch is not None:
+        layout = settings.batch.layout
+        held = layout.positions(settings.ring.index, attention_mask.device)
+        real = real | (held >= layout.length)
+    if not real.all():
+        raise refusal(
+            "attention_mask must hold no zeros: pad sequences only with ShardedSequences, and run "
+            "the model within its inside()"
+        )
+
+
+def _require_positions(ids: Any, length: int, settings: Settings, given: Mapping[str, Any]) -> None:
+    """Refuse positions that one process would take for packed documents, if none are given."""
+    if ids is None and settings.ring.size > 1:
+        raise refusal(
+            "the model was called without position_ids, and would count its positions from 0 on "
+            "every rank: pass those of the shard, which shard_batch and ShardedSequences make"
+        )
+    known = settings.batch is not None or given.get("cu_seq_lens_q") is not None
+    if known or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != length:
+        return
+    layout = layout_for_shards(settings.layout, length, None, settings.ring.size)
+    ahead = ids - layout.positions(settings.ring.index, ids.device)
+    padding = (ids == 0).int().flip(1).cumprod(1).flip(1).bool()  # as ShardedSequences pads
+    if (((ahead != ahead[:, :1]) | (ahead < 0)) & ~padding).any():
+        raise refusal(
+            f"position_ids are not those of this rank's {settings.layout} shard of one sequence: "
+            "shard the batch in the model's layout; if they restart where packed documents "
+            "begin, tell the documents, as cu_seq_lens_q of the whole sequence or by running the "
+            "model within ShardedSequences.inside"
         )
 
 
@@ -135,12 +178,6 @@ def _pattern(mask_function: Any) -> Pattern:
     return Pattern(causal, window, chunk)
 
 
-def _has_no_images(mask_function: Any) -> bool:
-    """Return whether a function adds blocks of images, and there are none."""
-    ids = next(iter(_components(mask_function)))[1].get("block_sequence_ids")
-    return isinstance(ids, Tensor) and not bool((ids >= 0).any())
-
-
 def _components(mask_function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the closure variables of each function whose conditions must all hold."""
     name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".<locals>")[0]
@@ -157,6 +194,12 @@ def _components(mask_function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _components(held["mask_function"])
     else:
         yield name, held
+
+
+def _has_no_images(mask_function: Any) -> bool:
+    """Return whether a function adds blocks of images, and there are none."""
+    ids = next(iter(_components(mask_function)))[1].get("block_sequence_ids")
+    return isinstance(ids, Tensor) and not bool((ids >= 0).any())
 
 
 def foreign_model_error(name: str) -> StateError:

@@ -25,9 +25,8 @@ from ....dist import functional
 from ....dist.building import map_tensors
 from ..attention import calls
 from ..cp_comms import Ring
-from ..layouts.layout import layout_for_shards
-from .arguments import is_pretrained
-from .override import running_override, unbound_forward
+from ..layouts import layout_for_shards
+from .override import is_pretrained, running_override, unbound_forward
 from .settings import Settings, refusal, settings_of
 
 # Classes of transformers, beside those that have a depthwise convolution.
@@ -87,27 +86,18 @@ def _on_whole_sequences(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The exchange of positions for rows, and back.
-
-    Attributes:
-        ring: The ranks.
-        rows: Rows of the batch.
-        length: Positions of a rank's shard.
-        order: The positions of all ranks' shards in rank order, on the hidden states' device.
-        places: The index in `order` of each position.
-    """
+    """The exchange of positions for rows, and back."""
 
     ring: Ring
-    rows: int
-    length: int
-    order: Tensor
-    places: Tensor
+    rows: int  # of the batch
+    length: int  # positions of a rank's shard
+    order: Tensor  # the positions of all ranks' shards in rank order, on the hidden states' device
+    places: Tensor  # the index in `order` of each position
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Exchange this rank's positions of all rows for all positions of this rank's rows.
 
-        Args:
-            x: [rows, length, ...], or [1, length, ...] for all rows; other tensors are returned.
+        `x` is [rows, length, ...], or [1, length, ...] for all rows; other tensors are returned.
         """
         if x.ndim < 2 or x.shape[1] != self.length or x.shape[0] not in (1, self.rows):
             return x
@@ -120,8 +110,8 @@ class Exchange:
 
     def to_positions(self, name: str, x: Tensor) -> Tensor:
         """Exchange results of this rank's rows for results of this rank's positions."""
-        own = -(-self.rows // self.ring.size)
-        if x.shape[:2] != (own, self.order.numel()):
+        rows = -(-self.rows // self.ring.size)
+        if x.shape[:2] != (rows, self.order.numel()):
             if not x.is_floating_point():  # integers have no NaN
                 raise refusal(f"{name} returns {x.dtype} {list(x.shape)} beside its hidden states")
             return torch.full_like(x, float("nan"))  # a final state, of other rows
@@ -139,11 +129,7 @@ def exchange_for(settings: Settings, hidden: Tensor) -> Exchange:
 
 
 def _hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the hidden states [B, L, ...] that a module is called with.
-
-    Raises:
-        InvalidArgumentError: There are none.
-    """
+    """Return the hidden states [B, L, ...] that a module is called with."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3:
             return value
@@ -151,11 +137,7 @@ def _hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def _refuse_documents(module: nn.Module, settings: Settings, given: Mapping[str, Any]) -> None:
-    """Refuse a batch of several documents, which the module would join.
-
-    Raises:
-        InvalidArgumentError: The batch has several documents.
-    """
+    """Refuse a batch of several documents, which the module would join."""
     several = settings.batch is not None and len(settings.batch.documents) > 2
     if several or given.get("cu_seq_lens_q") is not None:
         raise refusal(

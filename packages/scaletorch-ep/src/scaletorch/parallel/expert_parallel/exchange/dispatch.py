@@ -15,8 +15,7 @@ from ....dist import Work, get_rank, get_world_size
 from ....dist.building import all_to_all_flat, sum_dtype
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from .routes import Route, find_route, numbers_of
-from .shares import counts_of, expert_group
+from .routes import Route, counts_of, expert_group, find_route, numbers_of
 
 # Weights and indices travel as integers of the weights' width.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -111,7 +110,7 @@ def combine(rows: Tensor, route: Route) -> Tensor:
     if rows.dim() != 2 or len(rows) != sum(route.receives):
         raise InvalidArgumentError(
             f"{describe_rank()}: expected results [{sum(route.receives)}, H], one for each row "
-            f"that came, got {tuple(rows.shape)}"
+            f"received, got {tuple(rows.shape)}"
         )
     if torch.is_grad_enabled():
         rows = apply(_Synchronise, rows if rows.requires_grad else rows.detach().requires_grad_())
@@ -135,7 +134,7 @@ def apply(function: type[Function], *args: Any) -> Any:
 class _Dispatch(Function):
     """Rows to the ranks of their experts, with weights and indices; backward sends gradients back.
 
-    `numbers` maps each expert to its local number, `here` is the number of this rank's experts.
+    `numbers` maps each expert to its local number, `local` is the number of this rank's experts.
     """
 
     @staticmethod
@@ -146,20 +145,20 @@ class _Dispatch(Function):
         index: Tensor,
         route: Route,
         numbers: Tensor,
-        here: int,
+        local: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the received hidden states [R, H], weights and indices [R, K]."""
         kind = _INTEGERS[weights.element_size()]
         routing = torch.cat((weights.view(kind), index.to(kind)), 1)
         works = [_send(each.index_select(0, route.rows), route) for each in (hidden, routing)]
         rows, received = (work.wait() for work in works)
-        own, sent = received.view(-1, 2, weights.shape[1]).unbind(1)
-        indices = numbers.take(sent.long())
-        remote = indices == here
-        own = own.view(weights.dtype).masked_fill(remote, 0)
+        scales, experts = received.view(-1, 2, weights.shape[1]).unbind(1)
+        indices = numbers.take(experts.long())
+        remote = indices == local
+        scales = scales.view(weights.dtype).masked_fill(remote, 0)
         ctx.route, ctx.remote = route, remote
         ctx.mark_non_differentiable(indices)
-        return rows.view(-1, hidden.shape[1]), own, indices
+        return rows.view(-1, hidden.shape[1]), scales, indices
 
     @staticmethod
     @once_differentiable
@@ -241,15 +240,8 @@ def add_up(
 ) -> Tensor:
     """Add rows [S, H] to zeros [size, H] at `index`, [S]; return their dtype.
 
-    A sum of two is rounded once, whatever the dtype and the order; more are added in float32 at
-    least.
-
-    Args:
-        rows: The rows to add.
-        index: The index of each row's sum.
-        size: The number of sums.
-        most: Maximum number of rows in a sum.
-        chunks: Numbers of rows to add at a time; None is all.
+    A sum of two is rounded once, whatever the dtype and the order; if a sum has `most` > 2 rows,
+    they are added in float32 at least. `chunks` are the numbers of rows to add at a time.
     """
     dtype = rows.dtype if most <= 2 else sum_dtype(rows.dtype)
     total = rows.new_zeros((size, *rows.shape[1:]), dtype=dtype)

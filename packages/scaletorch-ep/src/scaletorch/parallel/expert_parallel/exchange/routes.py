@@ -1,24 +1,69 @@
-"""Routes of tokens: counted, exchanged with the other ranks, and read once by the host."""
+"""The experts of each rank, in contiguous ranges of any lengths, and the routes of tokens to them.
+
+Rows are counted, counts exchanged with the other ranks, and read once by the host.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ....dist import get_rank
+from ....dist import get_rank, require_member
 from ....dist.building import agree, all_to_all_flat
 from ....dist.errors import InvalidArgumentError
-from ...pg_manager import describe_rank
-from .shares import ranges_of
+from ...pg_manager import axis_group, describe_rank, get_process_group_manager
+from ...placement import shard_sizes
 
 # Numbers in the message to each other rank: call, needs, rows, indices out of range, pairs.
 _FIELDS = 5
+
+
+def expert_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the ranks that share the experts; None is the manager's `ep` axis."""
+    if group is not None:
+        require_member(group)
+        return group
+    return axis_group("ep")
+
+
+def token_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the ranks that hold the same tokens and split them, or None if there are none.
+
+    The default is the manager's tp axis if the expert view folds it (etp = 1).
+    """
+    if group is not None:
+        require_member(group)
+        return group
+    manager = get_process_group_manager()
+    if manager is None or manager.grid.tp == 1:
+        return None
+    folded = getattr(manager, "etp_size", manager.grid.tp) == 1
+    return manager.group("tp") if folded else None
+
+
+def counts_of(experts: int | Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Return the number of experts of each rank, from their number or the number on each rank."""
+    counts = shard_sizes(experts, ranks) if isinstance(experts, int) else tuple(experts)
+    if len(counts) != ranks or min(counts) < 1:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: each of {ranks} ranks needs at least one expert, got "
+            f"{experts} ({', '.join(map(str, counts))} on the ranks): take fewer ranks for "
+            "experts, at most as many as there are experts"
+        )
+    return counts
+
+
+def ranges_of(counts: Sequence[int]) -> tuple[range, ...]:
+    """Return the experts of each rank, from their numbers."""
+    return tuple(range(*ends) for ends in pairwise(accumulate(counts, initial=0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,41 +110,31 @@ def find_route(
         weights: [T, K].
         counts: Number of experts of each rank.
         group: The ranks.
-
-    Raises:
-        InvalidArgumentError: An index is out of range, or shapes do not fit.
-        MismatchError: Ranks differ in sizes, dtypes or experts, or another rank has such an index.
     """
     _check_shapes(hidden, index, weights)
     call = _Call(hidden.shape[1], hidden.dtype, weights.shape[1], weights.dtype, counts,
                  torch.is_grad_enabled())  # fmt: skip
     ranks, experts = len(counts), sum(counts)
-    inside = index.long().clamp(-1, experts)
-    owners = _owners(counts, index.device).take(inside).t()
-    goes = owners.new_zeros((ranks + 1, len(index))).scatter_(0, owners, 1)[:ranks]
+    owners = _owners(counts, index.device).take(index.long().clamp(-1, experts)).t()
+    is_sent = owners.new_zeros((ranks + 1, len(index))).scatter_(0, owners, 1)[:ranks]
     pairs = owners.new_zeros(ranks + 1)
     pairs.scatter_add_(0, owners.reshape(-1), _one(index.device).expand(index.numel()))
-    rows, outside = goes.sum(1), pairs[-1:].expand(ranks)
+    rows, out_of_range = is_sent.sum(1), pairs[-1:].expand(ranks)
     head = _fixed_fields(_digest(call), _needs_gradients(hidden, weights), ranks, index.device)
-    fields = torch.cat((head, torch.stack((rows, outside, pairs[:-1])))).t().reshape(-1)
-    heard = all_to_all_flat(fields, [_FIELDS] * ranks, [_FIELDS] * ranks, group).wait()
-    numbers = torch.cat((rows, heard)).tolist()  # the only read of the host
-    sends, heard_by = tuple(numbers[:ranks]), numbers[ranks:]
-    calls, needs, receives, beyond, came = (heard_by[at::_FIELDS] for at in range(_FIELDS))
+    fields = torch.cat((head, torch.stack((rows, out_of_range, pairs[:-1])))).t().reshape(-1)
+    received = all_to_all_flat(fields, [_FIELDS] * ranks, [_FIELDS] * ranks, group).wait()
+    numbers = torch.cat((rows, received)).tolist()  # the only read of the host
+    sends, numbers = tuple(numbers[:ranks]), numbers[ranks:]
+    calls, needs, receives, wrong, received_pairs = (numbers[i::_FIELDS] for i in range(_FIELDS))
     if len({*calls}) > 1:
         agree("a call of experts", call.lines(), group)
-    if any(beyond):
+    if any(wrong):
         _refuse(index, experts, group)
     # `nonzero` is faster, but makes the host wait for a device once more.
-    pairs_sent = goes.nonzero() if goes.is_cpu else torch.nonzero_static(goes, size=sum(sends))
-    tokens, most = pairs_sent[:, 1].contiguous(), min(index.shape[1], ranks)
-    return Route(group, len(index), tokens, most, sends, tuple(receives), sum(came), any(needs))
-
-
-def local_route(index: Tensor) -> Route:
-    """Return the route of rows whose experts are all here."""
-    no_rows = index.new_empty(0)
-    return Route(None, len(index), no_rows, 1, (), (), index.numel(), backward=False)
+    sent = is_sent.nonzero() if is_sent.is_cpu else torch.nonzero_static(is_sent, size=sum(sends))
+    tokens, most = sent[:, 1].contiguous(), min(index.shape[1], ranks)
+    total = sum(received_pairs)
+    return Route(group, len(index), tokens, most, sends, tuple(receives), total, any(needs))
 
 
 @lru_cache(maxsize=64)
@@ -112,8 +147,8 @@ def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
 @lru_cache(maxsize=64)
 def numbers_of(counts: tuple[int, ...], rank: int, device: torch.device) -> Tensor:
     """Return for each index the local number of the expert, or the local count if it is remote."""
-    own = ranges_of(counts)[rank]
-    numbers = [at - own.start if at in own else len(own) for at in range(sum(counts))]
+    local = ranges_of(counts)[rank]
+    numbers = [i - local.start if i in local else len(local) for i in range(sum(counts))]
     return torch.tensor(numbers, device=device)
 
 

@@ -14,8 +14,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ....dist.errors import InvalidArgumentError
-from ...pg_manager import describe_rank
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +48,9 @@ class Layout:
         return self.size * self.local_length
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """Return a rank's positions, int64 [local_length], in local order.
+        """Return the positions of a rank, by its index in the ring, int64 [local_length].
 
-        They index the rank's shard in the padded sequence.
-
-        Args:
-            rank: Index of the rank in its ring.
-            device: Device of the result.
+        They index the rank's shard in the padded sequence, in local order.
 
         Raises:
             InvalidArgumentError: No such rank.
@@ -63,14 +59,6 @@ class Layout:
             message = f"a {self.name} layout of {self.size} ranks has no rank {rank}"
             raise InvalidArgumentError(message)
         return _indices(self.ranks[rank], device)
-
-    def padding(self, rank: int) -> int:
-        """Return the number of padding positions on a rank.
-
-        Raises:
-            InvalidArgumentError: No such rank.
-        """
-        return int((self.positions(rank) >= self.length).sum())
 
     def order(self, device: torch.device | str | None = None) -> Tensor:
         """Return the index that joins the ranks' shards to the whole sequence, int64 [length].
@@ -84,12 +72,7 @@ class Layout:
 def contiguous(length: int, size: int) -> Layout:
     """Give rank r the r-th of `size` equal chunks: balanced for full attention.
 
-    Args:
-        length: Length of the whole sequence; padded to a multiple of `size`.
-        size: The number of ranks.
-
-    Raises:
-        InvalidArgumentError: A length or size below 1.
+    `length` is padded to a multiple of `size`, the number of ranks. Both are at least 1.
     """
     return Layout("contiguous", length, tuple((each,) for each in _chunks(length, size, size)))
 
@@ -97,12 +80,7 @@ def contiguous(length: int, size: int) -> Layout:
 def zigzag(length: int, size: int) -> Layout:
     """Give rank r the chunks r and 2N − 1 − r of 2N equal chunks: balanced for causal attention.
 
-    Args:
-        length: Length of the whole sequence; padded to a multiple of 2N, except for one rank.
-        size: The number of ranks, N.
-
-    Raises:
-        InvalidArgumentError: A length or size below 1.
+    `length` is padded to a multiple of 2N for N = `size` ranks, except for one rank.
     """
     chunks = _chunks(length, size, 2 * size)
     if size == 1:
@@ -113,12 +91,7 @@ def zigzag(length: int, size: int) -> Layout:
 def stripe(length: int, size: int) -> Layout:
     """Give rank r the positions r, r + N, r + 2N, …: nearly balanced for most masks.
 
-    Args:
-        length: Length of the whole sequence; padded to a multiple of `size`.
-        size: The number of ranks, N.
-
-    Raises:
-        InvalidArgumentError: A length or size below 1.
+    `length` is padded to a multiple of `size`, the number of ranks N.
     """
     padded = _chunks(length, size, size)[-1].stop
     return Layout("stripe", length, tuple((range(rank, padded, size),) for rank in range(size)))
@@ -132,12 +105,7 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
 
 
 def layout_for_length(layout: Layout | str, length: int, size: int) -> Layout:
-    """Return the layout of a whole sequence whose length already includes the padding.
-
-    Args:
-        layout: A layout, or a name of `LAYOUTS`.
-        length: Length of the sequence, padding included.
-        size: The number of ranks.
+    """Return the layout of a whole sequence whose `length` already includes the padding.
 
     Raises:
         InvalidArgumentError: No such name, or a length that does not divide or does not fit.
@@ -160,17 +128,10 @@ def layout_for_length(layout: Layout | str, length: int, size: int) -> Layout:
 
 
 def layout_for_shards(layout: Layout | str, shard: int, length: int | None, size: int) -> Layout:
-    """Return the layout under which every rank holds `shard` positions.
+    """Return the layout under which each of `size` ranks holds `shard` positions with padding.
 
-    Args:
-        layout: A layout, or a name of `LAYOUTS`.
-        shard: Positions on a rank, padding included.
-        length: Length of the whole sequence without padding; by default the length of the given
-            layout, or for a name all positions of the ranks.
-        size: The number of ranks.
-
-    Raises:
-        InvalidArgumentError: No such name, or sizes that do not fit together.
+    `length` is that of the whole sequence without padding; by default that of the given layout, or
+    for a name all positions of the ranks.
     """
     if isinstance(layout, Layout):
         found = layout
@@ -183,11 +144,7 @@ def layout_for_shards(layout: Layout | str, shard: int, length: int | None, size
 
 
 def named_layout(name: str, length: int, size: int) -> Layout:
-    """Return the layout of that name, padded if necessary.
-
-    Raises:
-        InvalidArgumentError: No such name, or a negative length.
-    """
+    """Return the layout of that name, padded if necessary."""
     require_name(name)
     if length == 0:  # an empty sequence has empty shards
         return Layout(name, 0, ((range(0),),) * size)
@@ -204,11 +161,7 @@ def _require(fits: bool, layout: Layout, got: str) -> None:
 
 
 def require_name(name: str) -> None:
-    """Refuse a name that is not in `LAYOUTS`.
-
-    Raises:
-        InvalidArgumentError: There is no such layout.
-    """
+    """Refuse a name that is not in `LAYOUTS`."""
     if not isinstance(name, str) or name not in LAYOUTS:
         message = f"layout must be a Layout or one of {', '.join(LAYOUTS)}; it is {name!r}"
         raise InvalidArgumentError(message)
@@ -217,12 +170,7 @@ def require_name(name: str) -> None:
 def merge_ranks(layout: Layout, size: int) -> Layout:
     """Return the layout of groups that hold the shards of `size` neighbouring ranks together.
 
-    The runs of a group ascend, so that adjacent runs are neighbours; the stripes of all ranks
-    become one run.
-
-    Args:
-        layout: The positions of each rank.
-        size: Ranks of a group; it divides their number.
+    The runs of a group ascend; the stripes of all ranks become one run.
     """
     firsts = range(0, layout.size, size)
     groups = (chain(*layout.ranks[first : first + size]) for first in firsts)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ....dist import functional
-from ....dist.errors import InvalidArgumentError
-from ...pg_manager import describe_rank
-from ..cp_comms import Ring, ring_of
-from .layout import LAYOUTS, Layout, layout_for_length, layout_for_shards, require_name
+from ...dist import functional
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
+from .cp_comms import Ring, ring_of
+from .layouts import LAYOUTS, Layout, layout_for_length, layout_for_shards, require_name
 
 DEFAULT = "zigzag"  # balanced for causal attention, and right for every mask
 
@@ -49,9 +49,6 @@ def shard_sequence(
 
     Returns:
         A new tensor of length L / N along `dim`; `x` itself on one rank.
-
-    Raises:
-        InvalidArgumentError: No such dim or layout, or a length that does not divide.
     """
     ring = ring_of(group)
     dim = _dim(x, dim)
@@ -73,7 +70,7 @@ def unshard_sequence(
     layout: Layout | str | None = None,
     length: int | None = None,
 ) -> Tensor:
-    """Gather the ranks' shards to the whole sequence, on every rank.
+    """Gather the ranks' shards to the whole sequence, in order and without padding, on every rank.
 
     The gradient of a shard is this rank's shard of the gradient of the whole. That is right if
     every rank goes on to compute the same from the whole.
@@ -83,16 +80,9 @@ def unshard_sequence(
         dim: The sequence dim.
         group: The ranks; by default the manager's cp axis.
         layout: A `Layout` or a name of `LAYOUTS`; by default the layout in which this group's
-            sequences were sharded.
+            sequences were sharded, and no other than that.
         length: Length of the whole sequence without padding; by default the layout's own length,
             or for a name all positions of the ranks.
-
-    Returns:
-        The whole sequence in order, without padding.
-
-    Raises:
-        InvalidArgumentError: No such dim or layout, a length that the shards do not fit, or
-            another layout than the one in which this group's sequences were sharded.
     """
     ring = ring_of(group)
     dim = _dim(x, dim)
@@ -117,12 +107,8 @@ def positions(
         length: Length of the whole sequence, L, which divides as the layout requires.
         group: The ranks; by default the manager's cp axis.
         layout: A `Layout` or a name of `LAYOUTS`; by default the layout in which this group's
-            sequences were sharded.
+            sequences were sharded, and no other than that.
         device: Device of the result.
-
-    Raises:
-        InvalidArgumentError: No such layout, a length that does not divide, another layout than
-            the one in which this group's sequences were sharded, or none given and none recorded.
     """
     ring = ring_of(group)
     layout = resolve_layout(layout, ring, "positions")
@@ -185,6 +171,7 @@ def _is_contiguous(layout: Layout) -> bool:
 
 
 def _dim(x: Tensor, dim: int) -> int:
+    """Return `dim` counted from the first one."""
     if not -x.ndim <= dim < x.ndim:
         message = f"{describe_rank()}: no sequence dim {dim} in a tensor of {list(x.shape)}"
         raise InvalidArgumentError(message)
@@ -192,29 +179,25 @@ def _dim(x: Tensor, dim: int) -> int:
 
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return [B, L] of a batch whose entries fit together.
-
-    Raises:
-        InvalidArgumentError: No `input_ids` [B, L], or labels or position_ids of another shape.
-    """
+    """Return [B, L] of a batch, whose entries must fit together."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         got = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         message = f"{describe_rank()}: a batch needs input_ids [B, L]; it has {got}"
         raise InvalidArgumentError(message)
     shape = (ids.shape[0], ids.shape[1])
-    legal = {"labels": {shape}, "position_ids": {shape, (1, shape[1])}}
-    for name, shapes in legal.items():
+    for name in ("labels", "position_ids"):
         value = batch.get(name)
-        if not isinstance(value, Tensor) or tuple(value.shape) in shapes:
+        if not isinstance(value, Tensor):
             continue
-        if name == "position_ids" and value.ndim == 3 and tuple(value.shape[1:]) in shapes:
-            continue  # positions of several axes
-        message = (
-            f"{describe_rank()}: {name} must be {list(shape)} as input_ids are, "
-            f"and is {list(value.shape)}"
-        )
-        raise InvalidArgumentError(message)
+        # Positions may be the same for all rows, and may have several axes in front.
+        given = value.shape[-2:] if name == "position_ids" and value.ndim == 3 else value.shape
+        if given != shape and (name == "labels" or given != (1, shape[1])):
+            message = (
+                f"{describe_rank()}: {name} must be {list(shape)} as input_ids are, "
+                f"and is {list(value.shape)}"
+            )
+            raise InvalidArgumentError(message)
     return shape
 
 
@@ -225,17 +208,11 @@ def is_sequence(name: str, value: Any, shape: tuple[int, int]) -> bool:
 
 @dataclass(slots=True)
 class _Record:
-    """The layouts of the shards that were made last over a group.
+    """The layouts of the shards that were made last over a group."""
 
-    Attributes:
-        calls: For each layout, the call that sharded in it.
-        padded: The layouts in which any sequence so far had padding.
-        used: Whether a call has taken these shards. The next call that shards then starts anew.
-    """
-
-    calls: dict[str, str] = field(default_factory=dict)
-    padded: set[str] = field(default_factory=set)
-    used: bool = False
+    calls: dict[str, str] = field(default_factory=dict)  # layout -> the call that sharded in it
+    padded: bool = False  # whether any sequence had padding
+    used: bool = False  # a call has taken these shards; the next one that shards starts anew
 
     def __str__(self) -> str:
         """List the layouts with the calls that sharded in them."""
@@ -246,13 +223,9 @@ _records: WeakKeyDictionary[ProcessGroup, _Record] = WeakKeyDictionary()
 
 
 def record_layout(layout: Layout, ring: Ring, call: str, *, used_next: bool = False) -> None:
-    """Record that a call has sharded sequences in this layout over the ranks of `ring`.
+    """Record that `call` has sharded sequences in this layout over the ranks of `ring`.
 
-    Args:
-        layout: The layout of the sequences.
-        ring: The ranks.
-        call: The call's name, for error messages.
-        used_next: The next call takes these shards, even if others were made earlier.
+    With `used_next` the next call takes these shards, even if others were made earlier.
     """
     if ring.group is None or ring.size == 1:
         return
@@ -260,16 +233,14 @@ def record_layout(layout: Layout, ring: Ring, call: str, *, used_next: bool = Fa
     if record.used:
         record.calls, record.used = {}, False
     record.calls[layout.name] = call
-    if used_next:
-        record.padded.discard(layout.name)
-    if layout.padded_length > layout.length:
-        record.padded.add(layout.name)
+    has_padding = layout.padded_length > layout.length
+    record.padded = has_padding or (record.padded and not used_next)
 
 
-def may_be_padded(name: str, ring: Ring) -> bool:
-    """Return whether shards in this layout may have padding; unrecorded shards may."""
+def had_padding(ring: Ring) -> bool:
+    """Return whether any sequence that was sharded over `ring` so far had padding."""
     record = None if ring.group is None else _records.get(ring.group)
-    return record is None or name not in record.calls or name in record.padded
+    return record is not None and record.padded
 
 
 def resolve_layout(
@@ -280,7 +251,7 @@ def resolve_layout(
     consume: bool = False,
     default: str | None = None,
 ) -> Layout | str:
-    """Return the layout of the shards that a call takes.
+    """Return the layout of the shards that `call` takes: the one named, or the recorded one.
 
     Args:
         layout: The caller's `Layout`, a name of `LAYOUTS`, or None.
@@ -288,10 +259,6 @@ def resolve_layout(
         call: The call's name, for error messages.
         consume: The call uses the shards up: sequences that are sharded next are new ones.
         default: The layout of unrecorded shards; None if the caller must name it.
-
-    Raises:
-        InvalidArgumentError: The caller names another layout than the recorded one; or names none,
-            and no layout or several are recorded.
     """
     if not isinstance(layout, Layout | None):
         require_name(layout)

@@ -1,1 +1,0 @@
-"""Sequence layouts, and the shards of tensors and batches under a layout."""

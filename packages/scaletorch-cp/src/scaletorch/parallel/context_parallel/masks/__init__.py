@@ -1,1 +1,0 @@
-"""Attention masks, divided into blocks for which there are fast kernels."""
