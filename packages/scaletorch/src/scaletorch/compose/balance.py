@@ -23,23 +23,14 @@ _INSTEAD = (
 
 @dataclass(frozen=True, slots=True)
 class RouterLoss:
-    """The settings of the router loss in a model's config.
-
-    Attributes:
-        coefficient: The factor of the loss (`router_aux_loss_coef`).
-        top_k: The number of experts per token (`num_experts_per_tok`).
-    """
+    """A config's `router_aux_loss_coef` and `num_experts_per_tok`."""
 
     coefficient: float
     top_k: int
 
 
 def read_router_loss(model: nn.Module, manager: ProcessGroupManager) -> RouterLoss | None:
-    """Return the auxiliary loss that the model's config asks for; None if it asks for none.
-
-    Raises:
-        InvalidArgumentError: The config lacks `num_experts_per_tok`, or the grid has a pipeline.
-    """
+    """Return the auxiliary loss that the model's config asks for; None if it asks for none."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         factor = getattr(config, "router_aux_loss_coef", None)
@@ -63,11 +54,7 @@ def read_router_loss(model: nn.Module, manager: ProcessGroupManager) -> RouterLo
 
 
 def require_one_micro_batch(micro_batches: Sequence[object]) -> None:
-    """Refuse several micro-batches, since the loss needs the choices of all tokens at once.
-
-    Raises:
-        InvalidArgumentError: There are several micro-batches.
-    """
+    """Refuse several micro-batches, since the loss needs the choices of all tokens at once."""
     if len(micro_batches) > 1:
         raise InvalidArgumentError(
             f"{describe_rank()}: the router's auxiliary loss is a product of two means over the "

@@ -57,10 +57,8 @@ class Cut(NamedTuple):
 class MicroBatch(dict[str, Tensor]):
     """A mapping of tensors [b, L / cp] that remembers its `Cut`.
 
-    Attributes:
-        cut: The cut that made it.
-        is_empty: It got no row of the batch. The model computes one made-up row in its place, which
-            counts in no loss.
+    If `is_empty`, it got no row of the batch, and the model computes one made-up row in its place,
+    which counts in no loss.
     """
 
     def __init__(self, entries: Batch, cut: Cut, *, is_empty: bool = False) -> None:
@@ -166,13 +164,7 @@ def _sequences(
 
 
 def _sharded(parts: Iterable[_Rows], cut: Cut, positions: Positions | None) -> list[Batch]:
-    """Return micro-batches with this rank's positions, and with the entries without rows.
-
-    Args:
-        parts: The rows of each micro-batch.
-        cut: The cut that makes them.
-        positions: The dims of positions in the batch.
-    """
+    """Return micro-batches with this rank's positions, and with the entries without rows."""
     divided = cut.sequences is not None and cut.sequences.ring.size > 1
     # The model counts positions itself, as it does in one process (perhaps not from 0).
     counts = cut.counted and not divided and cut.whole.get("cu_seq_lens_q") is None
@@ -191,14 +183,7 @@ def _sharded(parts: Iterable[_Rows], cut: Cut, positions: Positions | None) -> l
 def _own_positions(
     rows: Batch, entries: Batch, sequences: ShardedSequences, positions: Positions
 ) -> dict[str, Tensor]:
-    """Return this rank's shard of every entry that has positions.
-
-    Args:
-        rows: The entries of a micro-batch that have rows.
-        entries: All entries of the micro-batch.
-        sequences: The positions that this rank has.
-        positions: The dims of positions in the entries.
-    """
+    """Return this rank's shard of every entry that has positions."""
     named = {n: sequences.shard_tensor(entries[n], dim) for n, dim in positions.dims.items()}
     if TOKENS not in rows:
         return named
@@ -237,11 +222,7 @@ def _entries(given: Any, model: nn.Module | None) -> Batch:
 
 
 def require_whole_number(name: str, value: object, least: int | None = None) -> None:
-    """Require an integer, of at least `least`.
-
-    Raises:
-        InvalidArgumentError: The value is no integer, or too small.
-    """
+    """Require an integer, of at least `least`."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or (least is not None and value < least):  # type: ignore[operator]
         wanted = "a whole number" if least is None else f"a whole number, at least {least}"
@@ -319,9 +300,7 @@ def real_positions(batch: Batch) -> Tensor | None:
 def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
     """Return a mask of a micro-batch's tokens that are not padding, bool [B, L]; None for all.
 
-    Args:
-        batch: The micro-batch; tokens that its `attention_mask` [B, L] hides are padding too.
-        positions: The mask that `real_positions` returned.
+    Padding is outside of `positions`, as `real_positions` returns them, or has `attention_mask` 0.
     """
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if counts_nothing(batch):
@@ -332,11 +311,7 @@ def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
 
 
 def token_count(batch: Any) -> int | Tensor:
-    """Return the number of labels other than -100: an int, or a 0-d tensor on an accelerator.
-
-    Raises:
-        InvalidArgumentError: There are no labels, or they are not integers.
-    """
+    """Return the number of labels other than -100: an int, or a 0-d tensor on an accelerator."""
     labels = batch.get("labels")
     if labels is None:
         raise InvalidArgumentError(

@@ -51,13 +51,7 @@ def as_numbers(digests: Iterable[Tensor | int]) -> list[int]:
 def keyed_pieces(
     model: nn.Module, tensors: Mapping[str, Tensor], manager: ProcessGroupManager
 ) -> Iterator[tuple[str, Key, Tensor]]:
-    """Yield name, key and view of every piece of a parameter or gradient that may have replicas.
-
-    Args:
-        model: The model that `parallelize` returned.
-        tensors: Tensors by the names of this rank's parameters.
-        manager: The grid.
-    """
+    """Yield name, key and view of every piece of a parameter or gradient that may have replicas."""
     names = {name: tie.names[0] for tie in getattr(model, "ties", ()) for name in tie.names}
     experts = dict.fromkeys(expert_names(model), (manager.ep_rank,))
     for name, pieces in split_by_owner(model, tensors).items():
@@ -69,12 +63,7 @@ def keyed_pieces(
 def parted_sides(
     digests: Sequence[tuple[Key, Tensor | int]], manager: ProcessGroupManager
 ) -> dict[Key, Sides]:
-    """Return the keys whose digests differ, each with ranks by digest; all ranks call it.
-
-    Args:
-        digests: This rank's digests, with their keys.
-        manager: The grid.
-    """
+    """Return the keys whose digests differ, each with ranks by digest; all ranks call it."""
     keys = {text_hash(repr(key)): key for key, _ in digests}
     own = dict(zip(keys, as_numbers([number for _, number in digests]), strict=True))
     told = all_gather_object(own, manager.world_group)

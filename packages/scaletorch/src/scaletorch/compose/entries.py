@@ -63,11 +63,7 @@ def named_entries(batch: Any, arguments: Iterable[str] | None) -> dict[str, Any]
 
 
 def sequence_shape(entries: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the shape [B, L] of a batch of tokens; None if it has no `input_ids`.
-
-    Raises:
-        InvalidArgumentError: `input_ids` is not a tensor of two dims.
-    """
+    """Return the shape [B, L] of a batch of tokens; None if it has no `input_ids`."""
     ids = entries.get(TOKENS)
     if ids is None:
         return None
@@ -81,15 +77,7 @@ def sequence_shape(entries: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def row_count(entries: Mapping[str, Any], told: RowDims) -> int:
-    """Return the number of rows of a batch: that of `input_ids`, or of its first tensor with rows.
-
-    Args:
-        entries: Entries by name.
-        told: Dims of rows that the caller names (dim 0 by default); None for an entry without rows.
-
-    Raises:
-        InvalidArgumentError: No entry has rows.
-    """
+    """Return the number of rows of `input_ids`, or of the first tensor with rows."""
     shape = sequence_shape(entries)
     if shape is not None:
         return shape[0]
@@ -104,16 +92,7 @@ def row_count(entries: Mapping[str, Any], told: RowDims) -> int:
 
 
 def first_entry(entries: Mapping[str, Any], arguments: Iterable[str], model: str) -> str:
-    """Return the name of the entry that is the first argument of a model's forward.
-
-    Args:
-        entries: Entries by name.
-        arguments: The arguments of the forward, in its order.
-        model: The model's name, for messages.
-
-    Raises:
-        InvalidArgumentError: The batch has no such entry.
-    """
+    """Return the name of the entry that is the first argument of a model's forward."""
     if TOKENS in entries:
         return TOKENS
     names = [*arguments]
@@ -128,13 +107,7 @@ def first_entry(entries: Mapping[str, Any], arguments: Iterable[str], model: str
 def read_row_dims(batch: Mapping[str, Any], told: RowDims | None) -> dict[str, int | None]:
     """Return the dim of rows of every entry of a global batch; None for an entry without rows.
 
-    Args:
-        batch: Entries by name, such as `input_ids` [B, L].
-        told: Dims that the caller names; they override what shapes suggest.
-
-    Raises:
-        InvalidArgumentError: An entry's shape does not tell, or allows two readings; or the caller
-            names an entry or a dim that does not exist.
+    Dims that the caller names override what shapes suggest.
     """
     told = _mapping(told, "row_dims", "rows")
     tokens: Shape = sequence_shape(batch) or (row_count(batch, told),)
@@ -279,12 +252,7 @@ class Positions(NamedTuple):
 def read_sequence_dims(entries: Mapping[str, Any], told: RowDims | None) -> Positions | None:
     """Return the positions of a batch; None if they are not known.
 
-    Args:
-        entries: Entries by name.
-        told: Dims that the caller names; None for an entry without positions.
-
-    Raises:
-        InvalidArgumentError: An entry or a dim does not exist, or dims have different lengths.
+    The caller may name dims; None for an entry without positions.
     """
     told = _mapping(told, "sequence_dims", "positions")
     _require_positions(told, entries)
@@ -319,9 +287,6 @@ def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
     """Refuse an entry with a dim as long as the sequences, unless the caller has named it.
 
     If that dim is positions, the entry would stay whole while the outputs are sharded over cp.
-
-    Raises:
-        InvalidArgumentError: There is such an entry.
     """
     known = {*found.dims, *found.whole, *_ALIKE}
     for name, x in entries.items():
@@ -355,11 +320,7 @@ def _require_positions(told: RowDims, entries: Mapping[str, Any]) -> None:
 
 
 def _mapping(told: RowDims | None, argument: str, dims: str) -> RowDims:
-    """Return the dims that the caller names; an empty mapping for None.
-
-    Raises:
-        InvalidArgumentError: `told` is neither a mapping nor None.
-    """
+    """Return the dims that the caller names; an empty mapping for None."""
     if not isinstance(told, Mapping | None):
         raise InvalidArgumentError(
             f"{argument} is a mapping from names of entries to their dim of {dims}, or None, got "

@@ -194,11 +194,7 @@ def manager_of(model: nn.Module, manager: ProcessGroupManager | None) -> Process
 
 
 def require_own_names(model: object) -> None:
-    """Refuse the wrapper that `torch.compile(model)` returns: its names and hooks differ.
-
-    Raises:
-        InvalidArgumentError: The model is such a wrapper.
-    """
+    """Refuse the wrapper that `torch.compile(model)` returns: its names and hooks differ."""
     if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
         raise InvalidArgumentError(
             "torch.compile(model) returns a module around the model, in which every parameter has "
@@ -208,11 +204,7 @@ def require_own_names(model: object) -> None:
 
 
 def require_manager(manager: object, *, needed: bool = False) -> None:
-    """Require a manager; None is allowed unless `needed`.
-
-    Raises:
-        InvalidArgumentError: `manager` is anything else.
-    """
+    """Require a manager; None is allowed unless `needed`."""
     if not isinstance(manager, ProcessGroupManager) and (needed or manager is not None):
         raise InvalidArgumentError(
             "manager must be a ProcessGroupManager, as setup_process_group_manager returns it; "

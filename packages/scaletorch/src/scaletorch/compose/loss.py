@@ -22,11 +22,7 @@ _MARK = "_scaletorch_loss_parallel"
 
 
 def keep_logits_sharded(model: nn.Module) -> None:
-    """Make a tensor-parallel model's head return this rank's shard of the logits, in place.
-
-    Raises:
-        InvalidArgumentError: The model has no head of style "column_gather", or several.
-    """
+    """Make a tensor-parallel model's head return this rank's shard of the logits, in place."""
     heads = [
         (name, module)
         for name, module in model.named_modules()
@@ -66,16 +62,7 @@ def token_loss_sum(output: Any, labels: Tensor, head: ColumnParallelLinear | Non
 
 
 def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
-    """Return the labels, if there is one for each token of the logits.
-
-    Args:
-        logits: [B, L, V], or this rank's shard of the vocabulary.
-        labels: The micro-batch's labels, or None.
-        tp_size: The number of ranks that have the same labels.
-
-    Raises:
-        InvalidArgumentError: Labels are missing, or have another shape.
-    """
+    """Return the labels; refuse them unless there is one for each token of the logits."""
     shape = list(logits.shape[:-1])
     came = list(labels.shape) if isinstance(labels, Tensor) else "none"
     if isinstance(labels, Tensor) and came == shape:
@@ -92,14 +79,9 @@ def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
 
 
 def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None:
-    """Require an output that has logits, and no loss of its own that would be ignored.
+    """Refuse an output without logits, or with a loss of its own that would be ignored.
 
-    Args:
-        output: The model's output.
-        with_router_loss: Allow `aux_loss`; the step computes it again for the global batch.
-
-    Raises:
-        InvalidArgumentError: The output has such a loss, or no logits.
+    `with_router_loss` allows `aux_loss`, which the step computes again for the global batch.
     """
     given = (
         output if isinstance(output, dict) else vars(output) if hasattr(output, "__dict__") else {}
@@ -162,11 +144,7 @@ def _sequences(batch: Batch, manager: ProcessGroupManager) -> ShardedSequences |
 
 
 def require_loss_batch(batch: object, caller: str) -> LossBatch:
-    """Return the micro-batch if it is a `LossBatch`, as passed to a loss_fn.
-
-    Raises:
-        InvalidArgumentError: It is anything else.
-    """
+    """Return the micro-batch; refuse one that is not a `LossBatch`, as passed to a loss_fn."""
     if isinstance(batch, LossBatch):
         return batch
     raise InvalidArgumentError(
@@ -177,11 +155,7 @@ def require_loss_batch(batch: object, caller: str) -> LossBatch:
 
 
 def require_sequences(batch: object, caller: str) -> ShardedSequences:
-    """Return the positions that this rank has.
-
-    Raises:
-        InvalidArgumentError: They are not known.
-    """
+    """Return the positions that this rank has; refuse a micro-batch that does not know them."""
     sequences = require_loss_batch(batch, caller).sequences
     if sequences is None:
         raise InvalidArgumentError(

@@ -89,12 +89,7 @@ def penalized_leaves(loss: Tensor, outputs: Iterable[Node | None], first: int) -
 
     Such a term, a penalty, is one number before it is added to terms of outputs. A weight that is
     multiplied with an output (a head in the loss) does not count, nor does a leaf of one element (a
-    temperature).
-
-    Args:
-        loss: The loss.
-        outputs: The autograd nodes of the model's outputs.
-        first: `number_of_next_node()` from before the loss; older nodes are the model's.
+    temperature). Nodes numbered below `first` are the model's.
     """
     ends = set(outputs)
     under: dict[Node, _Under] = {}
@@ -128,12 +123,6 @@ def read_beside(
 
     Also return whether it depends on tensors that the model's forward made but did not return, such
     as an auxiliary loss that a layer keeps as an attribute.
-
-    Args:
-        loss: The loss.
-        outputs: The autograd nodes of the model's outputs.
-        first: `number_of_next_node()` from before the loss; older nodes are the model's.
-        model: The model that `parallelize` returned.
     """
     seen: set[Node | None] = {None, *outputs}
     waiting, leaves, older = [loss.grad_fn], list[nn.Parameter](), False
@@ -155,12 +144,7 @@ def read_beside(
 
 @contextmanager
 def gradients_kept(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
-    """Yield a loss_fn, and at the end restore the gradients of its parameters outside the model.
-
-    Args:
-        loss_fn: As in `train_step`.
-        model: The model that `parallelize` returned.
-    """
+    """Yield a loss_fn; at the end restore the gradients of its parameters outside the model."""
     before: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
 
     def noted(output: Any, batch: Any) -> Any:
@@ -179,12 +163,7 @@ def gradients_kept(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
 
 
 class _Under(NamedTuple):
-    """The leaves under a node of a graph.
-
-    Attributes:
-        computes: The node depends on an output of the model.
-        leaves: Leaves under it, except those already known to be in a penalty.
-    """
+    """A node's leaves that are in no penalty yet, and whether it depends on a model's output."""
 
     computes: bool
     leaves: list[Tensor]
@@ -198,11 +177,7 @@ def _is_number(node: Node) -> bool:
 def require_no_parameters(
     leaves: Sequence[Tensor], model: nn.Module, manager: ProcessGroupManager
 ) -> None:
-    """Refuse a penalty on the model's parameters, of which a rank has shards or only some.
-
-    Raises:
-        InvalidArgumentError: A leaf is a parameter of the model; names some of them.
-    """
+    """Refuse a penalty on the model's parameters, of which a rank has shards or only some."""
     if not leaves:
         return
     found = {id(leaf) for leaf in leaves}

@@ -57,15 +57,9 @@ def share_out(
     group: ProcessGroup | None,
     manager: ProcessGroupManager,
 ) -> list[Matrix]:
-    """Choose an owner for each matrix, the same on all ranks, and return this rank's matrices.
+    """Choose an owner for each matrix, the same on all ranks; return this rank's matrices.
 
-    Args:
-        held: The shards that this rank's optimizer has, with their cuts.
-        group: A group that together has all shards of each matrix; all its ranks call.
-        manager: The grid.
-
-    Raises:
-        MismatchError: The optimizers of some tp ranks have a parameter that others lack.
+    The ranks of `group` together have all shards of each matrix, and all call.
     """
     mine = {(manager.pp_rank, shard.name): shard.parameter.numel() for shard, _ in held}
     told = all_gather_object((manager.tp_rank, mine), group)
@@ -100,10 +94,6 @@ def exchanging_group(names: Sequence[str], manager: ProcessGroupManager) -> Proc
 
     This is the tp group if its ranks have shards of the same parameters, and the world if not. They
     may differ with a sharded optimizer and tp shards of unequal sizes.
-
-    Args:
-        names: The parameters of which this rank has shards.
-        manager: The grid.
     """
     alike = all(other == list(names) for other in all_gather_object(list(names), manager.tp_group))
     if all(all_gather_object(alike, manager.world_group)):
@@ -112,16 +102,10 @@ def exchanging_group(names: Sequence[str], manager: ProcessGroupManager) -> Proc
 
 
 class Exchange:
-    """The exchange of matrices between the ranks of a group, for one dtype.
+    """The exchange of matrices of one dtype between the ranks of a group.
 
-    Args:
-        matrices: The matrices of which this rank has a shard, sorted by name.
-        dtype: The dtype of all matrices.
-        group: All ranks that have a shard; each of them calls every method.
-
-    Attributes:
-        wholes: The matrices that this rank owns, each with the whole parameter that the optimizer
-            updates.
+    `wholes` are the matrices that this rank owns, each with the whole parameter that the optimizer
+    updates.
     """
 
     def __init__(

@@ -36,11 +36,7 @@ class OneProcess:
 
 
 def entries_for(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return a batch's entries by name; the first one is the model's first argument.
-
-    Raises:
-        InvalidArgumentError: The batch lacks this entry, or is no batch.
-    """
+    """Return a batch's entries by name; the first one is the model's first argument."""
     terms = read_terms(model)
     entries = named_entries(batch, terms.arguments)
     first = first_entry(entries, terms.arguments, terms.name)
@@ -48,12 +44,7 @@ def entries_for(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 def call_plain(model: nn.Module, entries: Mapping[str, Any]) -> Any:
-    """Return the output of a plain model for a whole batch.
-
-    Args:
-        model: The plain model.
-        entries: The entries that `entries_for` returned; labels and `loss_...` are not passed.
-    """
+    """Return the output of a plain model for the entries of `entries_for`, but those of a loss."""
     first, *others = (n for n in entries if n != LABELS and not n.startswith(OF_LOSS))
     return model(entries[first], **{name: entries[name] for name in others})
 
@@ -65,15 +56,7 @@ def plain_loss(
     row_dims: RowDims | None = None,
     sequence_dims: RowDims | None = None,
 ) -> Tensor:
-    """Return sum / count of a loss_fn for the whole batch.
-
-    Args:
-        loss_fn: As for `train_step`.
-        output: The plain model's output.
-        entries: The batch.
-        row_dims: As for `shard_global_batch`.
-        sequence_dims: As for `shard_global_batch`.
-    """
+    """Return sum / count of a loss_fn for the whole batch."""
     alone = cast(Any, OneProcess(None))
     told: Any = {"row_dims": row_dims, "sequence_dims": sequence_dims}
     (batch,) = shard_global_batch(entries, 1, alone, **told)

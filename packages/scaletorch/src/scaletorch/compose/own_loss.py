@@ -84,11 +84,7 @@ class OwnLoss:
         self._problem: Exception | None = None
 
     def require_functions(self) -> None:
-        """Require that loss_fn and count_fn can be called.
-
-        Raises:
-            InvalidArgumentError: One of them cannot.
-        """
+        """Require that loss_fn and count_fn can be called."""
         for name, function in (("loss_fn", self.function), ("count_fn", self._count_fn)):
             if function is not None and not callable(function):
                 raise InvalidArgumentError(
@@ -142,13 +138,7 @@ class OwnLoss:
         return total, count
 
     def _look_beside(self, leaves: Sequence[nn.Parameter], older: bool, *, known: bool) -> None:
-        """Record parameters outside the model; refuse hidden tensors of the forward in a pipeline.
-
-        Args:
-            leaves: The parameters.
-            older: Whether the loss reads tensors that the forward made but did not return.
-            known: Whether the output has tensors with a graph.
-        """
+        """Record parameters outside the model; in a pipeline refuse tensors hidden in the model."""
         for p in leaves:
             self.beside.setdefault(id(p), (p, p.grad is None))
         if older and known and self._manager.pp_size > 1:
@@ -170,13 +160,7 @@ class OwnLoss:
     def settle(self, total: Tensor | float) -> None:
         """Raise on every rank if a rank has found an error in this step; compare sums over tp.
 
-        Args:
-            total: The sum of this rank's losses, the same on ranks that differ in tp alone.
-
-        Raises:
-            Exception: An error that loss_fn or count_fn has raised on this rank.
-            InvalidArgumentError: The loss_fn's result is invalid.
-            MismatchError: Another rank has failed, or sums differ between tp ranks.
+        `total` is the sum of this rank's losses, the same on ranks that differ in tp alone.
         """
         note = _written(float(total), self._coarsest)
         world = self._manager.world_group
@@ -229,11 +213,7 @@ class OwnLoss:
 
 
 def checked_count(count: Any) -> float:
-    """Return a count as a float.
-
-    Raises:
-        InvalidArgumentError: The count is not a finite number of at least 0.
-    """
+    """Return a count as a float; refuse one that is not a finite number of at least 0."""
     one = isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex()
     value = count.item() if one else count
     if not isinstance(value, int | float) or not 0 <= value < math.inf:

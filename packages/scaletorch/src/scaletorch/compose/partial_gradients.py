@@ -27,27 +27,16 @@ from .forward import pipeline_of
 
 @dataclass(slots=True)
 class _Partial:
-    """The partial gradients of one model.
-
-    Attributes:
-        sums: The observer of the autograd graphs.
-        whole: The trainable parameters that every tp rank has whole, by name.
-        names: The parameters whose gradients are summed.
-        unknown: The parameters that no rank has reached yet.
-        compared: Whether the ranks have compared their findings.
-        shards: The shards that this rank's optimizers updated at that time.
-        same: Whether all tp ranks of a place have the same ranges of these shards.
-        pending: Whether the last step was in `no_sync`, so that its gradients are not summed.
-    """
+    """The partial gradients of one model."""
 
     sums: GradientSums
-    whole: Mapping[str, nn.Parameter]
-    names: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    compared: bool = False
-    shards: list[Shard] | None = None
-    same: bool = True
-    pending: bool = False
+    whole: Mapping[str, nn.Parameter]  # trainable, and whole on every tp rank
+    names: list[str] = field(default_factory=list)  # parameters whose gradients are summed
+    unknown: list[str] = field(default_factory=list)  # parameters that no rank has reached yet
+    compared: bool = False  # the ranks have compared their findings
+    shards: list[Shard] | None = None  # that this rank's optimizers updated at that time
+    same: bool = True  # all tp ranks of a place have the same ranges of these shards
+    pending: bool = False  # the last step was in `no_sync`, so its gradients are not summed
 
 
 _known: WeakKeyDictionary[nn.Module, _Partial | None] = WeakKeyDictionary()
@@ -121,15 +110,8 @@ def _compare(
 ) -> None:
     """Exchange how ranks reach each parameter, and which shards they have.
 
-    Args:
-        known: This rank's findings.
-        model: The model that `parallelize` returned.
-        manager: The grid.
-        earlier: Whether the first step has begun with gradients.
-
-    Raises:
-        InvalidArgumentError: A parameter is reached both ways; or some rank's first step has begun
-            with gradients, which may be summed or not; on every rank.
+    Raises on every rank if a parameter is reached both ways, or if some rank's first step began
+    with gradients (`earlier`), which may be summed or not.
     """
     reached = {name: known.sums.reach(each).value for name, each in known.whole.items()}
     ties = [tie.names for tie in pipeline_of(model).ties]
@@ -180,9 +162,6 @@ def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
     """Compare how ranks reach parameters that no rank had reached before this step.
 
     All ranks of a stage come here or none, since gradients are missing on all of them or none.
-
-    Raises:
-        InvalidArgumentError: A parameter was reached both ways, or in a way that is hidden.
     """
     late = _hidden(known)
     if not late:

@@ -134,11 +134,7 @@ def _sums(facts: Sequence[float], manager: ProcessGroupManager) -> list[float]:
 
 
 def look_first(micro_batches: Sequence[Batch], manager: ProcessGroupManager, terms: Terms) -> None:
-    """Compare, in the first step only, the batch over ranks that must hold the same one.
-
-    Raises:
-        MismatchError: Batches differ between these ranks.
-    """
+    """Compare, in the first step only, the batch over ranks that must hold the same one."""
     if not terms.looked:
         if not rehearses():  # a rehearsal has compared the batch already
             require_one_batch(micro_batches, manager)
@@ -247,11 +243,7 @@ def _with_counts(total: Number, count: float | Tensor, manager: ProcessGroupMana
 def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> float | Tensor:
     """Return the count of all micro-batches, and record it in each of them.
 
-    Args:
-        called: The micro-batches.
-        own: The user's loss; None counts labels.
-        computes: Whether this rank computes the loss. Other ranks may lack the entries that a
-            user's loss counts, and count 0.
+    Ranks that compute no loss may lack the entries that a user's loss counts, and count 0.
     """
     for batch in called if own is None or computes else ():
         if own is None:

@@ -67,11 +67,7 @@ def recompute_layers(
 
 
 def require_way(recompute: object) -> None:
-    """Require a valid value of `recompute`.
-
-    Raises:
-        InvalidArgumentError: The value is invalid.
-    """
+    """Require a valid value of `recompute`."""
     if not isinstance(recompute, bool) and recompute not in (*_WAYS,):
         raise InvalidArgumentError(
             f'recompute must be True, False, "selective" or "offload", got {recompute!r}'

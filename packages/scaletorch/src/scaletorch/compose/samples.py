@@ -57,12 +57,7 @@ class Held(NamedTuple):
 
 
 class Samples:
-    """The replicated parameters of this rank, and the sample of the last step.
-
-    Args:
-        model: The model that `parallelize` returned.
-        manager: The grid.
-    """
+    """The replicated parameters of this rank, and the sample of the last step."""
 
     def __init__(self, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
         self._model, self._manager = ref(model), manager
@@ -134,13 +129,9 @@ class Samples:
         self.residue = (folded * weights).sum() % MODULUS
 
     def compare(self, total: float, unsettled: float) -> None:
-        """Check the sum of the samples; compare all parameters if it shows a difference.
+        """Check the sum of all ranks' residues; compare all parameters if it shows a difference.
 
-        All ranks call it.
-
-        Args:
-            total: The sum of the residues of all ranks.
-            unsettled: The number of ranks that have to call `settle` first, or again.
+        All ranks call it. `unsettled` ranks have to call `settle` first, or again.
 
         Raises:
             MismatchError: Replicas differ; on every rank.
@@ -228,18 +219,9 @@ def _refuse_parted(
     taken: Mapping[Key, Tensor],
     manager: ProcessGroupManager,
 ) -> list[Key]:
-    """Compare all replicated parameters, and raise on every rank if any differ; all ranks call it.
+    """Compare all replicated parameters; raise on every rank if any differ, by rounding or more.
 
-    Args:
-        values: This rank's parameters.
-        taken: Digests of the last sample, used in place of new ones.
-        manager: The grid.
-
-    Returns:
-        Parameters that differ only over tp, within rounding, on an accelerator; with a warning.
-
-    Raises:
-        MismatchError: Any other difference.
+    Returns the parameters that differ over tp alone, within rounding, on an accelerator.
     """
     digests = [(key, taken[key] if key in taken else digest(x)) for key, x in values.items()]
     parted = parted_sides(digests, manager)

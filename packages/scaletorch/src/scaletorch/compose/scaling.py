@@ -75,11 +75,7 @@ class Fit(NamedTuple):
 
 
 class Scaling:
-    """Copies of elements of a model's gradients and weights, and fits of their later values.
-
-    Args:
-        manager: The grid.
-    """
+    """Copies of elements of a model's gradients and weights, and fits of their later values."""
 
     def __init__(self, manager: ProcessGroupManager) -> None:
         self.manager = manager
@@ -102,9 +98,7 @@ class Scaling:
     def sample(self, model: nn.Module, beside: Iterable[nn.Parameter]) -> None:
         """Copy elements of some gradients at the end of a step, if ranks hold different shards.
 
-        Args:
-            model: The model that `parallelize` returned.
-            beside: Parameters of the loss that are not the model's.
+        `beside` are parameters of the loss that are not the model's.
         """
         grads = {id(p): p.grad for p in beside if p.grad is not None}
         self._beside = {each: (ref(grad), grad._version) for each, grad in grads.items()}
@@ -119,11 +113,7 @@ class Scaling:
         self._turn += 1
 
     def before_update(self, taken: Mapping[int, Tensor]) -> None:
-        """Fit the changes of an optimizer's gradients, without waiting for the device.
-
-        Args:
-            taken: The optimizer's parameters, by id.
-        """
+        """Fit the changes of an optimizer's gradients (by id), without waiting for the device."""
         for each in self._beside.keys() & taken.keys():
             (kept, version), grad = self._beside[each], taken[each].grad
             if grad is not None and grad is kept() and grad._version == version:
@@ -133,10 +123,9 @@ class Scaling:
         self._fit("gradient", [pair for pair in mine if pair[0].tensor.grad is not None], _gradient)
 
     def note_rates(self, optimizer: Optimizer) -> None:
-        """Record the ratios of an optimizer's learning rates to those of its first step.
+        """Record the ratios of an optimizer's learning rates to its first ones other than 0.
 
-        Ratios, since groups, layers and stages may have different rates. The first rate of a group
-        is its first one other than 0.
+        Ratios, since groups, layers and stages may have different rates.
         """
         rates = [group.get("lr") for group in optimizer.param_groups]
         numbers = [x if isinstance(x, int | float) else math.nan for x in rates]
@@ -152,20 +141,12 @@ class Scaling:
         return most if most - least <= SAME * most else None
 
     def require_own(self) -> None:
-        """Refuse an update of a parameter outside the model by this rank's gradient alone.
-
-        Raises:
-            InvalidArgumentError: An optimizer has made such an update.
-        """
+        """Refuse an update of a parameter outside the model by this rank's gradient alone."""
         if self._strange:
             raise InvalidArgumentError(f"{describe_rank()}: {OF_NOBODY.format(self._strange)}")
 
     def after_update(self, taken: Collection[int]) -> None:
-        """Copy elements of some weights that an optimizer has updated and tp shards.
-
-        Args:
-            taken: Ids of the optimizer's parameters.
-        """
+        """Copy elements of some weights that an optimizer has updated and tp shards."""
         if self.manager.tp_size > 1 and self._looks:
             others = [pair for pair in self._weights if id(pair[0].tensor) not in taken]
             fitted = [each for kind, shards, _ in self._fitted for each in shards]
@@ -174,15 +155,12 @@ class Scaling:
             self._weights = others + self._kept(cut, _weight)
 
     def told(self, residue: Tensor | None) -> list[float]:
-        """Return this rank's numbers for the step's all-reduce.
+        """Return this rank's nine numbers for the step's all-reduce.
 
-        Args:
-            residue: Another integer on the device, 0-d, read in the same transfer; None is 0.
-
-        Returns:
-            Nine numbers: the residue; whether all gradients have one factor, this factor, its
-            square, the tolerance; whether shards over tp were changed, so that ranks must compare
-            the changes; whether all learning rates have one ratio, this ratio, its square.
+        They are: the residue of `Samples`, read in the same transfer; whether all gradients have
+        one factor, this factor, its square, the tolerance; whether shards over tp were changed, so
+        that ranks must compare the changes; whether all learning rates have one ratio, this ratio,
+        its square.
         """
         self._fit("weight", self._weights, _weight)
         self._weights = []
@@ -204,11 +182,7 @@ class Scaling:
     def refuse_different(self, message: Sequence[float]) -> None:
         """Refuse factors, offsets and rates that differ between ranks; all ranks call it.
 
-        Args:
-            message: The sum over all ranks of `told`, without the residue.
-
-        Raises:
-            MismatchError: They differ; on every rank.
+        `message` is the sum over all ranks of `told`, without the residue.
         """
         *factors, tolerance, suspicious, told, ratios, squares = message
         count = factors[0]
@@ -221,17 +195,9 @@ class Scaling:
     def _require_one(
         self, words: str, own: float | None, sums: Sequence[float], tolerance: float
     ) -> None:
-        """Refuse a number that differs between ranks; all ranks call it.
+        """Refuse a number that varies between ranks by more than `tolerance`; all ranks call it.
 
-        Args:
-            words: The message of the error.
-            own: This rank's number; None if it has none.
-            sums: The count of ranks that have a number, the sum of the numbers and of their
-                squares.
-            tolerance: The allowed relative standard deviation.
-
-        Raises:
-            MismatchError: The numbers vary more; on every rank.
+        `sums` has the count of ranks with a number, the sum of the numbers and of their squares.
         """
         count, total, squares = sums
         mean = total / max(count, 1)
@@ -307,11 +273,7 @@ class Scaling:
         return max(SAME, self._rounding / 8)
 
     def _compare_shards(self) -> None:
-        """Compare the fits of a parameter's shards over tp; all ranks call it.
-
-        Raises:
-            MismatchError: They differ; on every rank.
-        """
+        """Refuse fits that differ between shards of a parameter over tp; all ranks call it."""
         own = {key: fit for key, fit in self._fits.items() if key[1] in self._cut and fit.known > 0}
         place = self.manager.grid.coordinates(self.manager.global_rank)._replace(tp=0)
         told = all_gather_object((place, describe_rank(), own), self.manager.world_group)
@@ -354,16 +316,7 @@ def _weight(shard: Shard) -> Tensor:
 
 
 def _fits(before: Tensor, after: Tensor, rounding: float) -> Tensor:
-    """Fit after = factor * before + offset in each row.
-
-    Args:
-        before: Elements before the change, [k, n].
-        after: Elements after the change, [k, n].
-        rounding: Epsilon of the dtype in which the change was computed.
-
-    Returns:
-        [k, 4], the numbers of a `Fit`, on the tensors' device.
-    """
+    """Fit after = factor * before + offset in each row of [k, n]; return `Fit` numbers [k, 4]."""
     exact = torch.float32 if before.device.type == "mps" else torch.float64
     before, after = before.to(exact), after.to(exact)
     x, y = before.mean(1, keepdim=True), after.mean(1, keepdim=True)

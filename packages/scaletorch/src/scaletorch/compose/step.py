@@ -272,11 +272,7 @@ def _corrected(
 
 
 def _note_count(divisor: float, counted: Tensor, terms: Terms) -> float:
-    """Return estimate / true count, and keep this step's count for the next estimate.
-
-    Raises:
-        InvalidArgumentError: The count is 0.
-    """
+    """Return estimate / true count, and keep this step's count for the next estimate."""
     found = float(counted)  # no extra wait: the host has already waited for the loss
     if not found:
         raise InvalidArgumentError(NOTHING_COUNTS)
@@ -307,9 +303,6 @@ def _refused_together(model: DataParallelBucket, manager: ProcessGroupManager) -
 
     Only the ranks that sum a gradient (those of an expert, a stage or a tp rank) see that it is not
     finite. If they raised at once, the others would wait for them in the middle of the step.
-
-    Raises:
-        NonFiniteError: On every rank, if the model checks gradients and any is not finite.
     """
     if not model.checks_finite:
         yield

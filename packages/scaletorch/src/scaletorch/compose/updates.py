@@ -34,10 +34,6 @@ def watch(model: nn.Module, manager: ProcessGroupManager) -> None:
     """Check optimizers of a model's parameters at their steps, if there are several ranks.
 
     Tensor parallelism and sharded optimizers check their own shards.
-
-    Args:
-        model: The model that `parallelize` returns.
-        manager: The grid.
     """
     if manager.world_size == 1:
         return
@@ -70,11 +66,7 @@ def _taken(optimizer: Optimizer) -> dict[int, Tensor]:
 
 
 def _require_own_parameters(optimizer: Optimizer, taken: Container[int], model: nn.Module) -> None:
-    """Refuse an optimizer whose parameters are no longer the model's.
-
-    Raises:
-        InvalidArgumentError: It was made before `parallelize`, and would not train the shards.
-    """
+    """Refuse an optimizer made before `parallelize`, whose parameters are no longer the model's."""
     now = dict(model.named_parameters(remove_duplicate=False))
     before = {name: each() for name, each in terms_of(model).originals.items() if name in now}
     left = [name for name, p in before.items() if p is not now[name] and id(p) in taken]
@@ -91,12 +83,7 @@ def _require_own_parameters(optimizer: Optimizer, taken: Container[int], model: 
 def _check(
     optimizer: Optimizer, taken: Container[int], model: nn.Module, manager: ProcessGroupManager
 ) -> None:
-    """Refuse an optimizer that needs parameters or experts that this rank does not have.
-
-    Raises:
-        InvalidArgumentError: It looks at several parameters in a pipeline, or at whole stacks of
-            experts with ep.
-    """
+    """Refuse an optimizer that needs parameters or experts that this rank does not have."""
     names = [shard.name for shard in parameter_shards(model) if id(shard.tensor) in taken]
     if not names:
         return

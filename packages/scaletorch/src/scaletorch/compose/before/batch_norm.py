@@ -19,13 +19,9 @@ _KNOWN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 def synchronise_batch_norms(model: nn.Module, manager: ProcessGroupManager) -> None:
-    """Make batch norms compute their statistics over the rows of all dp ranks, in place.
+    """Make batch norms take their statistics over the rows of all dp ranks, in place.
 
     A norm with a custom forward stays as it is.
-
-    Args:
-        model: The plain model.
-        manager: The grid.
     """
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for norm in norms if manager.dp_size > 1 else ():

@@ -107,15 +107,10 @@ def _looks(named: Iterable[tuple[str, Tensor]]) -> Looks:
 def changes_followed(
     model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
 ) -> Iterator[None]:
-    """Check, around a step, that forwards change no parameter, and buffers as in one process.
+    """Refuse, around a step, a forward that changes parameters, or buffers unlike one process.
 
-    It reads the model before and after the step and the buffers after each forward, and exchanges
-    the digests of changed buffers.
-
-    Raises:
-        InvalidArgumentError: A parameter has changed, or a changed buffer differs between ranks
-            that should hold the same, or depends on the number of micro-batches; on every rank, at
-            the end of the step.
+    It reads the model before and after the step and the buffers after each forward, and compares
+    the digests of changed buffers: over ranks that should hold the same, and over micro-batches.
     """
     wait_for_parameters(model)  # a sharded optimizer may still be fetching them
     changes = _Changes(model)

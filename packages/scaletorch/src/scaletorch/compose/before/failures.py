@@ -51,14 +51,7 @@ def failures_named(
 ) -> Iterator[None]:
     """Replace an error of the model's own code by one that names the module and the likely reason.
 
-    Args:
-        model: The model that `parallelize` returned.
-        manager: The grid. pp gives no reason: it changes nothing within a layer.
-        num_micro_batches: The number of this rank's micro-batches.
-
-    Raises:
-        InvalidArgumentError: In place of the error, which is its cause.
-        StageError: Another stage has failed; the message gives the reasons too.
+    pp gives no reason: it changes nothing within a layer.
     """
     sizes = {axis: getattr(manager, f"{axis}_size") for axis in _WAYS_OUT}
     sizes["dp"] *= num_micro_batches
@@ -94,8 +87,7 @@ def failures_named(
 def _innermost(model: nn.Module, trace: TracebackType | None) -> str | None:
     """Return a name for the innermost module of a model that a traceback enters.
 
-    None if there is none, or if the traceback ends in communication: then another rank may have
-    failed, not the module.
+    None if there is none, or if it ends in communication: then another rank may have failed.
     """
     names = {module: name for name, module in model.named_modules()}
     found: str | None = None

@@ -34,17 +34,8 @@ def require_one_model(
 
     Arguments are compared over all ranks, parameters and buffers over tp and pp. Over cp and dp
     `DataParallelBucket` compares them later, when each rank has only its shards. This reads the
-    whole model once, at memory speed, and sends 24 bytes per rank and axis.
-
-    Args:
-        model: The plain model.
-        arguments: Arguments of `parallelize`.
-        manager: The grid.
-        init_sync: "none" compares no values.
-        error: An error that this rank has found; it is raised here.
-
-    Raises:
-        MismatchError: Ranks differ, or another rank has found an error; on every rank.
+    whole model once, at memory speed, and sends 24 bytes per rank and axis. An `error` of any rank
+    is raised on all.
     """
     lines = [f"{name}={value}" for name, value in arguments.items()]
     agree("the arguments given to parallelize", lines, manager.world_group, error=error)
@@ -83,9 +74,6 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
     read its own rows, on the ranks of one dp coordinate. The micro-batches, which may have been
     changed since, must be the same on ranks that differ in tp and pp alone; but their `loss_...`
     entries are not compared, and a rank may have removed entries from them.
-
-    Raises:
-        MismatchError: Ranks differ; on every rank, with the entry and the ranks.
     """
     cuts = {id(b.cut.whole): b.cut for b in micro_batches if isinstance(b, MicroBatch)}
     own = any(cut.own for cut in cuts.values())

@@ -74,13 +74,8 @@ def small_batch(
 ) -> SmallBatch:
     """Return a small batch of a step's rows.
 
-    Args:
-        micro_batches: This rank's micro-batches of the step, all made by `shard_global_batch`.
-        model: The model that `parallelize` returned.
-        terms: The model's terms.
-        manager: The grid.
-        shortens: Whether to cut rows to few positions, if it is known which entries have positions.
-        wide: Whether 16-bit entries become float32.
+    `shortens` cuts rows to few positions, if it is known which entries have positions; `wide` makes
+    16-bit entries float32.
     """
     cut, count = cast(MicroBatch, micro_batches[0]).cut, len(micro_batches)
     kept = count if manager.pp_size > 1 else min(count, 2)

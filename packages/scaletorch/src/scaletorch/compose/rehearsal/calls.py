@@ -33,12 +33,7 @@ class Handover(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Return the gradients of the call's inputs.
-
-        Raises:
-            RuntimeError: A second derivative is wanted, as in a model that returns forces, the
-                gradient of an energy. Then the whole model has to run as one unit.
-        """
+        """Return the gradients of the call's inputs."""
         if torch.is_grad_enabled():
             raise RuntimeError(f"the model takes gradients through {ctx.call.name} in its forward")
         return None, None, *ctx.call.backward(gradients)
@@ -46,19 +41,12 @@ class Handover(torch.autograd.Function):
 
 @dataclass(slots=True)
 class Both:
-    """The plain model, with the tensors of the layout's ranks.
-
-    Attributes:
-        plain: The plain model.
-        ranks: Access to the ranks' tensors.
-        judge: Compares tensors.
-        random: Units that return another result in each run.
-    """
+    """The plain model, with the tensors of the layout's ranks."""
 
     plain: Plain
     ranks: Ranks
     judge: Judge
-    random: set[str] = field(default_factory=set)
+    random: set[str] = field(default_factory=set)  # units with another result in each run
     _held: tuple[str, dict[str, Tensor]] | None = None
 
     def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
@@ -90,17 +78,10 @@ class Both:
 
 @dataclass(slots=True)
 class Made:
-    """One run of a unit.
-
-    Attributes:
-        inputs: Leaves: the hidden states first, then other tensors that require a gradient.
-        weights: Weights by first name.
-        outputs: The hidden states first, then other tensors that require a gradient.
-        result: Everything that the unit returned.
-    """
+    """One run of a unit: leaves and outputs have the hidden states first."""
 
     inputs: list[Tensor]
-    weights: Mapping[str, nn.Parameter]
+    weights: Mapping[str, nn.Parameter]  # by first name
     outputs: list[Tensor]
     result: Any
 
@@ -157,9 +138,8 @@ class Call:
     def make(self, way: int | None = None) -> Made:
         """Run the unit with a graph of its own.
 
-        Args:
-            way: 0 uses a wider dtype; another number is a seed that changes the hidden states by
-                their rounding; None uses the ranks' hidden states unchanged.
+        `way` 0 uses a wider dtype; another number is a seed that changes the hidden states by their
+        rounding; None uses the ranks' hidden states unchanged.
         """
         leaves: dict[int, Tensor] = {}
         wide = self._wider() if way == 0 else None

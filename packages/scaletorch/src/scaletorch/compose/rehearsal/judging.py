@@ -83,9 +83,8 @@ class Judge:
             theirs: The tensor of one process, in the model's dtype.
             typical: Size of a typical element of its kind.
             is_hidden: Whether it has rows, positions and features, as hidden states do.
-            other: Returns the tensor of one process, computed again: for 0 in a wider dtype, for
-                other numbers from differently rounded hidden states. Called if the difference
-                exceeds the limit, since rounding may explain it (a router with close scores).
+            other: Computes the tensor of one process in another way, as `Call.make` does; called if
+                the difference exceeds the limit, since rounding may explain it.
             again: Computes the tensor of one process once more; called if the two differ.
 
         Returns:

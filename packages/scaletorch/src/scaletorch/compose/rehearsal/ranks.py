@@ -27,25 +27,16 @@ class PartedError(Exception):
 
 
 class Joined(NamedTuple):
-    """A whole tensor, joined from the ranks' shards.
-
-    Attributes:
-        tensor: None if ranks have none, or if it could not be joined.
-        known: True if it could be joined, or if it is missing on the ranks.
-    """
+    """A whole tensor, joined from the ranks' shards; `known` if it was joined or no rank has it."""
 
     tensor: Tensor | None
     known: bool
 
 
 class _Form(NamedTuple):
-    """The dims of a tensor that hold rows and positions.
+    """The dims of a tensor that hold rows and positions; tokens of both if `flat`.
 
-    Attributes:
-        rows: The dim of rows.
-        positions: The dim of positions; None if there is none, or if `flat`.
-        flat: Rows and positions are one dim of tokens, the positions of each row together.
-        shared: Each tp rank has a shard of the positions.
+    If `shared`, each tp rank has a shard of the positions.
     """
 
     rows: int
@@ -129,10 +120,9 @@ class Ranks:
                         self._have.add((name, stage, turn, kind))
 
     def returns_alone(self, name: str) -> bool:
-        """Return whether a unit returns hidden states and nothing else, on all ranks.
+        """Return whether all ranks saw a unit return hidden states and change nothing else.
 
-        False as well if it is called several times, has hooks, changes attributes or shares
-        weights.
+        False as well if it is called several times, has hooks or shares weights.
         """
         weights, owners = {*self.plain.owners[name]}, self.plain.owners.items()
         shares = any(weights & {*theirs} for other, theirs in owners if other != name)
@@ -141,10 +131,6 @@ class Ranks:
 
     def meet(self, where: str, *, failed: bool = False) -> None:
         """Check that all ranks are at the same place before they communicate.
-
-        Args:
-            where: The operation that this rank is about to do.
-            failed: This rank cannot go on.
 
         Raises:
             PartedError: A rank cannot go on, or ranks are at different places; on all ranks.
@@ -180,13 +166,8 @@ class Ranks:
     def join(self, unit: str, turn: int, kind: str, shape: torch.Size) -> Joined:
         """Return a whole tensor of a unit's call, rows and positions in the order of one process.
 
-        It is not known if no choice of dims for rows and positions gives the wanted shape.
-
-        Args:
-            unit: The unit's first name.
-            turn: The index of the call in one forward.
-            kind: An attribute of `Record`.
-            shape: The tensor's shape in one process.
+        It is not known if no choice of dims for rows and positions gives `shape`, that in one
+        process.
         """
         self.meet(f"{unit} {turn} {kind}")
         turns = self._turns.get(unit, [])

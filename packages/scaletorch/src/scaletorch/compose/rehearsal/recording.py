@@ -49,13 +49,7 @@ Records = dict[tuple[str, int], list[Record]]  # unit and stage -> its calls in 
 
 
 class Recorder:
-    """A recorder of one module's calls, innermost among the wrappers of these calls.
-
-    Args:
-        name: The unit's name.
-        pipeline: The stages that it belongs to.
-        records: The dict in which its calls are recorded.
-    """
+    """A recorder of one unit's calls, innermost among the wrappers of these calls."""
 
     def __init__(self, name: str, pipeline: PipelineParallel, records: Records) -> None:
         self._name, self._pipeline, self._records = name, pipeline, records
@@ -113,12 +107,7 @@ class Recorder:
 
 @contextmanager
 def recorded(pipeline: PipelineParallel, units: Mapping[str, Iterable[str]]) -> Iterator[Records]:
-    """Record all calls of units.
-
-    Args:
-        pipeline: This rank's stages.
-        units: All names of each unit, by its first name.
-    """
+    """Record all calls of units, given with all their names by first name."""
     records: Records = {}
     placed: list[tuple[nn.Module, Recorder]] = []
     modules = dict(pipeline.module.named_modules(remove_duplicate=False))
@@ -137,10 +126,10 @@ def recorded(pipeline: PipelineParallel, units: Mapping[str, Iterable[str]]) -> 
 
 
 def hidden_of(value: Any) -> Tensor | None:
-    """Return the hidden states among a call's arguments, or in its result.
+    """Return the hidden states among a call's arguments, or in its result; None without any.
 
     These are the first floating tensor of two dims or more that requires a gradient; if none does,
-    the first such tensor; None if there is none.
+    the first such tensor.
     """
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         args, kwargs = value

@@ -62,13 +62,7 @@ def rehearse_step(
 ) -> None:
     """Train a small batch of a step's rows, and compare everything with the plain model.
 
-    Args:
-        model: The model that `parallelize` returned.
-        micro_batches: This rank's micro-batches of the step.
-        terms: The model's terms, with its plain model.
-        manager: The grid.
-        step: `train_step` with all arguments except the micro-batches.
-        loss_fn: The user's loss, as in `train_step`.
+    `step` is `train_step` with all arguments except the micro-batches.
 
     Raises:
         RehearsalError: The layout does not compute what one process computes; on every rank.
@@ -115,10 +109,8 @@ def _widest(
 ) -> tuple[Replay, _Found]:
     """Compare in float32; if that is not possible or fails, in the run's own dtype.
 
-    Args:
-        compared: Runs the comparison.
-        narrow: The reason not to use float32, which is reported: "" if the run is not narrower;
-            None if float32 is possible.
+    `narrow` is the reason not to use float32, which is reported: "" if the run is not narrower;
+    None if float32 is possible.
     """
     if narrow is not None:
         replay, found = compared(wide=False)
@@ -169,7 +161,7 @@ def _replayed(
     loss_of: Callable[[Any], Tensor | None],
     loss: Tensor,
 ) -> tuple[Replay, _Found]:
-    """Run the plain model, and return the replay and the findings of all ranks.
+    """Run the plain model; return the replay and the findings of all ranks.
 
     First the ranks share the units. If anything differs or fails, every rank runs all units. If
     that fails, a small model runs as a whole, since its root may use the weights of units.
@@ -246,21 +238,13 @@ def _loss(
 
 
 class _Found(NamedTuple):
-    """The differences that the ranks found.
+    """The differences that the ranks found, and the reason why the plain model could not run."""
 
-    Attributes:
-        first: The first difference on any rank.
-        then: The names of other tensors that differ.
-        right: Ranks that found no difference.
-        problem: The reason why the plain model could not run, if it could not.
-        worst: The largest error within its bound.
-    """
-
-    first: Finding | None
-    then: list[str]
-    right: list[int]
+    first: Finding | None  # the first difference on any rank
+    then: list[str]  # other tensors that differ
+    right: list[int]  # ranks that found no difference
     problem: str | None
-    worst: float
+    worst: float  # the largest error within its bound
 
 
 def _first_of_all(judge: Judge, problem: str | None, manager: ProcessGroupManager) -> _Found:

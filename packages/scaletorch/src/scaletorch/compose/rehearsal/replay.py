@@ -28,12 +28,7 @@ from .recording import hidden_of, is_same
 
 @dataclass(slots=True)
 class Replay(Both):
-    """One run of the plain model.
-
-    Attributes:
-        unasked: Things that could not be compared, with the reason.
-        gives_out: Whether ranks run different units; if not, each rank runs all of them.
-    """
+    """One run of the plain model; if `gives_out`, ranks run different units."""
 
     unasked: list[str] = field(default_factory=list)
     gives_out: bool = False
@@ -52,10 +47,7 @@ class Replay(Both):
     ) -> None:
         """Run the model forward and backward, and compare everything on the way.
 
-        Args:
-            batch: The entries that the model of one process is called with.
-            loss_of: Returns the loss of an output, or None if the loss communicates.
-            loss: The layout's loss.
+        `loss_of` returns the loss of an output, or None if the loss communicates.
         """
         entries = {n: x for n, x in batch.items() if n not in ("input_ids", "labels")}
         weights = self.weights("")
@@ -162,12 +154,7 @@ class Replay(Both):
     def _give_out(self, call: Call, x: Tensor) -> Tensor | None:
         """Let the next rank run a call forward and backward.
 
-        Args:
-            call: The call, on the hidden states that the ranks had.
-            x: The hidden states that the plain root passed to the unit.
-
-        Returns:
-            The hidden states that the ranks' call returned; None if they cannot be joined.
+        Returns the hidden states that the ranks' call returned; None if they cannot be joined.
         """
         ranks, name = self.ranks, call.name
         kinds = ("made", "made_gradient", "given_gradient")
@@ -210,14 +197,7 @@ class Replay(Both):
         weights: dict[str, Tensor],
         theirs: Mapping[str, Tensor],
     ) -> None:
-        """Run a unit, and compare its output and gradients.
-
-        Args:
-            call: The call, with the gradient of its output.
-            went: The ranks' gradient of its input.
-            weights: The unit's weights.
-            theirs: The ranks' gradients of the weights.
-        """
+        """Run a unit, and compare its output and gradients with the ranks'."""
         name, compare = call.name, self.judge.compare
         self.keep(name, weights)
         with torch.enable_grad():

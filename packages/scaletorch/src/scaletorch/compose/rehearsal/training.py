@@ -59,8 +59,7 @@ def trained(
 ) -> tuple[SmallBatch, Tensor, Records]:
     """Train a small batch with few positions; if that fails, with all positions.
 
-    Returns:
-        The batch, the loss, and the recorded calls of units.
+    Returns the batch, the loss, and the recorded calls of units.
     """
 
     def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records]:
@@ -146,10 +145,6 @@ def in_float32(model: DataParallelBucket, plain: nn.Module) -> Iterator[None]:
 
     The stand-ins for other stages' modules change dtype too, since a model's code may take the
     dtype of its rotary embedding from them.
-
-    Args:
-        model: The model that `parallelize` returned.
-        plain: The plain model, whose buffers are widened.
     """
     device = next(model.parameters(), torch.empty(0)).detach()
     pipeline = pipeline_of(model)
