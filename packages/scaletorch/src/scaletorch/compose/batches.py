@@ -32,26 +32,15 @@ Batch = Mapping[str, Tensor]
 
 
 class Cut(NamedTuple):
-    """The cut that made a micro-batch.
+    """The cut that made a micro-batch."""
 
-    Attributes:
-        layout: The order of columns over cp ranks.
-        counted: `position_ids`, if there are any, were made here, not given in the batch.
-        whole: The global batch, or the rows of it that this data-parallel rank has read.
-        sequences: This rank's positions, and the starts of packed documents; None if the dims of
-            positions are not known.
-        own: `whole` has only the rows that this data-parallel rank has read.
-        row_dims: The dim of rows of each entry; None if every micro-batch gets the whole entry.
-        sequence_dims: The dims of positions that the caller has named.
-    """
-
-    layout: str
-    counted: bool
-    whole: Batch
-    sequences: ShardedSequences | None
+    layout: str  # the order of columns over cp ranks
+    counted: bool  # `position_ids`, if there are any, were made here, not given in the batch
+    whole: Batch  # the global batch, or the rows that this data-parallel rank has read (`own`)
+    sequences: ShardedSequences | None  # this rank's positions, if they are known
     own: bool = False
-    row_dims: RowDims = MappingProxyType({})
-    sequence_dims: RowDims = MappingProxyType({})
+    row_dims: RowDims = MappingProxyType({})  # None if every micro-batch gets the whole entry
+    sequence_dims: RowDims = MappingProxyType({})  # those that the caller has named
 
 
 class MicroBatch(dict[str, Tensor]):
@@ -67,12 +56,7 @@ class MicroBatch(dict[str, Tensor]):
 
 
 class Called(dict[str, Tensor]):
-    """The entries that a model is called with.
-
-    Attributes:
-        micro_batch: The micro-batch that they come from.
-        count: The number of losses in it, if this rank computes the loss.
-    """
+    """The entries that a model is called with, and the number of losses in them."""
 
     def __init__(self, entries: Batch, micro_batch: Batch) -> None:
         super().__init__(entries)
@@ -94,11 +78,11 @@ def shard_global_batch(
     """Return this rank's micro-batches of a global batch.
 
     Args:
-        batch: The same on every rank: a mapping, a dataclass, or (with `model`) a tuple of the
-            forward's arguments. Rows are dim 0 of every entry, [B, ...]. Every micro-batch gets
-            whole: numbers, tensors whose dim 0 has size 1, and the starts of packed documents
-            `cu_seq_lens_q` (0, a, ..., L). Entries named `loss_...` go to your loss_fn, not to the
-            model. Models of tokens take `input_ids` [B, L]; `labels` [B, L] aligned with them, -100
+        batch: A mapping from names to tensors, the same on every rank. Rows are dim 0 of every
+            entry, [B, ...]. Every micro-batch gets whole: numbers, tensors whose dim 0 has size 1,
+            and the starts of packed documents `cu_seq_lens_q` (0, a, ..., L). Entries named
+            `loss_...` go to your loss_fn, not to the model.
+            Models of tokens take `input_ids` [B, L]; `labels` [B, L] aligned with them, -100
             for tokens that have none; `position_ids` [B, L], [1, L] or of several axes
             [axes, B, L]. cp divides the columns of every entry that is [B, L].
         num_micro_batches: Micro-batches per data-parallel rank. Ranks, and a rank's micro-batches,
@@ -214,7 +198,7 @@ def _said(
 def _entries(given: Any, model: nn.Module | None) -> Batch:
     """Return a batch by name; add `position_ids` if the model computes its own from whole rows."""
     terms = None if model is None else terms_of(model)
-    batch = named_entries(given, None if terms is None else terms.arguments)
+    batch = named_entries(given)
     counting = None if terms is None else terms.counting
     if counting is None or batch.get(POSITIONS) is not None or sequence_shape(batch) is None:
         return batch

@@ -1,23 +1,30 @@
-"""Compute digests of this rank's tensors, and compare them with those of other ranks."""
+"""Check that ranks which should hold the same tensors do, by digests of weights and gradients."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ..dist import all_gather_object
+from ..dist import all_gather_object, group_ranks
+from ..dist.errors import MismatchError, NonFiniteError
 from ..parallel.data_parallel.building import ShardedGradient
-from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pg_manager.building import digest
 from ..parallel.tensor_parallel import split_by_owner
 from .experts import expert_names
+from .forward import manager_of, wait_for_parameters
 
 Sides = list[list[int]]  # ranks grouped by digest, the largest group first
 ABSENT = 1  # stands for a gradient that is None
+SHOWN = 4  # tensors, and ranks per group, that an error names
+ADVICE = (
+    "They were given other weights, batches, seeds or rates, made other calls, or a memory is "
+    "faulty; go on from a checkpoint from before."
+)
 
 
 class Key(NamedTuple):
@@ -37,6 +44,94 @@ class Key(NamedTuple):
     def __str__(self) -> str:
         """Return kind and name."""
         return self.kind if self.kind == self.name else f"{self.kind} {self.name}"
+
+
+def check_replicas(
+    model: nn.Module,
+    manager: ProcessGroupManager | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise on every rank unless ranks that should hold the same tensors hold the same bits.
+
+    Compared are: over cp x dp every parameter, every whole gradient and every persistent buffer;
+    over tp replicated parameters; over pp tied ones. Call it on all ranks between backward and
+    `optimizer.step()`, when gradients are the same on all ranks. It reads all of these once, and
+    each rank sends 8 bytes and a hash of the name for each tensor.
+
+    It finds ranks that drift apart because they have other weights, rates or seeds, swapped
+    collectives or faulty memory. Different batches within tp or pp show in no tensor, since ranks
+    share the sums of gradients: pass the whole batch in `values`. It cannot find errors that are
+    the same on all ranks, nor errors in shards that only one rank has, except for parameters that
+    are not finite.
+
+    Args:
+        model: The model that `parallelize` returned.
+        manager: The grid; by default the model's.
+        optimizer: An optimizer, whose hyperparameters are compared within a stage.
+        step: The number of the step, for the error.
+        values: Other values that must be the same on every rank, by name: numbers, strings, or
+            tensors such as the whole batch.
+
+    Raises:
+        MismatchError: Ranks differ; names the step, tensors and ranks.
+        NonFiniteError: A parameter is infinite or NaN on some rank.
+    """
+    manager = manager_of(model, manager)
+    wait_for_parameters(model)
+    lines = [] if optimizer is None else optimizer_lines(optimizer)
+    texts = {Key("optimizer", "optimizer", (manager.pp_rank,)): "; ".join(lines)}
+    texts |= {Key("value", name): line for name, line in value_lines(values or {}).items()}
+    digests = [*tensor_digests(model, manager), *((k, text_hash(t)) for k, t in texts.items())]
+    infinite = all_gather_object(nonfinite_parameters(model), manager.world_group)
+    at_step = "" if step is None else f"step {step}: "
+    if any(infinite):
+        places = [
+            f"{name} on {_named([rank], manager)}"
+            for rank, names in enumerate(infinite)
+            for name in names
+        ]
+        raise NonFiniteError(
+            f"{describe_rank()}: {at_step}parameters are not finite: {some(places, '; ')}; go back "
+            "to a checkpoint from before, and look at these ranks' batches and the learning rate"
+        )
+    parted = parted_sides(digests, manager)
+    if parted:
+        refuse(parted, texts, manager, f"{at_step}ranks that should hold the same do not")
+
+
+def refuse(
+    parted: Mapping[Key, Sides],
+    texts: Mapping[Key, str],
+    manager: ProcessGroupManager,
+    what: str = "ranks that should hold the same do not",
+    advice: str = ADVICE,
+) -> NoReturn:
+    """Raise an error that names the tensors that differ, and their ranks; all ranks call it."""
+    everyone = all_gather_object(dict(texts), manager.world_group)
+    shown = []
+    for key in sorted(parted, key=lambda key: key.kind in ("parameter", "gradient")):
+        words = [f" ({t})" if (t := everyone[side[0]].get(key)) else "" for side in parted[key]]
+        usual, *odd = [_named(side, manager) for side in parted[key]]
+        most, total = len(parted[key][0]), sum(map(len, parted[key]))
+        if 2 * most > total:
+            usual = f"the other {most} of {total}"
+        odd = [ranks + word for ranks, word in zip(odd, words[1:], strict=True)]
+        shown.append(f"\n  {key}: on {'; '.join(odd)} not as on {usual}{words[0]}")
+    raise MismatchError(f"{describe_rank()}: {what}.{some(shown, '', chr(10) + '  ')}\n{advice}")
+
+
+def _named(ranks: Sequence[int], manager: ProcessGroupManager) -> str:
+    of = group_ranks(manager.world_group)
+    return some([f"rank {of[rank]} ({manager.grid.coordinates(of[rank])})" for rank in ranks])
+
+
+def some(items: Sequence[str], between: str = ", ", last: str = " ") -> str:
+    """Join the first few of some items, and say how many more there are."""
+    more = len(items) - SHOWN
+    return between.join(items[:SHOWN]) + (f"{last}and {more} more" if more > 0 else "")
 
 
 def as_numbers(digests: Iterable[Tensor | int]) -> list[int]:

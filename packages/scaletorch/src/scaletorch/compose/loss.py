@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ..dist import all_reduce, functional
 from ..dist.errors import InvalidArgumentError
@@ -111,25 +110,15 @@ def _described(output: Any) -> str:
 
 
 class LossBatch(dict[str, Any]):
-    """All entries of a micro-batch, and where this rank's shard lies in the global batch.
-
-    Attributes:
-        head: The layer whose logits are this rank's shard of the vocabulary; None if they are
-            whole.
-        tp_size: The number of ranks that have the same positions.
-        cp_group: The ranks that have the other positions of these sequences.
-        sequences: The positions that this rank has; None if the micro-batch was cut by hand, or has
-            no tokens.
-    """
+    """All entries of a micro-batch, and where this rank's shard lies in the global batch."""
 
     def __init__(
         self, batch: Batch, head: ColumnParallelLinear | None, manager: ProcessGroupManager
     ) -> None:
         super().__init__(batch)
-        self.head = head
+        self.head = head  # the layer whose logits are this rank's shard of the vocabulary
         self.tp_size = manager.tp_size
-        self.cp_group: ProcessGroup | None = manager.cp_group
-        self.sequences = _sequences(batch, manager)
+        self.sequences = _sequences(batch, manager)  # this rank's positions, if they are known
 
 
 def _sequences(batch: Batch, manager: ProcessGroupManager) -> ShardedSequences | None:

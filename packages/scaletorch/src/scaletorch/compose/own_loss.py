@@ -49,19 +49,9 @@ _PAIR = "loss_fn(output, micro_batch) must return (sum of the losses, how many t
 class OwnLoss:
     """A loss_fn on this rank.
 
-    Args:
-        loss_fn: Returns the sum of a micro-batch's losses and their number.
-        count_fn: Returns the number from the micro-batch alone; None counts labels.
-        model: The model that `parallelize` returned.
-        manager: The grid.
-        trains: Whether there is a backward.
-
-    Attributes:
-        function: The loss_fn.
-        counts_later: Gradients are divided by an estimate of the count, and corrected when all
-            losses have been counted.
-        beside: Parameters that the loss trains and that are not the model's, by id, each with
-            whether it had no gradient before.
+    `beside` has the parameters that the loss trains and that are not the model's, by id, each with
+    whether it had no gradient before. If it `counts_later`, gradients are divided by an estimate of
+    the count, and corrected when all losses have been counted.
     """
 
     def __init__(

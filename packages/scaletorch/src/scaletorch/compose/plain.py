@@ -20,15 +20,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 class Plain:
-    """A plain model that gets the weights of one unit at a time.
-
-    Attributes:
-        model: A copy of the model with parameters on the meta device.
-        units: The members of the model's lists of layers, by first name; see `units_of`.
-        names: All names of each parameter, by its first name.
-        owners: First names of the parameters of each unit, and of the root, "".
-        hooks: Gradient hooks of parameters that have any, by first name.
-    """
+    """A plain model that gets the weights of one unit at a time; its parameters have no memory."""
 
     def __init__(self, model: nn.Module) -> None:
         """Copy a model; fail if a forward was replaced by a function that holds a module."""

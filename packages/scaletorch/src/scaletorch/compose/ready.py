@@ -45,20 +45,16 @@ def ready(
 ) -> tuple[list[Called], Number]:
     """Return the micro-batches as the model is called with them, and the count of the global batch.
 
-    One all-reduce of 136 bytes over all ranks does several things. It counts tokens, or the losses
-    of a loss_fn. It tells whether a rank cannot go on, for which the others would wait in the
-    middle of the step (its batch, a new parameter, a gradient that is not synchronised). It
-    compares last step's sample of replicated parameters, and the factors by which ranks scaled
-    their gradients.
-
-    It runs on host memory. Labels on an accelerator are counted there by a second all-reduce, since
-    reading their count would make the host wait for all queued work; the count is a 0-d tensor
-    then. If a loss_fn counts its losses later, the count is the size of the batch.
+    One all-reduce of 136 bytes over all ranks, in host memory, counts tokens or losses, tells
+    whether a rank cannot go on (the others would wait for it in the middle of the step), and
+    compares last step's samples of parameters and of the loop's changes. Labels on an accelerator
+    are counted there by a second all-reduce, so that the host does not wait for queued work; the
+    count is a 0-d tensor then. If a loss_fn counts its losses later, the count is the size of the
+    batch.
 
     Raises:
         ScaletorchError: This rank's batch or model has an error.
-        MismatchError: Another rank cannot go on; only some ranks are within `no_sync`, or have a
-            loss_fn; replicated parameters differ; or ranks scaled gradients by different factors.
+        MismatchError: Another rank cannot go on, or ranks differ.
     """
     samples = samples_of(model, manager) if trains else None
     called, count, failed = _prepared(model, micro_batches, manager, terms, own, samples, trains)

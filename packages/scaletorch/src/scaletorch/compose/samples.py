@@ -20,9 +20,8 @@ from ..dist import all_gather_object, all_reduce, get_comm_device, get_rank, gro
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pg_manager.building import digest
-from .digests import Key, Sides, keyed_pieces, parted_sides, text_hash
+from .digests import Key, Sides, keyed_pieces, parted_sides, refuse, some, text_hash
 from .forward import wait_for_parameters
-from .replicas import SHOWN, refuse
 from .scaling import scalings
 
 PERIOD = 16  # steps in which every parameter is sampled once
@@ -38,17 +37,11 @@ ADVICE = (
 
 
 class Held(NamedTuple):
-    """A parameter of this rank, or a piece of one, that other ranks may hold too.
+    """A parameter of this rank, or a piece of one, that other ranks may hold too."""
 
-    Attributes:
-        key: The same on all ranks that hold a replica.
-        parameter: The parameter, sampled once in a period.
-        cut: Dim, start and length of the piece; None is the whole parameter.
-    """
-
-    key: Key
+    key: Key  # the same on all ranks that hold a replica
     parameter: nn.Parameter
-    cut: tuple[int, int, int] | None
+    cut: tuple[int, int, int] | None  # dim, start and length of the piece; None for all
 
     def values(self) -> Tensor:
         """Return a view of the current values."""
@@ -156,10 +149,9 @@ class Samples:
         if unseen:
             self._unseen |= unseen
             names = sorted(unseen)
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             warnings.warn(
                 f"{describe_rank()}: train_step cannot look whether ranks still hold the same of "
-                f"{', '.join(names[:SHOWN])}{more}, which are no plain tensors "
+                f"{some(names)}, which are no plain tensors "
                 f"({type(values[names[0]]).__name__})",
                 stacklevel=4,
             )
@@ -233,10 +225,9 @@ def _refuse_parted(
     inexact = sorted({each.device.type for each in values.values()} - {*EXACT})
     devices = {d for each in all_gather_object(inexact, manager.world_group) for d in each}
     if devices and most <= ROUNDING and _over_tp(parted.values(), manager):
-        more = f" and {len(unequal) - SHOWN} more" if len(unequal) > SHOWN else ""
         warnings.warn(
             f"{describe_rank()}: tp ranks no longer hold the same of "
-            f"{', '.join(key.name for key in unequal[:SHOWN])}{more}: up to {most:.1e} of the "
+            f"{some([key.name for key in unequal])}: up to {most:.1e} of the "
             f"largest value apart, as kernels of {', '.join(sorted(devices))} do that sum in no "
             "fixed order; from now on these are not compared (check_replicas does)",
             stacklevel=4,

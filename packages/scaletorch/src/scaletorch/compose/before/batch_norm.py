@@ -42,52 +42,27 @@ def require_whole_batches(
 
     Norms in eval mode that have running statistics pass, since they use only these.
 
-    Args:
-        model: The model that trains.
-        num_micro_batches: The number of micro-batches in a step.
-        manager: The grid.
-        recompute: Layers run again in backward.
-        shares: Each tp rank holds a shard of every sequence.
-
     Raises:
         InvalidArgumentError: Micro-batches, ranks or a second run would change the statistics.
     """
     norms = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and _of_batch(m)]
     alone = [(name, norm) for name, norm in norms if _GROUP not in vars(norm)]
-    refused = (
-        (
-            recompute,
-            "would count every batch twice in its running statistics, as recompute=True runs "
-            "layers again: leave recompute out, or use another norm",
-        ),
-        (
-            shares,
-            "would take statistics of a rank's share of the tokens with sequence_parallel=True: "
-            "leave that out, or use another norm",
-        ),
-        (
-            num_micro_batches > 1,
-            f"takes statistics of all rows of a batch, and {num_micro_batches} micro-batches would "
-            "each have their own: use one micro-batch, or another norm (LayerNorm, GroupNorm), or "
-            "put the module into eval mode",
-        ),
-        (
-            manager.cp_size > 1,
-            f"takes statistics of all positions of a batch, which cp_size={manager.cp_size} "
-            "divides over ranks: use cp_size=1, or another norm, or put the module into eval mode",
-        ),
-        (
-            manager.dp_size > 1 and alone,
-            f"takes statistics of this rank's rows alone, and dp_size={manager.dp_size} divides "
-            "those of a batch: parallelize lets a norm of torch.nn see all rows, unless it has a "
-            "forward of its own (put what that adds, such as an activation, behind the norm); or "
-            "use another norm, or put the module into eval mode",
-        ),
-    )
-    for wrong, why in refused if norms else ():
-        if wrong:
-            name, norm = (alone or norms)[0]
-            raise InvalidArgumentError(f"module {name} ({type(norm).__name__}) {why}")
+    own = manager.dp_size > 1 and alone
+    refused = {
+        "recompute=True would count them twice": recompute,
+        "sequence_parallel=True divides its tokens": shares,
+        f"{num_micro_batches} micro-batches would each have their own": num_micro_batches > 1,
+        f"cp_size={manager.cp_size} divides its positions": manager.cp_size > 1,
+        f"dp_size={manager.dp_size} divides its rows, which parallelize joins only for norms of "
+        "torch.nn without a forward of their own": own,
+    }
+    why = next((words for words, wrong in refused.items() if wrong), None)
+    if norms and why:
+        name, norm = (alone or norms)[0]
+        raise InvalidArgumentError(
+            f"module {name} ({type(norm).__name__}) takes statistics of a whole batch, and {why}: "
+            "do without that, use another norm (LayerNorm, GroupNorm), or put it into eval mode"
+        )
 
 
 def _of_batch(norm: _BatchNorm) -> bool:

@@ -28,25 +28,14 @@ _SHARE, _FEW = 2, 64  # take 1 in 2 of a rank's tokens in the step, but at least
 
 @dataclass(frozen=True, slots=True)
 class SmallBatch:
-    """Some rows of a step, with fewer positions.
+    """Some rows of a step, with fewer positions."""
 
-    Attributes:
-        whole: The rows of all ranks, in the order of one process.
-        micro_batches: This rank's micro-batches.
-        called: The whole batch, as the model of one process is called with it.
-        alone: A stand-in for the grid, with one process.
-        is_short: Whether the step has more positions.
-        rows: The number of rows over all ranks.
-        sequences: The positions that this rank holds; None if they are not known.
-    """
-
-    whole: Batch
-    micro_batches: list[Batch]
-    called: Called
+    micro_batches: list[Batch]  # this rank's
+    called: Called  # the whole batch, as the model of one process is called with it
     alone: OneProcess
-    is_short: bool
-    rows: int
-    sequences: ShardedSequences | None
+    is_short: bool  # the step has more positions
+    rows: int  # over all ranks
+    sequences: ShardedSequences | None  # this rank's positions, if they are known
 
 
 def entries_added(micro_batches: Sequence[Batch]) -> set[str] | None:
@@ -103,7 +92,7 @@ def small_batch(
     is_short = shape is not None and now is not None and now[1] < shape[1]
     sequences = cast(MicroBatch, parts[0]).cut.sequences
     called, rows = as_called(plain, of_one), row_count(short, told)
-    return SmallBatch(short, parts, called, alone, is_short, rows, sequences)
+    return SmallBatch(parts, called, alone, is_short, rows, sequences)
 
 
 def _unequal(few: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,37 +92,21 @@ Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
 
 @dataclass(slots=True)
 class Call:
-    """One call of a unit by the plain root.
-
-    Attributes:
-        both: The plain model, with the ranks' tensors.
-        done: Takes the call and its gradients of weights.
-        name: The unit's name.
-        run: The unit's own call.
-        args: Its arguments; the hidden states among them are the ranks'.
-        kwargs: Its keyword arguments.
-        hidden: The hidden states among the arguments; None if there are none.
-        turn: The index of this call of the unit, from 0.
-        before: The unit's buffers and attributes before the call.
-        handed: The hidden states passed on to the root, then other tensors that require a gradient.
-        came: The gradients that arrived for `handed`.
-        given_out: Whether a single rank runs this call and compares its output and gradients.
-        beside: Gradients of `trained_inputs` that do not come through the unit's result, but
-            through an attribute or a tensor that a hook kept.
-    """
+    """One call of a unit by the plain root, on the ranks' hidden states."""
 
     both: Both
-    done: Callable[[Call, Mapping[str, Tensor | None]], None]
+    done: Callable[[Call, Mapping[str, Tensor | None]], None]  # takes the weights' gradients
     name: str
-    run: Callable[..., Any]
+    run: Callable[..., Any]  # the unit's own call
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    hidden: Tensor | None
-    turn: int
-    before: ModuleState
-    handed: list[Tensor] = field(default_factory=list)
-    came: list[Tensor | None] = field(default_factory=list)
-    given_out: bool = False
+    hidden: Tensor | None  # the hidden states among the arguments
+    turn: int  # index of this call of the unit
+    before: ModuleState  # buffers and attributes before the call
+    handed: list[Tensor] = field(default_factory=list)  # outputs, the hidden states first
+    came: list[Tensor | None] = field(default_factory=list)  # the gradients of `handed`
+    given_out: bool = False  # a single rank runs this call and compares
+    # Gradients of `trained_inputs` that come through an attribute or a tensor that a hook kept.
     beside: list[Tensor | None] = field(default_factory=list)
     _others: dict[int, Gradients] = field(default_factory=dict)
 

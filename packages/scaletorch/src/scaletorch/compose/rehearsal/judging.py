@@ -25,38 +25,23 @@ _COARSE = 8.0  # limit in 16-bit epsilons for any tensor
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One tensor that differs between the layout and one process.
+    """One tensor that differs between the layout and one process."""
 
-    Attributes:
-        order: Its place in the run; the first difference causes the later ones.
-        what: The tensor and its unit, in words.
-        error: 2-norm of the difference over the tensor's scale; infinite if one is missing.
-        note: The form of the difference, such as a factor or its rows.
-    """
-
-    order: int
-    what: str
-    error: float
-    note: str = ""
+    order: int  # place in the run; the first difference causes the later ones
+    what: str  # the tensor and its unit, in words
+    error: float  # 2-norm of the difference / the tensor's scale; infinite if one is missing
+    note: str = ""  # the form of the difference
 
 
 @dataclass(slots=True)
 class Judge:
-    """A comparison of tensors that records the differences.
+    """A comparison of tensors that records the differences."""
 
-    Attributes:
-        chain: Upper bound of the number of additions between the inputs and any tensor.
-        findings: The differences.
-        compared: The number of tensors compared.
-        worst: The largest error within its bound.
-        coarsest: The narrowest dtype that the plain model's code has cast to.
-    """
-
-    chain: int
+    chain: int  # upper bound of the additions between the inputs and any tensor
     findings: list[Finding] = field(default_factory=list)
     compared: int = 0
-    worst: float = 0.0
-    coarsest: torch.dtype = torch.float64
+    worst: float = 0.0  # the largest error within its bound
+    coarsest: torch.dtype = torch.float64  # the narrowest that the plain model's code casts to
 
     @contextmanager
     def casts(self) -> Iterator[None]:

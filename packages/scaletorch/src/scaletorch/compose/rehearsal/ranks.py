@@ -47,19 +47,7 @@ class _Form(NamedTuple):
 
 @dataclass(slots=True)
 class Ranks:
-    """Access to the tensors of all ranks; every rank calls its methods in the same order.
-
-    Attributes:
-        model: The model that `parallelize` returned, with the gradients of the small step.
-        manager: The grid.
-        plain: The plain model.
-        small: The small batch.
-        records: This rank's calls of units.
-        device: The device of whole tensors.
-        compared: Weights whose gradients have been compared.
-        apart: Units whose calls differ between ranks, or whose tensors cannot be joined.
-        dtype: The coarsest dtype of weights.
-    """
+    """Access to the tensors of all ranks; every rank calls its methods in the same order."""
 
     model: nn.Module
     manager: ProcessGroupManager
@@ -67,9 +55,9 @@ class Ranks:
     small: SmallBatch
     records: Records
     device: torch.device
-    compared: set[str] = field(default_factory=set)
-    apart: dict[str, None] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float64
+    compared: set[str] = field(default_factory=set)  # weights whose gradients were compared
+    apart: dict[str, None] = field(default_factory=dict)  # units that cannot be joined
+    dtype: torch.dtype = torch.float64  # the coarsest of the weights
     _with_gradient: set[str] = field(default_factory=set)  # names with a gradient on any rank
     _parameters: dict[str, Tensor] = field(default_factory=dict)
     _turns: dict[str, list[tuple[int, int]]] = field(default_factory=dict)

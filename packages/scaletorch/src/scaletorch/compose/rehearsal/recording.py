@@ -19,24 +19,14 @@ from ..plain import HOOKS, is_of_library
 
 @dataclass(slots=True)
 class Record:
-    """One call of a unit on this rank.
+    """One call of a unit on this rank."""
 
-    Attributes:
-        given: The hidden states passed in; None if no argument is a floating tensor.
-        made: The hidden states returned to the caller.
-        given_gradient: The gradient of `given` that came through the unit.
-        made_gradient: The gradient of `made`, from everything that used it.
-        again: Whether the graph is built in backward, when the unit runs again.
-        alone: Whether the unit returned only hidden states of the shape of `given`, changed no
-            attributes and has no hooks of users.
-    """
-
-    given: Tensor | None = None
-    made: Tensor | None = None
-    given_gradient: Tensor | None = None
-    made_gradient: Tensor | None = None
-    again: bool = False
-    alone: bool = False
+    given: Tensor | None = None  # the hidden states passed in
+    made: Tensor | None = None  # the hidden states returned
+    given_gradient: Tensor | None = None  # of `given`, through the unit alone
+    made_gradient: Tensor | None = None  # of `made`, from everything that used it
+    again: bool = False  # the graph is built in backward, when the unit runs again
+    alone: bool = False  # it returned hidden states alone, set nothing and has no users' hooks
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply gradients that were divided by an estimate of the count."""
