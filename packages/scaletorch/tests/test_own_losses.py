@@ -243,7 +243,7 @@ def test_a_loss_on_some_ranks_alone():
 def wrong_entries(sizes):
     manager = setup_process_group_manager(**sizes)
     model = parallelize(language(), manager, rehearse=False)
-    with pytest.raises(ValueError, match=r"loss_last has shape .* row for each of the 8"):
+    with pytest.raises(ValueError, match=r"loss_last has shape .* the 8 rows of the batch"):
         shard_global_batch({**batch(), "loss_last": torch.zeros(3)}, 2, model=model)
     micro_batches = shard_global_batch(batch(), 2, model=model)
     with pytest.raises(ValueError, match="token_losses takes the micro-batch that loss_fn"):

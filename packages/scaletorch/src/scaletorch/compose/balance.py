@@ -71,23 +71,15 @@ def router_loss(
     shares_sequences: bool,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Return this rank's term of the loss; the terms of all cp x dp ranks sum to the whole loss.
+    """Return this rank's term of the loss, 0-d; those of all cp x dp ranks sum to the whole loss.
 
     For N experts, with the tokens of all layers taken together: N times the sum over experts i of
-    (choices of i / tokens) * (mean probability of i). Source: Switch Transformers (arXiv
-    2101.03961), equations 4 to 6, as in `load_balancing_loss_func` of transformers, but over the
-    global batch.
+    (choices of i / tokens) * (mean probability of i), as in `load_balancing_loss_func` of
+    transformers, but over the global batch. Source: Switch Transformers (arXiv 2101.03961),
+    equations 4 to 6.
 
-    Args:
-        output: The model's output, with each layer's [T, N] in `router_logits`.
-        wanted: The settings from the config.
-        manager: The grid.
-        shares_sequences: Each tp rank has the logits of its shard of the tokens.
-        real: A mask of the tokens that count, bool [B, L]; None counts all.
-
-    Returns:
-        0-d, in float32 at least; the value is the same on all tp ranks. If they shard the tokens,
-        each rank's gradient covers its own tokens only.
+    The value is the same on all tp ranks. If `shares_sequences`, each has the logits and the
+    gradient of its own tokens. `real` is a mask of the tokens that count, bool [B, L].
     """
     given = getattr(output, "router_logits", None)
     if not isinstance(given, tuple | list) or not all(isinstance(x, Tensor) for x in given):

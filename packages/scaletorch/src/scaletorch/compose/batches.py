@@ -70,7 +70,6 @@ def shard_global_batch(
     manager: ProcessGroupManager | None = None,
     *,
     model: nn.Module | None = None,
-    cp_layout: str | None = None,
     own_rows: bool = False,
     row_dims: RowDims | None = None,
     sequence_dims: RowDims | None = None,
@@ -91,8 +90,8 @@ def shard_global_batch(
         manager: The grid: dp divides rows, cp divides columns. By default the model's.
         model: The model that `parallelize` returned; it gives the order of columns. Without a model
             they are in the default order, and `train_step` raises if that is not the model's.
-        cp_layout: The order of columns, if no model is given. "zigzag" takes any length: sequences
-            are padded at the end, without labels, where causal attention does not look.
+            "zigzag" takes any length: sequences are padded at the end, without labels, where causal
+            attention does not look.
         own_rows: The batch has only this data-parallel rank's rows; see `rows_of_step`.
         row_dims: Dims of rows, by name of entry, if the shape does not tell; None if every
             micro-batch gets the whole entry: `{"pixels": 1, "table": None}`.
@@ -107,10 +106,24 @@ def shard_global_batch(
 
     Raises:
         InvalidArgumentError: Less than one micro-batch; no rows; columns that do not divide over
-            cp, or are not known; no grid; not the model's order; or an entry with unknown rows.
+            cp, or are not known; no grid; or an entry with unknown rows.
     """
-    manager, layout = _said(manager, model, cp_layout)
-    entries = _entries(batch, model)
+    terms = None if model is None else terms_of(model)
+    manager = manager or (None if terms is None else terms.manager)
+    if manager is None:
+        raise InvalidArgumentError(
+            "shard_global_batch needs the grid: pass the manager, or as model= what parallelize "
+            "returned"
+        )
+    layout = DEFAULT if terms is None or terms.cp_layout is None else terms.cp_layout
+    entries = named_entries(batch)
+    if (
+        terms is not None
+        and terms.counting is not None
+        and entries.get(POSITIONS) is None
+        and sequence_shape(entries) is not None
+    ):
+        entries[POSITIONS] = terms.counting(entries[TOKENS])
     require_whole_number("num_micro_batches", num_micro_batches, 1)
     dims = read_row_dims(entries, row_dims)
     rows = row_count(entries, dims)
@@ -173,36 +186,6 @@ def _own_positions(
         return named
     known = {n: x for n, x in rows.items() if n not in positions.dims.keys() | positions.whole}
     return sequences.shard(known, shifted=True) | named
-
-
-def _said(
-    manager: ProcessGroupManager | None, model: nn.Module | None, cp_layout: str | None
-) -> tuple[ProcessGroupManager, str]:
-    """Return the grid and the order of columns, from the arguments or the model."""
-    terms = None if model is None else terms_of(model)
-    told = None if terms is None else terms.cp_layout
-    if told is not None and cp_layout not in (None, told):
-        raise InvalidArgumentError(
-            f"cp_layout={cp_layout!r} contradicts the model, which attends in a {told} layout: "
-            "parallelize(..., cp_layout=...) is the place to say it; leave it out here"
-        )
-    manager = manager or (None if terms is None else terms.manager)
-    if manager is None:
-        raise InvalidArgumentError(
-            "shard_global_batch needs the grid: pass the manager, or as model= what parallelize "
-            "returned"
-        )
-    return manager, told or cp_layout or DEFAULT
-
-
-def _entries(given: Any, model: nn.Module | None) -> Batch:
-    """Return a batch by name; add `position_ids` if the model computes its own from whole rows."""
-    terms = None if model is None else terms_of(model)
-    batch = named_entries(given)
-    counting = None if terms is None else terms.counting
-    if counting is None or batch.get(POSITIONS) is not None or sequence_shape(batch) is None:
-        return batch
-    return {**batch, POSITIONS: counting(batch["input_ids"])}
 
 
 def require_whole_number(name: str, value: object, least: int | None = None) -> None:

@@ -28,17 +28,12 @@ ADVICE = (
 
 
 class Key(NamedTuple):
-    """The identity of a digested tensor; ranks with the same key should hold the same bits.
+    """The identity of a digested tensor; ranks with the same key should hold the same bits."""
 
-    Attributes:
-        kind: "parameter", "gradient", "buffer", "optimizer" or "value".
-        name: The tensor's name in the plain model, or the value's name.
-        place: The shard: for parameters and gradients its number and its first tp rank, for experts
-            the ep rank too; for buffers the pp, tp and ep ranks; for an optimizer the pp rank.
-    """
-
-    kind: str
-    name: str
+    kind: str  # "parameter", "gradient", "buffer", "optimizer" or "value"
+    name: str  # in the plain model
+    # Parameters and gradients: number of the shard, its first tp rank, and for experts the ep rank.
+    # Buffers: pp, tp and ep ranks. Optimizers: pp rank.
     place: tuple[int, ...] = ()
 
     def __str__(self) -> str:

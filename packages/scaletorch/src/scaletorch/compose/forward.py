@@ -138,10 +138,6 @@ def wait_for_parameters(model: nn.Module) -> None:
 def manager_of(model: nn.Module, manager: ProcessGroupManager | None) -> ProcessGroupManager:
     """Return the grid of a call: the given one, or the model's, or the current one.
 
-    Args:
-        model: The model that `parallelize` returned, or one built by hand from the wrappers.
-        manager: The grid that the caller passed; None takes the model's.
-
     Raises:
         InvalidArgumentError: `manager` is no manager; `model` is no module, or a compiled wrapper.
         StateError: There is no grid.

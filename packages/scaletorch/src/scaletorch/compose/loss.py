@@ -96,17 +96,8 @@ def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None
     if not isinstance(getattr(output, "logits", output), Tensor):
         raise InvalidArgumentError(
             "train_step needs a model that returns its logits [B, L, V], or an output that has "
-            f"them as .logits; it returned {_described(output)}"
+            f"them as .logits; it returned a {type(output).__name__}"
         )
-
-
-def _described(output: Any) -> str:
-    if isinstance(output, tuple | list):
-        inner = ", ".join(_described(entry) for entry in output)
-        return f"a {type(output).__name__} of {inner or 'nothing'}"
-    if isinstance(output, Tensor):
-        return f"a tensor {list(output.shape)}"
-    return type(output).__name__
 
 
 class LossBatch(dict[str, Any]):

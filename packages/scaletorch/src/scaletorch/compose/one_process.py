@@ -20,19 +20,14 @@ class OneProcess:
     """A stand-in for the grid of one process, in which every axis has size 1."""
 
     group: ProcessGroup | None
-    tp_size: int = 1
-    cp_size: int = 1
-    pp_size: int = 1
-    dp_size: int = 1
-    ep_size: int = 1
-    dp_rank: int = 0
-    tp_rank: int = 0
 
-    def __getattr__(self, name: str) -> ProcessGroup | None:
-        """Return the group of an axis."""
-        if name.endswith("_group"):
-            return self.group
-        raise AttributeError(name)
+    def __getattr__(self, name: str) -> Any:
+        """Return the group of an axis, its size or this rank's place on it."""
+        found = {"group": self.group, "size": 1, "rank": 0}
+        kind = name.rpartition("_")[2]
+        if kind not in found:
+            raise AttributeError(name)
+        return found[kind]
 
 
 def entries_for(model: nn.Module, batch: Any) -> dict[str, Any]:

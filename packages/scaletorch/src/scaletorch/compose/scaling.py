@@ -30,6 +30,11 @@ TENSORS = 8  # tensors that a rank samples in a step; the next step samples othe
 ELEMENTS = 256  # at most, from each tensor
 FEWEST = 16  # a tensor with fewer elements is not sampled
 LOOKS = 4  # comparisons over tp, since each costs a message, and faults show at first or never
+# What `Scaling.facts` tells: whether all gradients have one factor, this, its square and tolerance;
+# whether shards over tp were changed; whether all learning rates have one ratio, this, its square.
+FACTS = (
+    "scaled", "factor", "factor²", "tolerance", "shards changed", "rated", "ratio", "ratio²"
+)  # fmt: skip
 SAME = 1e-6  # relative tolerance; an eighth of the dtype's epsilon, if that is larger
 CLIPPED = (
     "gradients were scaled by different factors on different ranks between train_step and the "
@@ -58,20 +63,12 @@ OF_NOBODY = (
 
 
 class Fit(NamedTuple):
-    """The change of a tensor: after = factor * before + offset.
+    """The change of a tensor: after = factor * before + offset."""
 
-    Attributes:
-        factor: The factor; NaN if it is not known.
-        offset: The offset, in the tensor's unit.
-        size: Root mean square of the elements after the change.
-        known: 1; 0 if the fit does not explain the change; -1 if all elements are zero before and
-            after.
-    """
-
-    factor: float
+    factor: float  # NaN if it is not known
     offset: float
-    size: float
-    known: float
+    size: float  # root mean square of the elements after the change
+    known: float  # 1; 0 if the fit does not explain the change; -1 if all elements stay zero
 
 
 class Scaling:
@@ -154,17 +151,14 @@ class Scaling:
             cut = [s for s in mine if s.name in self._cut and s.tensor is s.parameter]
             self._weights = others + self._kept(cut, _weight)
 
-    def told(self, residue: Tensor | None) -> list[float]:
-        """Return this rank's nine numbers for the step's all-reduce.
+    def facts(self, residue: Tensor | None) -> dict[str, float]:
+        """Return this rank's numbers for the step's all-reduce, by the names of `FACTS`.
 
-        They are: the residue of `Samples`, read in the same transfer; whether all gradients have
-        one factor, this factor, its square, the tolerance; whether shards over tp were changed, so
-        that ranks must compare the changes; whether all learning rates have one ratio, this ratio,
-        its square.
+        `residue` is a number of `Samples` on the device, read in the same transfer.
         """
         self._fit("weight", self._weights, _weight)
         self._weights = []
-        told = self._read(residue)
+        facts = {"residue": self._read(residue)}
         factor, tolerance = self._factor(), self._tolerance()
         changed = any(
             fit.known == 1
@@ -174,21 +168,22 @@ class Scaling:
         )
         suspicious = self.manager.tp_size > 1 and self._looks > 0 and changed
         ratio, self._steered, self._ratios = self._ratio(), self._ratio(), []
-        rates = [0.0] * 3 if ratio is None else [1, ratio, ratio**2]
-        if factor is None:
-            return [told, 0, 0, 0, 0, suspicious, *rates]
-        return [told, 1, factor, factor**2, tolerance, suspicious, *rates]
+        facts |= dict.fromkeys(FACTS, 0.0) | {"shards changed": suspicious}
+        if factor is not None:
+            facts |= {"scaled": 1, "factor": factor, "factor²": factor**2, "tolerance": tolerance}
+        if ratio is not None:
+            facts |= {"rated": 1, "ratio": ratio, "ratio²": ratio**2}
+        return facts
 
-    def refuse_different(self, message: Sequence[float]) -> None:
+    def refuse_different(self, sums: Mapping[str, float]) -> None:
         """Refuse factors, offsets and rates that differ between ranks; all ranks call it.
 
-        `message` is the sum over all ranks of `told`, without the residue.
+        `sums` are those of `facts` over all ranks.
         """
-        *factors, tolerance, suspicious, told, ratios, squares = message
-        count = factors[0]
-        self._require_one(CLIPPED, self._factor(), factors, tolerance / max(count, 1))
-        self._require_one(STEERED, self._steered, (told, ratios, squares), SAME)
-        if suspicious:
+        factors, ratios = ([sums[name] for name in names] for names in (FACTS[:3], FACTS[-3:]))
+        self._require_one(CLIPPED, self._factor(), factors, sums["tolerance"] / max(factors[0], 1))
+        self._require_one(STEERED, self._steered, ratios, SAME)
+        if sums["shards changed"]:
             self._looks -= 1
             self._compare_shards()
 

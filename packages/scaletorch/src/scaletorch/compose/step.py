@@ -23,8 +23,8 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
 from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens, token_count
-from .before.changes import changes_followed
-from .before.failures import failures_named
+from .before.buffers import changes_followed
+from .before.initial import failures_named
 from .forward import Terms, manager_of, rehearses, terms_of
 from .loss import find_sharded_head, require_labels_fit, require_logits_alone, token_loss_sum
 from .loss_reads import gradients_kept
@@ -163,8 +163,8 @@ def _proven(
 ) -> tuple[list[Called], Number]:
     """Return the result of `ready`, after a rehearsal if this is the first step with a loss_fn.
 
-    On the very first step all ranks rehearse. Later a loss_fn may be new on some ranks only, so
-    `ready` tells whether it is new on all of them, and only then they rehearse.
+    On the very first step all ranks rehearse. Later a loss_fn may be new on some ranks only, and
+    they rehearse if `ready` tells that it is new on all.
     """
     terms = terms_of(model)
     terms.rehearses = _is_new(loss_fn, terms) and not has_gradients(model)

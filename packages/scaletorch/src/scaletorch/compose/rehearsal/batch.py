@@ -14,13 +14,13 @@ from torch.distributed import ProcessGroup
 from ...dist import all_gather_object
 from ...parallel.context_parallel import ShardedSequences
 from ...parallel.context_parallel.building import CU_SEQLENS
+from ...parallel.data_parallel.building import NARROW
 from ...parallel.pg_manager import IGNORED, ProcessGroupManager
 from ..batches import Batch, Called, Cut, MicroBatch, rows_of_ranks, shard_global_batch
 from ..entries import OF_LOSS, POSITIONS, row_count, sequence_shape
 from ..forward import Terms
 from ..one_process import OneProcess
 from ..ready import as_called
-from .quiet import is_narrow
 
 ROWS, LENGTH, TOKENS = 2, 512, 8192  # at most: rows per micro-batch, positions per row, tokens
 _SHARE, _FEW = 2, 64  # take 1 in 2 of a rank's tokens in the step, but at least 64 per row
@@ -135,6 +135,11 @@ def _rows_of(cut: Cut, count: int, kept: int, manager: ProcessGroupManager) -> d
     have, shares = row_count(picked, cut.row_dims), manager.dp_size * kept
     filled = [index % have for index in range(-(-have // shares) * shares)]
     return picked | {name: _pick(picked[name], dim, filled) for name, dim in dims.items()}
+
+
+def is_narrow(x: Any) -> bool:
+    """Return whether this is a 16-bit tensor."""
+    return isinstance(x, Tensor) and x.dtype in NARROW
 
 
 def _pick(x: Tensor, dim: int, rows: Sequence[int]) -> Tensor:

@@ -16,9 +16,9 @@ from ...dist.building import map_tensors, tensors_in
 from ...parallel.pg_manager.building import ModuleState
 from ..plain import Plain
 from .judging import WIDER, Judge
-from .quiet import buffers_in, without_autocast
 from .ranks import Ranks
 from .recording import hidden_of
+from .training import buffers_in, without_autocast
 
 
 class Handover(torch.autograd.Function):

@@ -139,8 +139,7 @@ def _agreed(
 ) -> tuple[list[str] | None, str | None]:
     """Return the entries that ranks added for a loss, and `narrow` of `_widest`; all ranks agree.
 
-    The entries are None, with a warning, if `shard_global_batch` did not make the micro-batches or
-    the model is called with an added entry.
+    The entries are None, with a warning, if the batch cannot be rehearsed.
     """
     own = entries_added(micro_batches), *wish_for_float32(model, device)
     added, wished, problems = zip(*all_gather_object(own, manager.world_group), strict=True)
@@ -175,7 +174,8 @@ def _replayed(
     replay, found = run(gives_out=True)
     if found.first is not None or found.problem is not None:
         replay, found = run()
-    if found.problem is not None and _size(plain) <= _ALL_AT_ONCE:
+    size = sum(p.numel() * p.element_size() for p in plain.model.parameters())
+    if found.problem is not None and size <= _ALL_AT_ONCE:
         plain.join_units()
         replay, found = run()
     return replay, found
@@ -196,10 +196,6 @@ def _ran(replay: Replay, run: Callable[[], None]) -> _Found:
         with suppress(PartedError):
             ranks.meet(problem, failed=True)
     return _first_of_all(replay.judge, problem, ranks.manager)
-
-
-def _size(plain: Plain) -> int:
-    return sum(p.numel() * p.element_size() for p in plain.model.parameters())
 
 
 class _Watch(TorchDispatchMode):
