@@ -15,7 +15,7 @@ from ..parallel.context_parallel import ShardedSequences
 from ..parallel.context_parallel.building import DEFAULT
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager, describe_rank
 from ..parallel.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
-from .batches import Batch, MicroBatch
+from .batches import Batch, MicroBatch, token_count
 
 _MARK = "_scaletorch_loss_parallel"
 
@@ -58,6 +58,15 @@ def token_loss_sum(output: Any, labels: Tensor, head: ColumnParallelLinear | Non
             logits, labels, reduction="sum", group=head.group, vocab_size=head.out_features
         )
     return pg_manager.token_loss_sum(logits, labels)
+
+
+def loss_of_tokens(
+    output: Any, batch: LossBatch, *, with_router_loss: bool = False
+) -> tuple[Tensor, int | Tensor]:
+    """Return the sum of token losses and their number, after checking output and labels."""
+    require_logits_alone(output, with_router_loss=with_router_loss)
+    labels = require_labels_fit(getattr(output, "logits", output), batch["labels"], batch.tp_size)
+    return token_loss_sum(output, labels, batch.head), token_count(batch)
 
 
 def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:

@@ -84,16 +84,25 @@ def number_of_next_node() -> int:
     return int(node._sequence_nr()) + 1
 
 
-def penalized_leaves(loss: Tensor, outputs: Iterable[Node | None], first: int) -> list[Tensor]:
-    """Return the leaves that a loss reads in a term that depends on no output of the model.
+class Reads(NamedTuple):
+    """What a loss reads, as its autograd graph shows."""
 
-    Such a term, a penalty, is one number before it is added to terms of outputs. A weight that is
-    multiplied with an output (a head in the loss) does not count, nor does a leaf of one element (a
-    temperature). Nodes numbered below `first` are the model's.
+    beside: list[nn.Parameter]  # trained, and not the model's, such as a temperature
+    hidden: bool  # tensors that the forward made but did not return, such as an auxiliary loss
+    # Leaves in a penalty: a term that depends on no output of the model, and is one number before
+    # it is added to others. A weight that is multiplied with an output (a head in the loss) does
+    # not count, nor does a leaf of one element.
+    penalized: list[Tensor]
+
+
+def read_loss(loss: Tensor, outputs: Iterable[Node | None], first: int, model: nn.Module) -> Reads:
+    """Return what a loss reads beside the model's outputs.
+
+    Nodes older than `first`, the `number_of_next_node()` from before the loss, are the model's.
     """
     ends = set(outputs)
     under: dict[Node, _Under] = {}
-    found: list[Tensor] = []
+    parameters, penalized, hidden = list[nn.Parameter](), list[Tensor](), False
     waiting = [] if loss.grad_fn is None else [(loss.grad_fn, False)]
     while waiting:
         node, entered = waiting.pop()
@@ -102,44 +111,21 @@ def penalized_leaves(loss: Tensor, outputs: Iterable[Node | None], first: int) -
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             under[node] = _Under(False, [variable] if variable.numel() > 1 else [])
+            parameters += [variable] if isinstance(variable, nn.Parameter) else []
         elif node in ends or node._sequence_nr() < first:
             under[node] = _Under(True, [])
+            hidden |= node not in ends
         elif not entered:
             waiting += [(node, True), *((n, False) for n, _ in node.next_functions if n)]
         else:
-            parts = [under[n] for n, _ in node.next_functions if n]
-            leaves = [leaf for part in parts for leaf in part.leaves]
-            computes = any(part.computes for part in parts)
+            inputs = [under[n] for n, _ in node.next_functions if n]
+            leaves = [leaf for each in inputs for leaf in each.leaves]
+            computes = any(each.computes for each in inputs)
             if (not computes and _is_number(node)) or node.name().startswith("CompiledFunction"):
-                found, leaves = found + leaves, []
+                penalized, leaves = penalized + leaves, []
             under[node] = _Under(computes, leaves)
-    return found
-
-
-def read_beside(
-    loss: Tensor, outputs: Iterable[Node | None], first: int, model: nn.Module
-) -> tuple[list[nn.Parameter], bool]:
-    """Return the parameters that a loss trains and that are not the model's, such as a temperature.
-
-    Also return whether it depends on tensors that the model's forward made but did not return, such
-    as an auxiliary loss that a layer keeps as an attribute.
-    """
-    seen: set[Node | None] = {None, *outputs}
-    waiting, leaves, older = [loss.grad_fn], list[nn.Parameter](), False
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
-            leaves.append(variable)
-        elif node._sequence_nr() >= first:
-            waiting += [each for each, _ in node.next_functions]
-        else:
-            older = True
-    own = {id(p) for p in model.parameters()} if leaves else set()
-    return [p for p in leaves if id(p) not in own], older
+    own = {id(p) for p in model.parameters()} if parameters else set()
+    return Reads([p for p in parameters if id(p) not in own], hidden, penalized)
 
 
 @contextmanager
@@ -151,7 +137,7 @@ def gradients_kept(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
         first, made = number_of_next_node(), [x.grad_fn for x in tensors_in(output)]
         found = loss_fn(output, batch)
         for total in tensors_in(found):
-            for p in read_beside(total, made, first, model)[0]:
+            for p in read_loss(total, made, first, model).beside:
                 before.setdefault(id(p), (p, None if p.grad is None else p.grad.clone()))
         return found
 

@@ -22,13 +22,7 @@ from ..parallel.pg_manager import IGNORED, ProcessGroupManager, describe_rank
 from .batches import Batch, Called, counts_nothing, size_of, token_count
 from .forward import terms_of
 from .loss import LossBatch, find_sharded_head, require_labels_fit
-from .loss_reads import (
-    Words,
-    number_of_next_node,
-    penalized_leaves,
-    read_beside,
-    require_no_parameters,
-)
+from .loss_reads import Words, number_of_next_node, read_loss, require_no_parameters
 
 Number = int | float | Tensor
 LossFunction = Callable[[Any, Any], tuple[Tensor, Number]]
@@ -41,6 +35,12 @@ _SHARES = (
     "; with sequence_parallel, what a layer returns beside the hidden states (an auxiliary value "
     "of each token) is of this rank's share of the tokens: sum it over tp by "
     "scaletorch.dist.functional.reduce, or do without sequence_parallel"
+)
+_HIDDEN = (
+    "loss_fn takes tensors of the model that its forward did not return, such as auxiliary losses "
+    "that layers keep as attributes, and with pp_size={} those of other stages are not here: let "
+    "layers pass them on with the hidden states, in one tuple, and let forward return them beside "
+    "its output"
 )
 NOTHING_COUNTS = "no rank's micro-batches have anything that the loss counts"
 _PAIR = "loss_fn(output, micro_batch) must return (sum of the losses, how many they are)"
@@ -108,7 +108,6 @@ class OwnLoss:
 
     def _called(self, output: Any, batch: Called) -> tuple[Tensor, Number]:
         manager, outputs = self._manager, list(tensors_in(output))
-        cut = self._trains and manager.tp_size * manager.pp_size * manager.ep_size > 1
         first, made = number_of_next_node(), [x.grad_fn for x in outputs]
         seen = LossBatch(batch.micro_batch, self._head, manager)
         words = Words(manager, sharded=self._head is not None)
@@ -120,25 +119,16 @@ class OwnLoss:
                 raise
         total, count = _checked_pair(found, trains=self._trains)
         if self._trains:
-            self._look_beside(*read_beside(total, made, first, self._model), known=any(made))
-        if cut:
-            require_no_parameters(penalized_leaves(total, made, first), self._model, manager)
+            reads = read_loss(total, made, first, self._model)
+            for p in reads.beside:
+                self.beside.setdefault(id(p), (p, p.grad is None))
+            if reads.hidden and any(made) and manager.pp_size > 1:
+                raise InvalidArgumentError(f"{describe_rank()}: {_HIDDEN.format(manager.pp_size)}")
+            if manager.tp_size * manager.pp_size * manager.ep_size > 1:
+                require_no_parameters(reads.penalized, self._model, manager)
         dtypes = {x.dtype for x in (found[0], *outputs)}
         self._coarsest = max(self._coarsest, *(i for i, d in enumerate(_DTYPES) if d in dtypes))
         return total, count
-
-    def _look_beside(self, leaves: Sequence[nn.Parameter], older: bool, *, known: bool) -> None:
-        """Record parameters outside the model; in a pipeline refuse tensors hidden in the model."""
-        for p in leaves:
-            self.beside.setdefault(id(p), (p, p.grad is None))
-        if older and known and self._manager.pp_size > 1:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: loss_fn takes tensors of the model that its forward did not "
-                "return, such as auxiliary losses that layers keep as attributes, and with "
-                f"pp_size={self._manager.pp_size} those of other stages are not here: let layers "
-                "pass them on with the hidden states, in one tuple, and let forward return them "
-                "beside its output"
-            )
 
     def _require_tokens(self, output: Any, batch: LossBatch) -> None:
         """Explain a failed loss: raise if logits have only a shard of the labels' tokens."""

@@ -29,8 +29,8 @@ from .forward import Counting, Terms, keep_terms, read_terms, require_manager, r
 from .loss import keep_logits_sharded
 from .plain import Plain
 from .recompute import recompute_layers, require_way
+from .scaling import watch
 from .state import keep_whole_state, whole_shapes
-from .updates import watch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""Compare over ranks how a training loop changes gradients and weights between steps.
+"""Check optimizers, and compare how a loop changes gradients and weights between steps.
+
+An optimizer that needs more than a rank's shards is refused before its first step.
 
 A loop may wrongly clip each rank's gradients by their own norm, or subtract a shard's own mean from
 it. Ranks then use different numbers, even if the parameters that they share stay equal. So this
@@ -11,20 +13,28 @@ whether they are right on shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..dist import all_gather_object
 from ..dist.errors import InvalidArgumentError, MismatchError
 from ..parallel.data_parallel import Shard, parameter_shards
 from ..parallel.data_parallel.building import is_sharded
+from ..parallel.expert_parallel.building import find_expert_cuts
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
+from ..parallel.pg_manager.building import Scope, update_scope
 from ..parallel.tensor_parallel.building import find_cuts
+from .digests import some
+from .forward import terms_of
 
 TENSORS = 8  # tensors that a rank samples in a step; the next step samples others
 ELEMENTS = 256  # at most, from each tensor
@@ -290,12 +300,6 @@ class Scaling:
 scalings: WeakKeyDictionary[nn.Module, Scaling] = WeakKeyDictionary()  # of parallelized models
 
 
-def sample_gradients(model: nn.Module, beside: Iterable[nn.Parameter] = ()) -> None:
-    """Sample the gradients of a model, and of parameters outside it, at the end of a step."""
-    if model in scalings:
-        scalings[model].sample(model, beside)
-
-
 def _is_kept(shard: Shard) -> bool:
     """Return whether a shard's gradient is a plain strided tensor with enough elements."""
     grad = shard.tensor.grad
@@ -322,3 +326,75 @@ def _fits(before: Tensor, after: Tensor, rounding: float) -> Tensor:
     known = (apart <= 4 * rounding * size).to(exact)
     zero = (before == 0).all(1, True) & (after == 0).all(1, True)
     return torch.cat([factor, offset, size, known.masked_fill(zero, -1.0)], 1)
+
+
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # -> its number of parameters
+_hooks: list[Any] = []
+
+
+def watch(model: nn.Module, manager: ProcessGroupManager) -> None:
+    """Check optimizers of a model's parameters at their steps, if there are several ranks.
+
+    Tensor parallelism and sharded optimizers check their own shards.
+    """
+    if manager.world_size == 1:
+        return
+    scalings[model] = Scaling(manager)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Check an optimizer that is new or has more parameters; sample its gradients and rates."""
+    taken = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for model, scaling in list(scalings.items()):
+        if _checked.get(optimizer) != len(taken):
+            _require_own_parameters(optimizer, taken, model)
+            _check(optimizer, taken, model, scaling.manager)
+        scaling.before_update(taken)
+        scaling.note_rates(optimizer)
+    _checked[optimizer] = len(taken)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    """Sample the weights after an optimizer's step."""
+    taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for scaling in list(scalings.values()):
+        scaling.after_update(taken)
+
+
+def _require_own_parameters(optimizer: Optimizer, taken: Container[int], model: nn.Module) -> None:
+    """Refuse an optimizer made before `parallelize`, whose parameters are no longer the model's."""
+    now = dict(model.named_parameters(remove_duplicate=False))
+    before = {name: each() for name, each in terms_of(model).originals.items() if name in now}
+    left = [name for name, p in before.items() if p is not now[name] and id(p) in taken]
+    if left:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {type(optimizer).__name__} has {some(left)} of the plain model, "
+            "which this rank's shards have replaced since parallelize, so these would not be "
+            "trained: make the optimizer of model.parameters() after parallelize"
+        )
+
+
+def _check(
+    optimizer: Optimizer, taken: Container[int], model: nn.Module, manager: ProcessGroupManager
+) -> None:
+    """Refuse an optimizer that needs parameters or experts that this rank does not have."""
+    names = [shard.name for shard in parameter_shards(model) if id(shard.tensor) in taken]
+    if not names:
+        return
+    scope, kind = update_scope(optimizer), type(optimizer).__name__
+    if manager.pp_size > 1 and scope > Scope.PARAMETER:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {kind} {scope.words}, but the stages of a pipeline have other "
+            "parameters: take an optimizer that updates each parameter by itself, or no pipeline"
+        )
+    cuts = find_expert_cuts(model)
+    stacks = [name for name in names if name in cuts]
+    if manager.ep_size > 1 and stacks and scope is not Scope.ELEMENT:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {kind} {scope.words}, but each rank has some of the experts that "
+            f"{stacks[0]} stacks: give experts an optimizer that treats every element alike, such "
+            "as AdamW, or do without expert parallelism"
+        )

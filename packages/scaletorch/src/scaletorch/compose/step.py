@@ -6,7 +6,7 @@ tells all ranks whether one has failed. The first step checks more; see `train_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,18 +22,18 @@ from ..parallel.data_parallel.building import scale_gradients
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
 from .balance import router_loss
-from .batches import Batch, Called, real_positions, real_tokens, token_count
+from .batches import Batch, Called, real_positions, real_tokens
 from .before.buffers import changes_followed
 from .before.initial import failures_named
 from .forward import Terms, manager_of, rehearses, terms_of
-from .loss import find_sharded_head, require_labels_fit, require_logits_alone, token_loss_sum
+from .loss import find_sharded_head, loss_of_tokens, require_logits_alone, token_loss_sum
 from .loss_reads import gradients_kept
 from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss
 from .partial_gradients import summed_once
 from .ready import has_gradients, look_first, ready
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample
-from .scaling import sample_gradients
+from .scaling import scalings
 
 
 def train_step(
@@ -92,7 +92,7 @@ def train_step(
         return _step(model, called, count, manager, terms, scaler, own)
     with failures_named(model, manager, len(micro_batches)):
         look_first(micro_batches, manager, terms)
-        tokens = partial(_of_tokens, model, manager.tp_size)
+        tokens = partial(loss_of_tokens, with_router_loss=terms.router_loss is not None)
         own = own or OwnLoss(tokens, None, model, manager, trains=True)
         with _first_step(model, called, manager, terms):
             return _step(model, called, count, manager, terms, scaler, own)
@@ -245,7 +245,8 @@ def _step(
             terms.counted = _from_last_stage(terms.counted, manager)
         corrected = _corrected(model, float(count) * (terms.counted or 1.0), own, manager)
     take_sample(model)
-    sample_gradients(model, [p for p, _ in own.beside.values()] if own is not None else ())
+    if model in scalings:
+        scalings[model].sample(model, [] if own is None else [p for p, _ in own.beside.values()])
     if own is not None:
         own.settle(loss)
     total = _summed(loss, manager)
@@ -286,15 +287,6 @@ def _mean(total: Tensor, count: Number) -> Tensor:
     if isinstance(count, Tensor):  # on an accelerator, where it stays
         return total / count.clamp(min=1).to(total.device)
     return total / max(count, 1)
-
-
-def _of_tokens(
-    model: DataParallelBucket, tp_size: int, output: Any, batch: Mapping[str, Any]
-) -> tuple[Tensor, Number]:
-    """Return the sum and the number of token losses in a first step, after checking the output."""
-    require_logits_alone(output, with_router_loss=terms_of(model).router_loss is not None)
-    labels = require_labels_fit(getattr(output, "logits", output), batch["labels"], tp_size)
-    return token_loss_sum(output, labels, find_sharded_head(model)), token_count(batch)
 
 
 @contextmanager
