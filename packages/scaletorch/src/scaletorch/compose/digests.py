@@ -239,11 +239,11 @@ def optimizer_lines(optimizer: torch.optim.Optimizer) -> list[str]:
 
 def _shown(value: Any) -> str:
     """Return a number, a string, None or a list of these as text; "" for anything else."""
-    if isinstance(value, Tensor):
-        return repr(value.tolist()) if value.numel() == 1 else ""
     if isinstance(value, tuple | list):
         shown = [_shown(each) for each in value]
         return f"({', '.join(shown)})" if all(shown) else ""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.tolist()
     return repr(value) if isinstance(value, int | float | str | None) else ""
 
 

@@ -43,7 +43,6 @@ _HIDDEN = (
     "its output"
 )
 NOTHING_COUNTS = "no rank's micro-batches have anything that the loss counts"
-_PAIR = "loss_fn(output, micro_batch) must return (sum of the losses, how many they are)"
 
 
 class OwnLoss:
@@ -197,9 +196,8 @@ def checked_count(count: Any) -> float:
     one = isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex()
     value = count.item() if one else count
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        came = _shown(value) if isinstance(value, Tensor) else repr(value)
         raise InvalidArgumentError(
-            f"a count of losses must be a finite number of at least 0, got {came}"
+            f"a count of losses must be a finite number of at least 0, got {_shown(value)}"
         )
     return float(value)
 
@@ -209,25 +207,29 @@ def _checked_pair(found: Any, *, trains: bool) -> tuple[Tensor, Number]:
 
     The value of the count is read later, so that the host need not wait for the device.
     """
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        came = f"{len(found)} values" if isinstance(found, tuple | list) else type(found).__name__
-        raise InvalidArgumentError(f"{_PAIR}; it returned {came}")
-    total, count = found
-    if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
-        came = _shown(total) if isinstance(total, Tensor) else type(total).__name__
-        raise InvalidArgumentError(f"{_PAIR}: the sum is one floating-point element, got {came}")
+    pair = tuple(found) if isinstance(found, tuple | list) else (found,)
+    total, count = pair if len(pair) == 2 else (None, None)
+    if not (
+        isinstance(total, Tensor)
+        and total.numel() == 1
+        and total.is_floating_point()
+        and isinstance(count, int | float | Tensor)
+        and not (isinstance(count, Tensor) and (count.numel() != 1 or count.is_complex()))
+    ):
+        raise InvalidArgumentError(
+            "loss_fn(output, micro_batch) must return (sum of the losses, one floating-point "
+            f"element; their number); it returned {'; '.join(map(_shown, pair))}"
+        )
     if trains and not total.requires_grad:
-        raise InvalidArgumentError(f"{_PAIR}: the sum has no gradient; do not detach it")
-    if not isinstance(count, int | float | Tensor):
-        raise InvalidArgumentError(f"{_PAIR}: the count is a number, got {type(count).__name__}")
-    if isinstance(count, Tensor) and (count.numel() != 1 or count.is_complex()):
-        raise InvalidArgumentError(f"{_PAIR}: the count is a number, got {_shown(count)}")
+        raise InvalidArgumentError("the sum of loss_fn has no gradient: do not detach it")
     wide = torch.promote_types(total.dtype, torch.float32)
     return total.reshape(()).to(wide), count.detach() if isinstance(count, Tensor) else count
 
 
-def _shown(tensor: Tensor) -> str:
-    return f"a tensor of shape {list(tensor.shape)}, {tensor.dtype}"
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}, {value.dtype}"
+    return repr(value) if isinstance(value, int | float | None) else type(value).__name__
 
 
 def _nothing(output: Any) -> Tensor:

@@ -24,6 +24,10 @@ from ..parallel.pg_manager.building import eagerly
 from ..parallel.tensor_parallel.building import GradientSums, Reach, find_sums, whole_parameters
 from .forward import pipeline_of
 
+_APART = (
+    "Use one parameter inside of parallel regions, or on shares of sequences, and another outside"
+)
+
 
 @dataclass(slots=True)
 class _Partial:
@@ -136,8 +140,7 @@ def _compare(
     if both:
         raise InvalidArgumentError(
             f"{describe_rank()}: {', '.join(both[:4])}: the gradient is whole on some stages or "
-            "ranks, and a term of a sum over the tensor-parallel ranks on others. Use one "
-            "parameter inside of parallel regions, or on shares of sequences, and another outside"
+            f"ranks, and a term of a sum over the tensor-parallel ranks on others. {_APART}"
         )
     for name, each in known.whole.items():
         known.sums.note(each, found[name])
@@ -174,8 +177,8 @@ def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
     for name, (whole, part) in zip(late, found.tolist(), strict=True):
         if whole and part:
             raise InvalidArgumentError(
-                f"{describe_rank()}: {name} was used both inside of parallel regions, or on shares "
-                "of sequences, and outside; use one parameter inside and another outside"
+                f"{describe_rank()}: {name} was used both inside of parallel regions and outside. "
+                f"{_APART}"
             )
         if not part and not whole:
             known.sums.refuse_hidden(name)

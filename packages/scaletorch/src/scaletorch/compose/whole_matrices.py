@@ -162,6 +162,7 @@ def _replace(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
 
 def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
     """Make the optimizer's `step`, `zero_grad` and state dict handle its whole matrices."""
+    names = [matrix.shard.name for exchange in exchanges for matrix, _ in exchange.wholes]
 
     def before(this: Optimizer, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -182,6 +183,13 @@ def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
         for exchange in exchanges:
             exchange.note_versions()
 
+    def refuse_others(_: Optimizer, state: Mapping[str, Any]) -> None:
+        if state.get("whole") != names:
+            raise StateError(
+                f"{describe_rank()}: this state is not of this rank's whole matrices: "
+                "state_dict() is one rank's part on one layout; use scaletorch.checkpoint instead"
+            )
+
     optimizer.register_step_pre_hook(before)
     handle = optimizer.register_step_post_hook(after)
     # Run before a sharded optimizer sends the updated shards to other ranks.
@@ -190,8 +198,8 @@ def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
     optimizer.register_step_post_hook(settled)
     # Torch's scaler would look for gradients on the shards: let it call step, which then raises.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-    optimizer.register_state_dict_post_hook(partial(_name, exchanges))
-    optimizer.register_load_state_dict_pre_hook(partial(_refuse_others, exchanges))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "whole": names})
+    optimizer.register_load_state_dict_pre_hook(refuse_others)
     inner = vars(optimizer).get("zero_grad", partial(_own_zero_grad, weakref.ref(optimizer)))
     optimizer.zero_grad = partial(_zero_grad, inner, exchanges)  # type: ignore[method-assign]
 
@@ -213,22 +221,6 @@ def _zero_grad(
                 shard.grad = None
             elif shard.grad is not None:
                 shard.grad.zero_()
-
-
-def _names(exchanges: list[Exchange]) -> list[str]:
-    return [matrix.shard.name for exchange in exchanges for matrix, _ in exchange.wholes]
-
-
-def _name(exchanges: list[Exchange], _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "whole": _names(exchanges)}
-
-
-def _refuse_others(exchanges: list[Exchange], _: Optimizer, state: Mapping[str, Any]) -> None:
-    if state.get("whole") != _names(exchanges):
-        raise StateError(
-            f"{describe_rank()}: this state is not of this rank's whole matrices: state_dict() is "
-            "one rank's part on one layout; use scaletorch.checkpoint instead"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...dist.building import map_tensors, tensors_in
 from ...parallel.pg_manager.building import ModuleState
-from ..plain import Plain
-from .judging import WIDER, Judge
-from .ranks import Ranks
+from .judging import WIDER
 from .recording import hidden_of
 from .training import buffers_in, without_autocast
+
+if TYPE_CHECKING:
+    from .replay import Replay
 
 
 class Handover(torch.autograd.Function):
@@ -40,43 +41,6 @@ class Handover(torch.autograd.Function):
 
 
 @dataclass(slots=True)
-class Both:
-    """The plain model, with the tensors of the layout's ranks."""
-
-    plain: Plain
-    ranks: Ranks
-    judge: Judge
-    random: set[str] = field(default_factory=set)  # units with another result in each run
-    _held: tuple[str, dict[str, Tensor]] | None = None
-
-    def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-        """Return the whole weights of a unit or of the root, gathered from all ranks.
-
-        The weights of the last owner are kept, so a rank can get them again without communication.
-        """
-        if self._held is None or self._held[0] != owner:
-            self._held = None  # free these before others are gathered
-            self._held = owner, self.ranks.weights(self.plain.owners[owner])
-        found = self._held[1]
-        made = {
-            name: nn.Parameter(
-                weight if wide is None or not weight.is_floating_point() else weight.to(wide),
-                requires_grad=self.ranks.trains(name)
-                and (weight.is_floating_point() or weight.is_complex()),
-            )
-            for name, weight in found.items()
-        }
-        for name, hooks in self.plain.hooks.items():
-            for hook in hooks if name in made and made[name].requires_grad else ():
-                made[name].register_hook(hook)
-        return made
-
-    def keep(self, owner: str, weights: dict[str, Tensor]) -> None:
-        """Keep a unit's whole weights, so that `weights` returns them without communication."""
-        self._held = owner, weights
-
-
-@dataclass(slots=True)
 class Made:
     """One run of a unit: leaves and outputs have the hidden states first."""
 
@@ -94,7 +58,7 @@ Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
 class Call:
     """One call of a unit by the plain root, on the ranks' hidden states."""
 
-    both: Both
+    replay: Replay
     done: Callable[[Call, Mapping[str, Tensor | None]], None]  # takes the weights' gradients
     name: str
     run: Callable[..., Any]  # the unit's own call
@@ -112,7 +76,7 @@ class Call:
 
     def again(self, way: int | None = None) -> Made:
         """Run the unit once more, from its state before the call; for `way` see `make`."""
-        now = ModuleState(self.both.plain.units[self.name].modules())
+        now = ModuleState(self.replay.plain.units[self.name].modules())
         self.before.put_back()
         try:
             return self.make(way)
@@ -140,13 +104,13 @@ class Call:
             return leaves[id(x)]
 
         args, kwargs = map_tensors(leaf, (self.args, self.kwargs))
-        weights = self.both.weights(self.name, wide)
-        unit = self.both.plain.units[self.name]
+        weights = self.replay.weights(self.name, wide)
+        unit = self.replay.plain.units[self.name]
         with (
-            self.both.plain.lent(self.name, weights),
+            self.replay.plain.lent(self.name, weights),
             buffers_in(unit, wide),
             saved_tensors_hooks(_itself, _itself),  # override hooks of a checkpoint around the call
-            self.both.judge.casts(),
+            self.replay.judge.casts(),
         ):
             result = self.run(*args, **kwargs)
         y = hidden_of(result)
@@ -178,7 +142,7 @@ class Call:
         if self.given_out:
             hidden = self.handed[0]  # the unit's input has the same shape
             return [
-                self.both.ranks.join(self.name, self.turn, "given_gradient", hidden.shape).tensor
+                self.replay.ranks.join(self.name, self.turn, "given_gradient", hidden.shape).tensor
             ]
         with torch.enable_grad():
             made = self.again()
@@ -201,11 +165,11 @@ class Call:
     ) -> Tensor | None:
         """Compare the ranks' tensor with `theirs`; return the ranks', or `theirs` if not known."""
         of = self.handed[0] if kind.startswith("made") or self.hidden is None else self.hidden
-        ours, known = self.both.ranks.join(self.name, self.turn, kind, of.shape)
+        ours, known = self.replay.ranks.join(self.name, self.turn, kind, of.shape)
         if not known:
             return theirs
-        if self.both.ranks.runs(self.name) and self.name not in self.both.random:
-            self.both.judge.compare(what, ours, theirs, is_hidden=True, other=other)
+        if self.replay.ranks.runs(self.name) and self.name not in self.replay.random:
+            self.replay.judge.compare(what, ours, theirs, is_hidden=True, other=other)
         return theirs if ours is None else ours.to(of.dtype)
 
     def gradients(self, made: Made) -> Gradients:
@@ -218,7 +182,7 @@ class Call:
         ]
         if pairs and (made.inputs or trained):
             # Not autograd.grad, which a reentrant checkpoint refuses; all leaves are new.
-            plain = self.both.plain
+            plain = self.replay.plain
             with plain.lent(self.name, made.weights), plain.within(self.name):
                 torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
         return [x.grad for x in made.inputs], {name: w.grad for name, w in trained.items()}
@@ -257,7 +221,7 @@ class Call:
         self._others.clear()
 
     def _wider(self) -> torch.dtype:
-        weights = self.both.weights(self.name).values()
+        weights = self.replay.weights(self.name).values()
         dtypes = [w.dtype for w in weights if w.dtype in WIDER]
         return WIDER.get(dtypes[0] if dtypes else torch.float32, torch.float64)
 

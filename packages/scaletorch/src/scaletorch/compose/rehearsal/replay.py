@@ -17,21 +17,29 @@ from typing import Any, cast
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...dist.building import map_tensors
 from ...parallel.pg_manager.building import ModuleState
+from ..plain import Plain
 from ..summation import root_mean_square
-from .calls import Both, Call, Handover, sum_of
+from .calls import Call, Handover, sum_of
+from .judging import Judge
+from .ranks import Ranks
 from .recording import hidden_of, is_same
 
 
 @dataclass(slots=True)
-class Replay(Both):
+class Replay:
     """One run of the plain model; if `gives_out`, ranks run different units."""
 
-    unasked: list[str] = field(default_factory=list)
+    plain: Plain
+    ranks: Ranks
+    judge: Judge
     gives_out: bool = False
+    unasked: list[str] = field(default_factory=list)  # what could not be compared, and why
+    random: set[str] = field(default_factory=set)  # units with another result in each run
+    _held: tuple[str, dict[str, Tensor]] | None = None  # the last owner and its whole weights
     _given_out: int = 0
     _own: Callable[[], None] | None = None
     _turns: dict[str, int] = field(default_factory=dict)
@@ -69,6 +77,28 @@ class Replay(Both):
                 self._add(name, weight.grad)
         for owner in ("", *self.plain.units):
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
+
+    def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
+        """Return the whole weights of a unit or of the root, gathered from all ranks.
+
+        The weights of the last owner are kept, so a rank can get them again without communication.
+        """
+        if self._held is None or self._held[0] != owner:
+            self._held = None  # free these before others are gathered
+            self._held = owner, self.ranks.weights(self.plain.owners[owner])
+        found = self._held[1]
+        made = {
+            name: nn.Parameter(
+                weight if wide is None or not weight.is_floating_point() else weight.to(wide),
+                requires_grad=self.ranks.trains(name)
+                and (weight.is_floating_point() or weight.is_complex()),
+            )
+            for name, weight in found.items()
+        }
+        for name, hooks in self.plain.hooks.items():
+            for hook in hooks if name in made and made[name].requires_grad else ():
+                made[name].register_hook(hook)
+        return made
 
     def _add_penalties(self, loss: Tensor) -> bool:
         """Add gradients of weights that the loss reads directly; return whether there are any.
@@ -199,7 +229,7 @@ class Replay(Both):
     ) -> None:
         """Run a unit, and compare its output and gradients with the ranks'."""
         name, compare = call.name, self.judge.compare
-        self.keep(name, weights)
+        self._held = name, weights
         with torch.enable_grad():
             made = call.again()
         output, again = made.outputs[0], call.output_again
