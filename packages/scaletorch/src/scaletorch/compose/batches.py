@@ -65,7 +65,7 @@ class Called(dict[str, Tensor]):
 
 
 def shard_global_batch(
-    batch: Any,
+    batch: Mapping[str, Any],
     num_micro_batches: int,
     manager: ProcessGroupManager | None = None,
     *,
@@ -148,8 +148,7 @@ def _sequences(
         raise InvalidArgumentError(
             f"cp divides the positions of sequences, and it is not known where this batch of "
             f"{', '.join(batch)} has them: name their dims, shard_global_batch(..., "
-            f"sequence_dims={{{next(iter(batch))!r}: 1}}), or take cp_size=1 and the ranks for "
-            "dp, tp or pp"
+            f"sequence_dims={{{next(iter(batch))!r}: 1}}), or take cp_size=1"
         )
     of_tokens = sequence_shape(batch) is not None
     if layout != "zigzag" or not of_tokens:  # zigzag pads tokens of any length
@@ -282,9 +281,9 @@ def token_count(batch: Any) -> int | Tensor:
     labels = batch.get("labels")
     if labels is None:
         raise InvalidArgumentError(
-            "a micro-batch without labels does not say how many losses it has, which has to be "
-            "known before where gradients of several steps add up or a router's auxiliary loss is "
-            "added: pass train_step(..., count_fn=), a function of the micro-batch that returns it"
+            "a micro-batch has no labels, by which losses are counted before a step if gradients "
+            "of several steps add up or a router's auxiliary loss is added: pass train_step(..., "
+            "count_fn=), a function of the micro-batch that returns the number of its losses"
         )
     if labels.is_floating_point() or labels.is_complex():
         raise InvalidArgumentError(f"labels must be integer tensors, got {labels.dtype}")

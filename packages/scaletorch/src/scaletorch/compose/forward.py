@@ -162,9 +162,8 @@ def require_own_names(model: object) -> None:
     """Refuse the wrapper that `torch.compile(model)` returns: its names and hooks differ."""
     if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
         raise InvalidArgumentError(
-            "torch.compile(model) returns a module around the model, in which every parameter has "
-            "another name: compile in place, before or after parallelize, each layer "
-            "(layer.compile()) or all of it (model.compile())"
+            "torch.compile(model) returns a module around the model, and gives parameters other "
+            "names: compile in place, by model.compile() or layer.compile()"
         )
 
 

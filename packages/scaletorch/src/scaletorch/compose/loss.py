@@ -137,9 +137,8 @@ def require_loss_batch(batch: object, caller: str) -> LossBatch:
     if isinstance(batch, LossBatch):
         return batch
     raise InvalidArgumentError(
-        f"{caller} takes the micro-batch that loss_fn(output, micro_batch) was given, which knows "
-        f"where its positions and logits lie; a {type(batch).__name__} does not. Call it within a "
-        "loss_fn, or within a function given to forward_step"
+        f"{caller} takes the micro-batch that loss_fn(output, micro_batch) was given, got a "
+        f"{type(batch).__name__}: call it within a loss_fn, or a function given to forward_step"
     )
 
 

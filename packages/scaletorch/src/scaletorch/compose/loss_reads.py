@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..dist.building import tensors_in
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
+from .digests import some
 from .forward import terms_of
 
 _PICKS: Mapping[Callable[..., Any], tuple[int, str]] = {  # position and name of the word indices
@@ -26,8 +27,7 @@ _PICKS: Mapping[Callable[..., Any], tuple[int, str]] = {  # position and name of
 }
 _GATHERED = (
     "the layer that makes them is cut by columns and gathers nothing: name it 'column_gather' in "
-    "the plan; a head that is F.linear(x, embedding.weight) is a layer of its own then, nn.Linear "
-    "with the embedding's weight, or the embedding stays out of the plan"
+    "the plan; in place of F.linear(x, embedding.weight) take an nn.Linear with that weight"
 )
 _PARALLEL = (
     "loss_parallel=True keeps them so: take token_losses, token_log_probs, log_probs and "
@@ -173,10 +173,8 @@ def require_no_parameters(
         return
     sizes = {axis: getattr(manager, f"{axis}_size") for axis in ("tp", "pp", "ep")}
     cut = ", ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
-    shown = ", ".join(read[:3]) + (f" and {len(read) - 3} more" if len(read) > 3 else "")
     raise InvalidArgumentError(
-        f"{describe_rank()}: loss_fn reads parameters of the model for a penalty ({shown}), and "
-        f"with {cut} a rank has shards or some of them alone, so it would be another one on each "
-        "rank. Use the optimizer's weight_decay, or add the penalty's gradient to each parameter's "
-        ".grad between train_step and optimizer.step()"
+        f"{describe_rank()}: loss_fn reads parameters of the model for a penalty ({some(read)}), "
+        f"and with {cut} each rank has others of them. Use the optimizer's weight_decay, or add "
+        "the penalty's gradient to each .grad between train_step and optimizer.step()"
     )

@@ -32,15 +32,13 @@ CountFunction = Callable[[Any], Number]
 _ROUNDINGS, _MOST = 128, 1e-3
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # finest first
 _SHARES = (
-    "; with sequence_parallel, what a layer returns beside the hidden states (an auxiliary value "
-    "of each token) is of this rank's share of the tokens: sum it over tp by "
-    "scaletorch.dist.functional.reduce, or do without sequence_parallel"
+    "; with sequence_parallel, values that layers return beside the hidden states are of this "
+    "rank's tokens: sum them over tp by scaletorch.dist.functional.reduce"
 )
 _HIDDEN = (
     "loss_fn takes tensors of the model that its forward did not return, such as auxiliary losses "
-    "that layers keep as attributes, and with pp_size={} those of other stages are not here: let "
-    "layers pass them on with the hidden states, in one tuple, and let forward return them beside "
-    "its output"
+    "kept as attributes, and with pp_size={} those of other stages are missing: let layers pass "
+    "them on in a tuple with the hidden states, and let forward return them"
 )
 NOTHING_COUNTS = "no rank's micro-batches have anything that the loss counts"
 

@@ -28,10 +28,9 @@ from .scaling import FACTS, scalings
 _ASKS = 2**20  # a rank that wants a rehearsal adds this to the count of ranks with a loss_fn
 _APART = (TOKENS, "labels")  # entries that are not passed on by name
 _OTHERWISE = (
-    "{} counts its positions from behind its padding index, and where sequences are divided it has "
-    "to be given them: let shard_global_batch ask the model, shard_global_batch(..., model=model), "
-    "put them into the global batch as position_ids [B, L], or leave sequences whole (cp_size=1, "
-    "sequence_parallel=False)"
+    "{} counts its positions from behind its padding index, and has to be given them where "
+    "sequences are divided: call shard_global_batch(..., model=model), or put position_ids [B, L] "
+    "into the global batch"
 )
 
 

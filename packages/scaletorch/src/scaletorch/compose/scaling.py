@@ -47,29 +47,26 @@ FACTS = (
 )  # fmt: skip
 SAME = 1e-6  # relative tolerance; an eighth of the dtype's epsilon, if that is larger
 CLIPPED = (
-    "gradients were scaled by different factors on different ranks between train_step and the "
-    "optimizer's step: {}. Likely each rank clipped by the norm of its own shards, stage or "
-    "experts, as torch.nn.utils.clip_grad_norm_ does: use scaletorch.compose.clip_grad_norm_("
-    "model, max_norm), and go on from a checkpoint from before. To train some layers faster than "
-    "others, set the lr of the optimizer's groups"
+    "ranks scaled gradients by different factors between train_step and the optimizer's step: {}. "
+    "To clip, use scaletorch.compose.clip_grad_norm_(model, max_norm), since torch's takes the "
+    "norm of a rank's own shards; to train layers at other rates, set lr in the optimizer's groups"
 )
 OF_SHARDS = (
-    "the {} was changed differently on tp ranks, each of which has a shard of it: {}. Likely the "
-    "training loop used a statistic of it, such as its mean or norm, which of a shard is another "
-    "than of the whole: sum it over manager.tp_group, or take it of full_state_dict(model), and go "
-    "on from a checkpoint from before"
+    "the {} was changed differently on tp ranks, each of which has a shard of it: {}. A statistic "
+    "such as its mean or norm has to be of the whole: sum it over manager.tp_group, or take it of "
+    "full_state_dict(model)"
 )
 STEERED = (
-    "the learning rates of optimizers have changed otherwise on some ranks: {}. Likely they follow "
-    "a number that each rank has of its own shards or stage, such as a norm of its gradients: take "
-    "scaletorch.compose.global_grad_norm(model) or the loss of train_step, and go on from a "
-    "checkpoint from before"
+    "the learning rates of optimizers have changed otherwise on some ranks: {}. They may follow "
+    "scaletorch.compose.global_grad_norm(model) or the loss of train_step, but no norm of a rank's "
+    "own gradients"
 )
 OF_NOBODY = (
     "an optimizer has updated a parameter of shape {} that loss_fn uses and that is not the "
-    "model's, whose gradient is not summed over ranks. Make it the model's, whose forward returns "
-    "it beside its output or uses it, and go on from a checkpoint from before"
+    "model's, whose gradient is not summed over ranks: make it the model's, whose forward returns "
+    "it beside its output or uses it"
 )
+BACK = "; go on from a checkpoint from before"
 
 
 class Fit(NamedTuple):
@@ -150,7 +147,9 @@ class Scaling:
     def require_own(self) -> None:
         """Refuse an update of a parameter outside the model by this rank's gradient alone."""
         if self._strange:
-            raise InvalidArgumentError(f"{describe_rank()}: {OF_NOBODY.format(self._strange)}")
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {OF_NOBODY.format(self._strange)}{BACK}"
+            )
 
     def after_update(self, taken: Collection[int]) -> None:
         """Copy elements of some weights that an optimizer has updated and tp shards."""
@@ -210,7 +209,7 @@ class Scaling:
             everyone = all_gather_object((own, describe_rank()), self.manager.world_group)
             known = [(number, rank) for number, rank in everyone if number is not None]
             texts = [f"by {number:.6g} on {rank}" for number, rank in (min(known), max(known))]
-            raise MismatchError(f"{describe_rank()}: {words.format(', '.join(texts))}")
+            raise MismatchError(f"{describe_rank()}: {words.format(', '.join(texts))}{BACK}")
 
     def _look_up(self, model: nn.Module) -> None:
         found = [each for each in parameter_shards(model) if _is_kept(each)]
@@ -294,7 +293,7 @@ class Scaling:
                         for where, each in ((other, known), (rank, fit))
                     ]
                     what = OF_SHARDS.format(" ".join(key), ", ".join(texts))
-                    raise MismatchError(f"{describe_rank()}: {what}")
+                    raise MismatchError(f"{describe_rank()}: {what}{BACK}")
 
 
 scalings: WeakKeyDictionary[nn.Module, Scaling] = WeakKeyDictionary()  # of parallelized models

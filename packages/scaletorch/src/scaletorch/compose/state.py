@@ -157,8 +157,7 @@ def _save(kind: type[Any], module: nn.Module, shapes: Shapes, *args: Any, **kwar
     ):
         return kind.save_pretrained(module, *args, **kwargs)
     raise StateError(
-        f"{describe_rank()}: {kind.__name__}.save_pretrained would write this rank's shards or "
-        "stage for the whole model: call scaletorch.checkpoint.export_safetensors(model, folder) "
-        "on all ranks, and model.config.save_pretrained(folder) on one; or export_adapter for an "
-        "adapter; or pass state_dict=scaletorch.compose.full_state_dict(model), made on all ranks"
+        f"{describe_rank()}: {kind.__name__}.save_pretrained would write this rank's shards as the "
+        "whole model: call scaletorch.checkpoint.export_safetensors(model, folder), or "
+        "export_adapter, on all ranks; or pass state_dict=full_state_dict(model), made on all ranks"
     )

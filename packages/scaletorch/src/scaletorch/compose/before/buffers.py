@@ -128,8 +128,7 @@ def changes_followed(
     if one and (counters := changes.counters()):
         warnings.warn(
             f"the forward counts in attribute {counters[0]}, and {_runs(model, num_micro_batches)} "
-            "it several times for one batch: what begins or ends by that count does so earlier "
-            "than in one process. Count steps in the training loop",
+            "it several times for one batch: count steps in the training loop",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -128,27 +128,17 @@ _OF_CODE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, As
 _NOT_OF_CODE = (ScaletorchError, torch.OutOfMemoryError, NotImplementedError, RecursionError)
 _COMMUNICATION = ("torch.distributed", ".dist.")  # substrings of Python module names
 _WAYS_OUT = {
-    "dp": (
-        "dp and micro-batches leave each forward some of the batch's rows, and a number of rows "
-        "that the module has fixed does not fit that: take it of the input"
-    ),
-    "tp": (
-        "tp leaves each rank its share of the heads and features, and a size that the module takes "
-        "from its config, an attribute or its whole input, or something that it makes for all "
-        "heads, does not fit that: write -1 for the size, or let the plan divide the attribute "
-        "(Divide('num_heads')), style what makes features that are needed together "
-        "'column_gather', what takes them 'row_split' and parameters of each head PerHead('name'), "
-        "or leave the module out; or use tp_size=1"
-    ),
-    "cp": (
-        "cp leaves each rank its part of every sequence, and what the module makes of the whole "
-        "length (a mask, positions, blocks) does not fit that: use cp_size=1"
-    ),
-    "ep": (
-        "each rank has some of the experts, and the module wants all of them: use ep_size=1, name "
-        "the experts in a plan, or let them keep their number in an attribute such as num_experts, "
-        "which is set to this rank's"
-    ),
+    "dp": "dp and micro-batches leave each forward some of the batch's rows, and a number of rows "
+    "that the module has fixed does not fit that: take it of the input",
+    "tp": "tp leaves each rank its share of the heads and features, and a size that the module "
+    "takes from its config, an attribute or its whole input does not fit that: write -1 for the "
+    "size, or let the plan divide the attribute (Divide('num_heads')), gather what is needed "
+    "together ('column_gather'), split what is not ('row_split', PerHead('name')), or leave the "
+    "module out; or use tp_size=1",
+    "cp": "cp leaves each rank its part of every sequence, and what the module makes of the whole "
+    "length (a mask, positions, blocks) does not fit that: use cp_size=1",
+    "ep": "each rank has some of the experts, and the module wants all of them: use ep_size=1, "
+    "name the experts in a plan, or let them keep their number in an attribute such as num_experts",
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from ...parallel.pg_manager.building import ModuleState
 from .judging import WIDER
 from .recording import hidden_of
 from .training import buffers_in, without_autocast
-
-if TYPE_CHECKING:
-    from .replay import Replay
 
 
 class Handover(torch.autograd.Function):
@@ -58,7 +55,7 @@ Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
 class Call:
     """One call of a unit by the plain root, on the ranks' hidden states."""
 
-    replay: Replay
+    replay: Any  # the `Replay` that runs the root
     done: Callable[[Call, Mapping[str, Tensor | None]], None]  # takes the weights' gradients
     name: str
     run: Callable[..., Any]  # the unit's own call

@@ -147,7 +147,7 @@ def _agreed(
     if None in added:
         _say(
             f"{terms.name} is not rehearsed: its micro-batches, or entries of them, do not come "
-            "from shard_global_batch, which takes a batch on its device too"
+            "from shard_global_batch"
         )
         return None, narrow
     return sorted({name for names in added for name in names or ()}), narrow
