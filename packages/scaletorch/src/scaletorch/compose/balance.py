@@ -89,7 +89,11 @@ def router_loss(
         )
     scores = torch.cat([x.reshape(-1, x.shape[-1]) for x in given]).softmax(-1)
     index = scores.topk(wanted.top_k, dim=-1).indices
-    valid = None if real is None else _rows(real, given, manager, shares_sequences)
+    valid = None  # a mask of the rows of all layers' logits
+    if real is not None and shares_sequences:
+        real = real.tensor_split(manager.tp_size, dim=1)[manager.tp_rank]
+    if real is not None:
+        valid = real.reshape(-1).repeat(len(given))
     counts = count_tokens(index, scores.shape[-1], valid=valid)
     groups = [manager.cp_dp_group, *([manager.tp_group] if shares_sequences else [])]
     for group in groups:
@@ -101,12 +105,3 @@ def router_loss(
         all_reduce(total, group=manager.tp_group)
         part = part + (total - part).detach()
     return part
-
-
-def _rows(
-    real: Tensor, logits: Sequence[Tensor], manager: ProcessGroupManager, shares_sequences: bool
-) -> Tensor:
-    """Return a mask of the rows of all layers' logits whose tokens count."""
-    if shares_sequences:
-        real = real.tensor_split(manager.tp_size, dim=1)[manager.tp_rank]
-    return real.reshape(-1).repeat(len(logits))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -135,7 +135,7 @@ def shard_global_batch(
     sequences = _sequences(entries, positions, layout, manager)
     counted = entries.get(POSITIONS) is None
     cut = Cut(layout, counted, entries, sequences, own_rows, dims, sequence_dims or {})
-    return _sharded((_rows(entries, dims, share) for share in shares), cut, positions)
+    return [_micro_batch(cut, share, positions) for share in shares]
 
 
 def _sequences(
@@ -159,32 +159,33 @@ def _sequences(
     return ShardedSequences(positions.length, layout=layout, cu_seqlens=documents, group=group)
 
 
-def _sharded(parts: Iterable[_Rows], cut: Cut, positions: Positions | None) -> list[Batch]:
-    """Return micro-batches with this rank's positions, and with the entries without rows."""
-    divided = cut.sequences is not None and cut.sequences.ring.size > 1
-    # The model counts positions itself, as it does in one process (perhaps not from 0).
-    counts = cut.counted and not divided and cut.whole.get("cu_seq_lens_q") is None
-    whole = {n: cut.whole[n] for n, dim in cut.row_dims.items() if dim is None and n != POSITIONS}
-    shards: list[Batch] = []
-    for part in parts:
-        shard = part.entries | whole
-        if positions is not None and cut.sequences is not None:
-            shard |= _own_positions(part.entries, shard, cut.sequences, positions)
-        if counts:
-            shard.pop(POSITIONS, None)
-        shards.append(MicroBatch(shard, cut, is_empty=part.is_empty))
-    return shards
-
-
-def _own_positions(
-    rows: Batch, entries: Batch, sequences: ShardedSequences, positions: Positions
-) -> dict[str, Tensor]:
-    """Return this rank's shard of every entry that has positions."""
-    named = {n: sequences.shard_tensor(entries[n], dim) for n, dim in positions.dims.items()}
-    if TOKENS not in rows:
-        return named
-    known = {n: x for n, x in rows.items() if n not in positions.dims.keys() | positions.whole}
-    return sequences.shard(known, shifted=True) | named
+def _micro_batch(cut: Cut, share: range, positions: Positions | None) -> MicroBatch:
+    """Return this rank's positions of a range of rows; for an empty range, of one made-up row."""
+    batch, sequences = cut.whole, cut.sequences
+    start, count = (share.start, len(share)) if share else (0, 1)
+    rows = {name: batch[name] for name in (POSITIONS, *CU_SEQLENS) if name in batch}
+    rows |= {
+        name: batch[name].narrow(dim, start, count)
+        if batch[name].shape[dim]
+        else _made_row(name, batch[name], dim)
+        for name, dim in cut.row_dims.items()
+        if dim is not None
+    }
+    if not share and "labels" in rows:
+        rows["labels"] = torch.full_like(rows["labels"], IGNORED)
+    entries = dict(rows)
+    entries |= {n: batch[n] for n, dim in cut.row_dims.items() if dim is None and n != POSITIONS}
+    if positions is not None and sequences is not None:
+        named = {n: sequences.shard_tensor(entries[n], dim) for n, dim in positions.dims.items()}
+        if TOKENS in rows:
+            left_out = positions.dims.keys() | positions.whole
+            known = {n: x for n, x in rows.items() if n not in left_out}
+            entries |= sequences.shard(known, shifted=True)
+        entries |= named
+    divided = sequences is not None and sequences.ring.size > 1
+    if cut.counted and not divided and batch.get("cu_seq_lens_q") is None:
+        entries.pop(POSITIONS, None)  # the model counts them, as in one process (maybe not from 0)
+    return MicroBatch(entries, cut, is_empty=not share)
 
 
 def require_whole_number(name: str, value: object, least: int | None = None) -> None:
@@ -205,27 +206,6 @@ def _split(rows: range, shares: int) -> list[range]:
     size, longer = divmod(len(rows), shares)
     ends = [index * size + min(index, longer) for index in range(shares + 1)]
     return [rows[start:end] for start, end in pairwise(ends)]
-
-
-class _Rows(NamedTuple):
-    """The entries of one micro-batch: its rows, and entries known to be the same for all rows."""
-
-    entries: dict[str, Tensor]
-    is_empty: bool
-
-
-def _rows(batch: Batch, dims: Mapping[str, int | None], share: range) -> _Rows:
-    """Return a range of a batch's rows; for an empty range, one row without labels."""
-    known = {name: batch[name] for name in (POSITIONS, *CU_SEQLENS) if name in batch}
-    found = {n: (batch[n], dim) for n, dim in dims.items() if dim is not None}
-    start, count = (share.start, len(share)) if share else (0, 1)
-    rows = {
-        name: entry.narrow(dim, start, count) if entry.shape[dim] else _made_row(name, entry, dim)
-        for name, (entry, dim) in found.items()
-    }
-    if not share and "labels" in rows:
-        rows["labels"] = torch.full_like(rows["labels"], IGNORED)
-    return _Rows(known | rows, not share)
 
 
 def _made_row(name: str, entry: Tensor, dim: int) -> Tensor:

@@ -56,11 +56,9 @@ def check_replicas(
     `optimizer.step()`, when gradients are the same on all ranks. It reads all of these once, and
     each rank sends 8 bytes and a hash of the name for each tensor.
 
-    It finds ranks that drift apart because they have other weights, rates or seeds, swapped
-    collectives or faulty memory. Different batches within tp or pp show in no tensor, since ranks
-    share the sums of gradients: pass the whole batch in `values`. It cannot find errors that are
-    the same on all ranks, nor errors in shards that only one rank has, except for parameters that
-    are not finite.
+    Different batches within tp or pp show in no tensor, since ranks share the sums of gradients:
+    pass the whole batch in `values`. It cannot find errors that are the same on all ranks, nor
+    errors in shards that only one rank has, except for parameters that are not finite.
 
     Args:
         model: The model that `parallelize` returned.

@@ -57,18 +57,17 @@ class Words(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _PICKS:
             place, name = _PICKS[func]
+            logits = args[0] if args else kwargs.get("input")
             words = args[place] if len(args) > place else kwargs.get(name)
-            dim = args[1] if name == "index" and len(args) > 1 else kwargs.get("dim", -1)
-            self._require(args[0] if args else kwargs.get("input"), words, name, dim)
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+            if isinstance(logits, Tensor) and isinstance(words, Tensor) and logits.ndim:
+                self._require(logits, words, int(logits.ndim > 1) if name == "target" else dim)
         return func(*args, **kwargs)
 
-    def _require(self, logits: Any, words: Any, name: str, dim: Any) -> None:
-        if not (isinstance(logits, Tensor) and isinstance(words, Tensor)) or not words.numel():
+    def _require(self, logits: Tensor, words: Tensor, dim: int) -> None:
+        if words.is_floating_point() or not words.numel():  # probabilities of all words, or no word
             return
-        if words.is_floating_point() or not logits.ndim:
-            return
-        of_classes = 1 if logits.ndim > 1 else 0
-        size, highest = logits.shape[of_classes if name == "target" else dim], int(words.max())
+        size, highest = logits.shape[dim], int(words.max())
         if highest >= size:
             raise InvalidArgumentError(
                 f"{describe_rank()}: the loss picks word {highest} of logits "

@@ -144,11 +144,12 @@ def _counted_of(
         owned: dict[str, Counted] = dict.fromkeys(apart, True)
         rest = [s for s, own in zip(shards, here, strict=True) if own and s.name not in owned]
         owned |= _owned(model, rest, manager)
-        known = (
-            key,
-            [own and _of_shard(owned[s.name], s) for s, own in zip(shards, here, strict=True)],
-        )
-        _counted[model] = known
+        counted = [own and owned[s.name] for s, own in zip(shards, here, strict=True)]
+        cut = [
+            each if isinstance(each, bool) else each.flatten()[s.start : s.stop]
+            for each, s in zip(counted, shards, strict=True)
+        ]
+        known = _counted[model] = key, cut
     return known[1]
 
 
@@ -170,7 +171,3 @@ def _owned(
             piece.fill_(owner == manager.tp_rank)  # a view of the mask
         owned[name] = mixed[name]
     return owned
-
-
-def _of_shard(counted: Counted, shard: Shard) -> Counted:
-    return counted if isinstance(counted, bool) else counted.flatten()[shard.start : shard.stop]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,18 +31,6 @@ from .plain import Plain
 from .recompute import recompute_layers, require_way
 from .scaling import watch
 from .state import keep_whole_state, whole_shapes
-
-
-@dataclass(frozen=True, slots=True)
-class _How:
-    """The arguments of `parallelize`; the same on every rank."""
-
-    sequence_parallel: bool
-    loss_parallel: bool
-    recompute: bool | str
-    cp_layout: str
-    cp_method: str
-    rehearse: bool
 
 
 def parallelize(
@@ -92,12 +80,24 @@ def parallelize(
         InvalidArgumentError: The plan does not fit, or the grid cannot train the model.
         MismatchError: Models or arguments differ between ranks; names the parameters and ranks.
     """
-    settings = _How(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse)
+    settings = {
+        "sequence_parallel": sequence_parallel,
+        "loss_parallel": loss_parallel,
+        "recompute": recompute,
+        "cp_layout": cp_layout,
+        "cp_method": cp_method,
+        "rehearse": rehearse,
+    }
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
     shapes = whole_shapes(model)
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
     if manager.tp_size > 1:  # before the pipeline drops layers; a single rank needs no plan
-        _shard_layers(model, manager, layers, settings, terms)
+        apply_tensor_parallel(model, layers, manager.tp_group, sequence_parallel=sequence_parallel)
+        if loss_parallel:
+            keep_logits_sharded(model)
+        if sequence_parallel:
+            settle_tokens(model, manager)
+            terms.shares_in_layers = shares_in_layers(model)
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
     # After the strategies that change layers: a second run repeats their communication too.
     recompute_layers(model, split, recompute=recompute)
@@ -150,26 +150,8 @@ def _copy_plain(model: nn.Module) -> Plain | None:
         return None
 
 
-def _shard_layers(
-    model: nn.Module,
-    manager: ProcessGroupManager,
-    plan: Mapping[str, Any] | None,
-    settings: _How,
-    terms: Terms,
-) -> None:
-    """Shard the layers over tp, in place."""
-    apply_tensor_parallel(
-        model, plan, manager.tp_group, sequence_parallel=settings.sequence_parallel
-    )
-    if settings.loss_parallel:
-        keep_logits_sharded(model)
-    if settings.sequence_parallel:
-        settle_tokens(model, manager)
-        terms.shares_in_layers = shares_in_layers(model)
-
-
 def _checked(
-    model: nn.Module, manager: ProcessGroupManager, settings: _How, init_sync: str
+    model: nn.Module, manager: ProcessGroupManager, settings: Mapping[str, Any], init_sync: str
 ) -> Terms:
     """Return the terms of a plain model; raise on every rank if any rank finds an error."""
     require_manager(manager, needed=True)
@@ -178,27 +160,27 @@ def _checked(
         terms = _terms(model, manager, settings)
     except Exception as error:  # `require_one_model` raises it, so that all ranks raise
         failed = error
-    require_one_model(model, asdict(settings), manager, init_sync=init_sync, error=failed)
+    require_one_model(model, settings, manager, init_sync=init_sync, error=failed)
     return terms
 
 
-def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _How) -> Terms:
+def _terms(model: nn.Module, manager: ProcessGroupManager, settings: Mapping[str, Any]) -> Terms:
     if not isinstance(model, nn.Module) or isinstance(model, ModuleWrapper):
         raise InvalidArgumentError(
             f"parallelize takes a plain nn.Module, got {type(model).__name__}"
         )
     require_own_names(model)
-    require_way(settings.recompute)
-    shares = manager.tp_size > 1 and bool(settings.sequence_parallel)
+    require_way(settings["recompute"])
+    shares = manager.tp_size > 1 and bool(settings["sequence_parallel"])
     balance = read_router_loss(model, manager)
-    plain = _copy_plain(model) if settings.rehearse else None
+    plain = _copy_plain(model) if settings["rehearse"] else None
     synchronise_batch_norms(model, manager)
     terms = read_terms(model)
     terms.plain = plain
     terms.manager, terms.shares_sequences, terms.router_loss = manager, shares, balance
-    terms.recomputes = settings.recompute is True
+    terms.recomputes = settings["recompute"] is True
     if manager.cp_size > 1:
-        terms.cp_layout = str(settings.cp_layout)
+        terms.cp_layout = str(settings["cp_layout"])
     if manager.cp_size > 1 or shares:
         undivided = manager.cp_size == manager.pp_size == 1
         terms.counts_of_ids = undivided and counts_of_ids(model)

@@ -89,7 +89,13 @@ class Samples:
                 turns[key % PERIOD].append((each, weight))
         # Move all weights to the device now: a later copy would make the host wait within a step.
         self._turns = [
-            ([each for each, _ in turn], torch.tensor([w for _, w in turn]).to(_device(turn)))
+            (
+                [each for each, _ in turn],
+                torch.tensor(
+                    [weight for _, weight in turn],
+                    device=turn[0][0].parameter.device if turn else "cpu",
+                ),
+            )
             for turn in turns
         ]
         self._turn, self.settled = 0, True
@@ -183,10 +189,6 @@ def take_sample(model: DataParallelBucket) -> None:
     samples = _samples.get(model)
     if samples is not None and model.require_backward_grad_sync:
         samples.take()
-
-
-def _device(turn: Sequence[tuple[Held, int]]) -> torch.device:
-    return turn[0][0].parameter.device if turn else torch.device("cpu")
 
 
 def _weights(key: int, count: int) -> list[int]:

@@ -94,8 +94,10 @@ def train_step(
         look_first(micro_batches, manager, terms)
         tokens = partial(loss_of_tokens, with_router_loss=terms.router_loss is not None)
         own = own or OwnLoss(tokens, None, model, manager, trains=True)
-        with _first_step(model, called, manager, terms):
-            return _step(model, called, count, manager, terms, scaler, own)
+        with changes_followed(model, len(called), manager):
+            loss = _step(model, called, count, manager, terms, scaler, own)
+        terms.seen = 1 + terms.several
+        return loss
 
 
 def rehearse(
@@ -108,18 +110,16 @@ def rehearse(
 ) -> None:
     """Train a small batch, and compare everything that the layout computes with the plain model.
 
-    The small batch has up to two rows of each micro-batch, perhaps of fewer micro-batches, and at
-    most 512 positions. It trains in a real step, with buckets, schedules and ZeRO. Then each rank
-    runs the whole plain model, holding the weights of one layer at a time. Each layer gets the same
-    hidden states as in the layout's step. Its output, the gradient of its input and those of its
-    weights are compared with the layout's; so are the loss and the modules outside of layers.
+    The small batch has up to two rows of each micro-batch and at most 512 positions. It trains in a
+    real step, with buckets, schedules and ZeRO. Then ranks run the plain model, with the weights of
+    one layer at a time: each layer gets the hidden states of the layout's step, and its output, the
+    gradient of its input and those of its weights are compared; so are the loss and the modules
+    outside of layers.
 
-    A model that trains in 16 bits is rehearsed in float32 if memory allows, since 16-bit rounding
-    hides small errors. Dropout is off. Afterwards gradients, buffers, random generators and plain
-    attributes of modules are as they were before.
-
-    Rank 0 prints one line that says what was compared, and what could not be: a layer that draws at
-    random, a loss that communicates. All ranks call it, while the model has no gradients.
+    A model in 16 bits is rehearsed in float32 if memory allows. Dropout is off. Afterwards
+    gradients, buffers, random generators and plain attributes of modules are as before. Rank 0
+    prints one line that says what was compared, and what could not be. All ranks call it, while the
+    model has no gradients.
 
     Args:
         model: The model that `parallelize` returned, with `rehearse=True`.
@@ -167,7 +167,8 @@ def _proven(
     they rehearse if `ready` tells that it is new on all.
     """
     terms = terms_of(model)
-    terms.rehearses = _is_new(loss_fn, terms) and not has_gradients(model)
+    is_new = terms.plain is not None and _code_of(loss_fn) not in terms.rehearsed
+    terms.rehearses = is_new and not rehearses() and not has_gradients(model)
     if terms.rehearses and not terms.rehearsed:
         proof()
     found = ready(model, micro_batches, manager, terms, own)
@@ -175,11 +176,6 @@ def _proven(
         proof()
         found = ready(model, micro_batches, manager, terms, own)
     return found
-
-
-def _is_new(loss_fn: LossFunction | None, terms: Terms) -> bool:
-    """Return whether a plain model was kept, and was not rehearsed with this loss."""
-    return terms.plain is not None and not rehearses() and _code_of(loss_fn) not in terms.rehearsed
 
 
 def _code_of(function: Any) -> object:
@@ -320,16 +316,3 @@ def _summed(loss: Tensor, manager: ProcessGroupManager) -> Tensor:
     all_reduce(total, group=manager.cp_dp_group)
     all_reduce(total, group=manager.pp_group)  # zero on ranks without the last stage
     return total.to(loss.dtype)
-
-
-@contextmanager
-def _first_step(
-    model: DataParallelBucket,
-    micro_batches: Sequence[Called],
-    manager: ProcessGroupManager,
-    terms: Terms,
-) -> Iterator[None]:
-    """Check what the first step changes in the model, and note that this was checked."""
-    with changes_followed(model, len(micro_batches), manager):
-        yield
-    terms.seen = 1 + terms.several

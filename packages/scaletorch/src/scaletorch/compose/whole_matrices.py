@@ -31,12 +31,11 @@ def whole_matrices(
 ) -> Optimizer:
     """Let an optimizer that needs whole parameters update them whole, in place; all ranks call it.
 
-    One tp rank owns each parameter that is cut over tp. The owner's optimizer has the whole
-    parameter in place of the shard, with all of its state; the other ranks' optimizers drop it. In
-    `optimizer.step()` gradient shards go to the owners in one all-to-all per dtype, and shards of
-    the new weights come back in another. Owners are chosen so that each has about the same number
-    of elements. Schedulers and clipping work as before, and `scaletorch.checkpoint` saves and loads
-    the state on any layout.
+    One tp rank owns each parameter that is cut over tp: its optimizer has the whole parameter and
+    all of its state, and the other ranks' optimizers drop it. In `optimizer.step()` gradient shards
+    go to the owners in one all-to-all per dtype, and shards of the new weights come back in
+    another. Schedulers and clipping work as before, and `scaletorch.checkpoint` saves and loads the
+    state on any layout.
 
     With ZeRO call `shard_optimizer` first: then state and work are divided over dp and tp. An
     optimizer that treats all elements the same way stays as it is; so does any without tp.

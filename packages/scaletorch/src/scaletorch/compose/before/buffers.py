@@ -133,7 +133,13 @@ def changes_followed(
             stacklevel=4,
         )
     looks, again = changes.of_buffers()
-    shards = frozenset(_buffers_of_shards(model)) if manager.tp_size > 1 else frozenset()
+    divided = {*divided_modules(model)}
+    shards = {
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if isinstance(module, TensorParallelLayer) or module in divided
+        for own in module._buffers
+    }
     unlike = _unlike(looks, shards, expert_names(model), manager)
     runs = _runs(model, num_micro_batches)
     wrong = [f"parameter {name}. {_PARAMETER}" for name in changes.of_parameters()]
@@ -171,14 +177,6 @@ def _unlike(
             if any(len(each) > 1 for each in held.values()):
                 found.setdefault(name, whose)
     return found
-
-
-def _buffers_of_shards(model: nn.Module) -> Iterator[str]:
-    """Yield the names of buffers in modules that tp shards."""
-    divided = {*divided_modules(model)}
-    for name, module in model.named_modules():
-        if isinstance(module, TensorParallelLayer) or module in divided:
-            yield from (f"{name}.{own}" for own in module._buffers)
 
 
 def _runs(model: nn.Module, num_micro_batches: int) -> str:

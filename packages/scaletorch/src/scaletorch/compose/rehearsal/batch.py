@@ -78,8 +78,9 @@ def small_batch(
         ranks = 1 if cut.own else manager.dp_size
         tokens = shape[0] * shape[1] // (ranks * manager.cp_size)
         short = _short(whole, shape[1], min(TOKENS, tokens // _SHARE), cut.row_dims, manager)
-        if not _counts(short):
-            short = whole
+        labels = short.get("labels")
+        if isinstance(labels, Tensor) and not bool((labels != IGNORED).any()):
+            short = whole  # nothing would count
     told = {name: dim for name, dim in cut.row_dims.items() if name in short}
     again = partial(shard_global_batch, short, row_dims=told, sequence_dims=cut.sequence_dims)
     parts = again(kept, model=model)
@@ -187,11 +188,6 @@ def _most(length: int, units: int, unit: int) -> int:
     """
     whole = (n for n in range(units, max(units // 2, 2) - 1, -1) if length % (n * unit) == 0)
     return next(whole, units) * unit
-
-
-def _counts(batch: Mapping[str, Any]) -> bool:
-    labels = batch.get("labels")
-    return not isinstance(labels, Tensor) or bool((labels != IGNORED).any())
 
 
 def _group_of_one(manager: ProcessGroupManager) -> ProcessGroup | None:

@@ -69,7 +69,8 @@ class Recorder:
         if record is None or y is None:
             return output
         shaped = output is y and record.given is not None and record.given.shape == y.shape
-        record.alone = shaped and _traces(module) <= traces and not _has_hooks(module)
+        hooks = (h for m in module.modules() for kind in HOOKS for h in getattr(m, kind).values())
+        record.alone = shaped and _traces(module) <= traces and all(map(is_of_library, hooks))
         if record.made is None:  # keep the first run's: a layer may count its runs
             record.made = y.detach().clone()
         if not (torch.is_grad_enabled() and y.requires_grad):
@@ -127,11 +128,6 @@ def hidden_of(value: Any) -> Tensor | None:
         return hidden_of([*tensors_in(kwargs)]) if found is None else found
     tensors = [x for x in tensors_in(value) if x.is_floating_point() and x.ndim > 1]
     return next((x for x in tensors if x.requires_grad), next(iter(tensors), None))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = (h for m in module.modules() for kind in HOOKS for h in getattr(m, kind).values())
-    return not all(map(is_of_library, hooks))
 
 
 def _traces(module: nn.Module) -> set[Any]:
