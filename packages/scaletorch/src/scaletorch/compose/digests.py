@@ -200,16 +200,11 @@ def tensor_digests(
         yield key, digest(piece)
         yield key._replace(kind="gradient"), digest(there[key]) if key in there else ABSENT
     place = manager.pp_rank, manager.tp_rank, manager.ep_rank
-    for name, buffer in _saved_buffers(model):
-        yield Key("buffer", name, place), digest(buffer)
-
-
-def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the persistent buffers; others are caches that may depend on this rank's batches."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
+            # Others are caches that may depend on this rank's batches.
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}", buffer
+                yield Key("buffer", f"{prefix}.{name}", place), digest(buffer)
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:

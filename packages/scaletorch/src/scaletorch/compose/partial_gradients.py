@@ -54,7 +54,10 @@ def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iter
         InvalidArgumentError: A gradient is whole on some stages or ranks and partial on others, or
             it is not known which; on every rank.
     """
-    known = _partial_of(model, manager)
+    if model not in _known:
+        sums = find_sums(model) if manager.tp_size > 1 else None
+        _known[model] = None if sums is None else _Partial(sums, whole_parameters(model))
+    known = _known[model]
     if known is None:
         yield
         return
@@ -73,15 +76,6 @@ def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iter
     known.pending = not model.require_backward_grad_sync
     if not known.pending:
         _sum(known, model, manager)
-
-
-def _partial_of(model: DataParallelBucket, manager: ProcessGroupManager) -> _Partial | None:
-    if manager.tp_size == 1:
-        return None
-    if model not in _known:
-        sums = find_sums(model)
-        _known[model] = None if sums is None else _Partial(sums, whole_parameters(model))
-    return _known[model]
 
 
 def _parts(known: _Partial, model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:

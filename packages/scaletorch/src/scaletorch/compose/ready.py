@@ -19,14 +19,13 @@ from .balance import require_one_micro_batch
 from .batches import Batch, Called, MicroBatch, counts_nothing, size_of, token_count
 from .before.buffers import require_whole_batches
 from .before.initial import require_one_batch
-from .entries import OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
+from .entries import LABELS, OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
 from .forward import Terms, pipeline_of, rehearses
 from .own_loss import Number, OwnLoss
 from .samples import Samples, samples_of
 from .scaling import FACTS, scalings
 
 _ASKS = 2**20  # a rank that wants a rehearsal adds this to the count of ranks with a loss_fn
-_APART = (TOKENS, "labels")  # entries that are not passed on by name
 _OTHERWISE = (
     "{} counts its positions from behind its padding index, and has to be given them where "
     "sequences are divided: call shard_global_batch(..., model=model), or put position_ids [B, L] "
@@ -205,7 +204,7 @@ def as_called(batch: Batch, terms: Terms) -> Called:
         raise InvalidArgumentError(_OTHERWISE.format(terms.name))
     if not given and (terms.counts_of_ids or not terms.takes(POSITIONS)):
         entries.pop(POSITIONS, None)  # the first step checks whether the model counts them itself
-    strangers = [name for name in entries if name not in _APART and not terms.takes(name)]
+    strangers = [name for name in entries if name not in (TOKENS, LABELS) and not terms.takes(name)]
     if strangers:
         raise InvalidArgumentError(
             f"the batch has {', '.join(strangers)}, and the forward of {terms.name} takes no "
