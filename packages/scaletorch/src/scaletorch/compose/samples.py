@@ -31,8 +31,8 @@ MEASURED = 2**26  # elements that `_gaps` compares at most
 EXACT = ("cpu",)  # devices whose kernels sum in a fixed order, so that equal inputs give equal bits
 ROUNDING = 1e-3  # allowed gap / largest value on devices whose kernels sum in no fixed order
 ADVICE = (
-    "Optimizers with other settings, a step left out, values loaded on some ranks alone or a "
-    "faulty memory do this; go on from a checkpoint from before."
+    "Optimizers have other settings or left out a step, or values were changed or loaded on some "
+    "ranks alone, or a memory is faulty; go on from a checkpoint from before."
 )
 
 

@@ -218,11 +218,7 @@ def _step(
     def loss_fn(output: Any, batch: Any) -> Tensor:
         if own is None:
             require_logits_alone(output, with_router_loss=balance is not None)
-            loss = token_loss_sum(output, batch["labels"], head)
-            if isinstance(count, Tensor):  # on an accelerator, where it stays
-                loss = loss / count.clamp(min=1).to(loss.device)
-            else:
-                loss = loss / max(count, 1)
+            loss = _mean(token_loss_sum(output, batch["labels"], head), count)
         else:
             total, losses = own.call(output, batch)
             if later and terms.counted is None:
@@ -280,6 +276,13 @@ def _note_count(divisor: float, counted: Tensor, terms: Terms) -> float:
     terms.correction = divisor / found
     terms.counted = (terms.counted or 1.0) / terms.correction
     return terms.correction
+
+
+def _mean(total: Tensor, count: Number) -> Tensor:
+    """Divide the sum of a micro-batch's token losses by the count of the global batch."""
+    if isinstance(count, Tensor):  # on an accelerator, where it stays
+        return total / count.clamp(min=1).to(total.device)
+    return total / max(count, 1)
 
 
 @contextmanager
