@@ -117,8 +117,8 @@ def refuse(
 
 
 def _named(ranks: Sequence[int], manager: ProcessGroupManager) -> str:
-    of = group_ranks(manager.world_group)
-    return some([f"rank {of[rank]} ({manager.grid.coordinates(of[rank])})" for rank in ranks])
+    world = group_ranks(manager.world_group)
+    return some([f"rank {world[r]} ({manager.grid.coordinates(world[r])})" for r in ranks])
 
 
 def some(items: Sequence[str], between: str = ", ", last: str = " ") -> str:
@@ -130,8 +130,9 @@ def some(items: Sequence[str], between: str = ", ", last: str = " ") -> str:
 def as_numbers(digests: Iterable[Tensor | int]) -> list[int]:
     """Return digests as ints, fetching those on devices in one transfer."""
     digests = list(digests)
-    there = [each for each in digests if isinstance(each, Tensor)]
-    stacked = torch.stack([each.to(there[0].device) for each in there]).tolist() if there else []
+    tensors = [each for each in digests if isinstance(each, Tensor)]
+    device = tensors[0].device if tensors else None
+    stacked = torch.stack([each.to(device) for each in tensors]).tolist() if tensors else []
     fetched = iter(stacked)
     return [next(fetched) if isinstance(each, Tensor) else each for each in digests]
 
@@ -195,10 +196,10 @@ def tensor_digests(
         for name, each in model.named_parameters()
         if isinstance(each.grad, Tensor) and not isinstance(each.grad, ShardedGradient)
     }
-    there = {key: piece for _, key, piece in keyed_pieces(model, gradients, manager)}
+    by_key = {key: piece for _, key, piece in keyed_pieces(model, gradients, manager)}
     for _, key, piece in keyed_pieces(model, values, manager):
         yield key, digest(piece)
-        yield key._replace(kind="gradient"), digest(there[key]) if key in there else ABSENT
+        yield key._replace(kind="gradient"), digest(by_key[key]) if key in by_key else ABSENT
     place = manager.pp_rank, manager.tp_rank, manager.ep_rank
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -47,13 +47,13 @@ def sequence_shape(entries: Mapping[str, Any]) -> tuple[int, int] | None:
     return ids.shape[0], ids.shape[1]
 
 
-def row_count(entries: Mapping[str, Any], told: RowDims) -> int:
+def row_count(entries: Mapping[str, Any], named: RowDims) -> int:
     """Return the number of rows of `input_ids`, or of the first tensor with rows."""
     shape = sequence_shape(entries)
     if shape is not None:
         return shape[0]
     for name, entry in entries.items():
-        dim = told.get(name, 0)
+        dim = named.get(name, 0)
         if isinstance(entry, Tensor) and dim is not None and -entry.ndim <= dim < entry.ndim:
             return entry.shape[dim]
     raise InvalidArgumentError(
@@ -75,18 +75,18 @@ def first_entry(entries: Mapping[str, Any], arguments: Iterable[str], model: str
     )
 
 
-def read_row_dims(batch: Mapping[str, Any], told: RowDims | None) -> dict[str, int | None]:
+def read_row_dims(batch: Mapping[str, Any], named: RowDims | None) -> dict[str, int | None]:
     """Return the dim of rows of every entry of a global batch; None for an entry without rows.
 
     Dims that the caller names override what shapes suggest.
     """
-    told = _named_dims("row_dims", told, batch)
-    tokens: Shape = sequence_shape(batch) or (row_count(batch, told),)
+    named = _named_dims("row_dims", named, batch)
+    tokens: Shape = sequence_shape(batch) or (row_count(batch, named),)
     found: dict[str, int | None] = {}
     for name, entry in batch.items():
-        dim = told[name] if name in told else _row_dim(name, entry, tokens)
+        dim = named[name] if name in named else _row_dim(name, entry, tokens)
         fixed = name in _TOKENS[:2] and len(tokens) > 1
-        if name in told and (
+        if name in named and (
             (dim is not None and entry.shape[dim] != tokens[0]) or (fixed and dim != 0)
         ):
             raise InvalidArgumentError(
@@ -97,14 +97,14 @@ def read_row_dims(batch: Mapping[str, Any], told: RowDims | None) -> dict[str, i
     return found
 
 
-def _named_dims(argument: str, told: RowDims | None, entries: Mapping[str, Any]) -> RowDims:
+def _named_dims(argument: str, named: RowDims | None, entries: Mapping[str, Any]) -> RowDims:
     """Return the dims that the caller names, if the entries have them."""
-    if not isinstance(told, Mapping | None):
+    if not isinstance(named, Mapping | None):
         raise InvalidArgumentError(
             f"{argument} is a mapping from names of entries to a dim or None, got "
-            f"{type(told).__name__}"
+            f"{type(named).__name__}"
         )
-    for name, dim in (told or {}).items():
+    for name, dim in (named or {}).items():
         if name not in entries:
             raise InvalidArgumentError(
                 f"{argument} names {name}, and the batch has only {', '.join(entries)}"
@@ -114,7 +114,7 @@ def _named_dims(argument: str, told: RowDims | None, entries: Mapping[str, Any])
             raise InvalidArgumentError(
                 f"{argument}={{{name!r}: {dim!r}}} does not fit: {name} {_came(entries[name])}"
             )
-    return told or {}
+    return named or {}
 
 
 def _row_dim(name: str, entry: Any, tokens: Shape) -> int | None:
@@ -191,17 +191,17 @@ class Positions(NamedTuple):
     whole: frozenset[str] = frozenset()  # entries that stay whole, even if they are [B, L]
 
 
-def read_sequence_dims(entries: Mapping[str, Any], told: RowDims | None) -> Positions | None:
+def read_sequence_dims(entries: Mapping[str, Any], named: RowDims | None) -> Positions | None:
     """Return the positions of a batch; None if they are not known.
 
     The caller may name dims; None for an entry without positions.
     """
-    told = _named_dims("sequence_dims", told, entries)
-    if told.get(TOKENS, 1) not in (1, -1):
+    named = _named_dims("sequence_dims", named, entries)
+    if named.get(TOKENS, 1) not in (1, -1):
         raise InvalidArgumentError(f"the positions of {TOKENS} [B, L] are dim 1")
     shape = sequence_shape(entries)
     known = {} if shape is not None else {n: d for n, d in _KNOWN.items() if n in entries}
-    dims = {name: dim for name, dim in {**known, **told}.items() if dim is not None}
+    dims = {name: dim for name, dim in {**known, **named}.items() if dim is not None}
     lengths = {name: entries[name].shape[dim] for name, dim in dims.items()}
     if shape is not None:
         dims = {name: dim for name, dim in dims.items() if entries[name].shape != shape}
@@ -215,12 +215,12 @@ def read_sequence_dims(entries: Mapping[str, Any], told: RowDims | None) -> Posi
     if not lengths:
         return None
     length = next(iter(lengths.values()))
-    whole = frozenset(name for name, dim in told.items() if dim is None)
+    whole = frozenset(name for name, dim in named.items() if dim is None)
     if shape is None:
         dims |= {
             name: dim
             for name, dim in _ALIKE.items()
-            if name not in told and isinstance(x := entries.get(name), Tensor)
+            if name not in named and isinstance(x := entries.get(name), Tensor)
             if x.ndim > 1 and x.shape[dim] == length
         }
     return Positions(length, dims, whole)

@@ -306,8 +306,8 @@ def last_token(values: Tensor, micro_batch: Any, positions: Tensor | None = None
     equal = wanted[:, :, None] == own  # [B, D, L]
     index = equal.int().argmax(-1).view(*wanted.shape, *[1] * (values.ndim - 2))
     found = values.gather(1, index.expand(-1, -1, *values.shape[2:]))
-    here = equal.any(-1).view(index.shape)
-    found = torch.where(here, found, found.new_zeros(()))
+    is_held = equal.any(-1).view(index.shape)
+    found = torch.where(is_held, found, found.new_zeros(()))
     if positions is not None or sequences.documents is None:
         found = found.squeeze(1)
     return functional.all_reduce(found, sequences.ring.group) if sequences.ring.size > 1 else found

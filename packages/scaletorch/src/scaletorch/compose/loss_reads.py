@@ -133,10 +133,10 @@ def gradients_kept(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
     before: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
 
     def noted(output: Any, batch: Any) -> Any:
-        first, made = number_of_next_node(), [x.grad_fn for x in tensors_in(output)]
+        first, ends = number_of_next_node(), [x.grad_fn for x in tensors_in(output)]
         found = loss_fn(output, batch)
         for total in tensors_in(found):
-            for p in read_loss(total, made, first, model).beside:
+            for p in read_loss(total, ends, first, model).beside:
                 before.setdefault(id(p), (p, None if p.grad is None else p.grad.clone()))
         return found
 

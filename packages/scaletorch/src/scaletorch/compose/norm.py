@@ -121,8 +121,8 @@ def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterato
     experts = expert_names(model)
     for shard, counted in zip(shards, _counted_of(model, shards, manager), strict=True):
         gradient = shard.tensor.grad
-        here = first_of_expert if shard.name in experts else first
-        if gradient is None or counted is False or (shard.replicated and not here):
+        is_first = first_of_expert if shard.name in experts else first
+        if gradient is None or counted is False or (shard.replicated and not is_first):
             continue
         if isinstance(counted, Tensor):
             gradient = gradient.flatten().where(counted, gradient.new_zeros(()))
@@ -138,13 +138,13 @@ def _counted_of(
     known = _counted.get(model)
     if known is None or known[0] != key:
         tied: dict[str, tuple[int, ...]] = getattr(model, "tied_parameters", {})  # of a stage
-        here = [tied.get(s.name, (manager.pp_rank,))[0] == manager.pp_rank for s in shards]
+        on_stage = [tied.get(s.name, (manager.pp_rank,))[0] == manager.pp_rank for s in shards]
         # If each expert is cut over tp (etp = tp), experts count by tp rank like other parameters.
-        apart = expert_names(model) if manager.etp_size == 1 else frozenset[str]()
-        owned: dict[str, Counted] = dict.fromkeys(apart, True)
-        rest = [s for s, own in zip(shards, here, strict=True) if own and s.name not in owned]
+        whole = expert_names(model) if manager.etp_size == 1 else frozenset[str]()
+        owned: dict[str, Counted] = dict.fromkeys(whole, True)
+        rest = [s for s, own in zip(shards, on_stage, strict=True) if own and s.name not in owned]
         owned |= _owned(model, rest, manager)
-        counted = [own and owned[s.name] for s, own in zip(shards, here, strict=True)]
+        counted = [own and owned[s.name] for s, own in zip(shards, on_stage, strict=True)]
         cut = [
             each if isinstance(each, bool) else each.flatten()[s.start : s.stop]
             for each, s in zip(counted, shards, strict=True)

@@ -105,7 +105,7 @@ class OwnLoss:
 
     def _called(self, output: Any, batch: Called) -> tuple[Tensor, Number]:
         manager, outputs = self._manager, list(tensors_in(output))
-        first, made = number_of_next_node(), [x.grad_fn for x in outputs]
+        first, ends = number_of_next_node(), [x.grad_fn for x in outputs]
         seen = LossBatch(batch.micro_batch, self._head, manager)
         words = Words(manager, sharded=self._head is not None)
         with words if self._first and manager.tp_size > 1 else nullcontext():
@@ -116,10 +116,10 @@ class OwnLoss:
                 raise
         total, count = _checked_pair(found, trains=self._trains)
         if self._trains:
-            reads = read_loss(total, made, first, self._model)
+            reads = read_loss(total, ends, first, self._model)
             for p in reads.beside:
                 self.beside.setdefault(id(p), (p, p.grad is None))
-            if reads.hidden and any(made) and manager.pp_size > 1:
+            if reads.hidden and any(ends) and manager.pp_size > 1:
                 raise InvalidArgumentError(f"{describe_rank()}: {_HIDDEN.format(manager.pp_size)}")
             if manager.tp_size * manager.pp_size * manager.ep_size > 1:
                 require_no_parameters(reads.penalized, self._model, manager)

@@ -286,8 +286,8 @@ class Scaling:
         for place, rank, fits in told:
             for key, fit in fits.items():
                 other, known = first.setdefault((place, key), (rank, fit))
-                apart = abs(fit.factor - known.factor) > tolerance * abs(known.factor)
-                if apart or abs(fit.offset - known.offset) > tolerance * known.size:
+                gap = abs(fit.factor - known.factor) > tolerance * abs(known.factor)
+                if gap or abs(fit.offset - known.offset) > tolerance * known.size:
                     texts = [
                         f"times {each.factor:.6g} plus {each.offset:.3g} on {where}"
                         for where, each in ((other, known), (rank, fit))
@@ -321,8 +321,8 @@ def _fits(before: Tensor, after: Tensor, rounding: float) -> Tensor:
     factor = ((before - x) * (after - y)).sum(1, True) / (before - x).square().sum(1, True)
     offset = y - factor * x
     size = after.square().mean(1, True).sqrt()
-    apart = (after - factor * before - offset).square().mean(1, True).sqrt()
-    known = (apart <= 4 * rounding * size).to(exact)
+    gap = (after - factor * before - offset).square().mean(1, True).sqrt()
+    known = (gap <= 4 * rounding * size).to(exact)
     zero = (before == 0).all(1, True) & (after == 0).all(1, True)
     return torch.cat([factor, offset, size, known.masked_fill(zero, -1.0)], 1)
 

@@ -38,7 +38,7 @@ class Handover(torch.autograd.Function):
 
 
 @dataclass(slots=True)
-class Made:
+class UnitRun:
     """One run of a unit: leaves and outputs have the hidden states first."""
 
     inputs: list[Tensor]
@@ -71,7 +71,7 @@ class Call:
     beside: list[Tensor | None] = field(default_factory=list)
     _others: dict[int, Gradients] = field(default_factory=dict)
 
-    def again(self, way: int | None = None) -> Made:
+    def again(self, way: int | None = None) -> UnitRun:
         """Run the unit once more, from its state before the call; for `way` see `make`."""
         now = ModuleState(self.replay.plain.units[self.name].modules())
         self.before.put_back()
@@ -80,7 +80,7 @@ class Call:
         finally:
             now.put_back()
 
-    def make(self, way: int | None = None) -> Made:
+    def make(self, way: int | None = None) -> UnitRun:
         """Run the unit with a graph of its own.
 
         `way` 0 uses a wider dtype; another number is a seed that changes the hidden states by their
@@ -91,13 +91,13 @@ class Call:
 
         def leaf(x: Tensor) -> Tensor:
             if id(x) not in leaves:
-                made = x.detach()
+                copy = x.detach()
                 if wide is not None and x.is_floating_point():
-                    made = made.to(wide)
+                    copy = copy.to(wide)
                 if way and x is self.hidden:
-                    made = _shaken(made, way)
+                    copy = _shaken(copy, way)
                 trains = x.requires_grad and torch.is_grad_enabled()
-                leaves[id(x)] = made.requires_grad_() if trains else made
+                leaves[id(x)] = copy.requires_grad_() if trains else copy
             return leaves[id(x)]
 
         args, kwargs = map_tensors(leaf, (self.args, self.kwargs))
@@ -112,7 +112,7 @@ class Call:
             result = self.run(*args, **kwargs)
         y = hidden_of(result)
         others = [x for x in tensors_in(result) if x.requires_grad and x is not y]
-        return Made(
+        return UnitRun(
             [leaves[id(x)] for x in self.trained_inputs()],
             weights,
             [*([] if y is None else [y]), *others],
@@ -134,22 +134,22 @@ class Call:
         self.came = [*gradients]
         theirs = self.came[0]
         self.came[0] = self._met(
-            "made_gradient", f"gradient that comes back to {self.name}", theirs
+            "output_gradient", f"gradient that comes back to {self.name}", theirs
         )
         if self.given_out:
             hidden = self.handed[0]  # the unit's input has the same shape
             return [
-                self.replay.ranks.join(self.name, self.turn, "given_gradient", hidden.shape).tensor
+                self.replay.ranks.join(self.name, self.turn, "input_gradient", hidden.shape).tensor
             ]
         with torch.enable_grad():
-            made = self.again()
-        found, weights = self.gradients(made)
+            unit_run = self.again()
+        found, weights = self.gradients(unit_run)
         inputs = [_sum_of_both(*pair) for pair in zip_longest(found, self.beside)]
         self.done(self, weights)
         if self.hidden is not None and self.hidden.requires_grad:
             what = f"gradient of the input of {self.name}"
             other = None if any(g is not None for g in self.beside) else self.other_input
-            inputs[0] = self._met("given_gradient", what, inputs[0], other=other)
+            inputs[0] = self._met("input_gradient", what, inputs[0], other=other)
         return inputs
 
     def _met(
@@ -161,28 +161,28 @@ class Call:
         other: Callable[[int], Tensor] | None = None,
     ) -> Tensor | None:
         """Compare the ranks' tensor with `theirs`; return the ranks', or `theirs` if not known."""
-        of = self.handed[0] if kind.startswith("made") or self.hidden is None else self.hidden
-        ours, known = self.replay.ranks.join(self.name, self.turn, kind, of.shape)
+        like = self.handed[0] if kind.startswith("out") or self.hidden is None else self.hidden
+        ours, known = self.replay.ranks.join(self.name, self.turn, kind, like.shape)
         if not known:
             return theirs
         if self.replay.ranks.runs(self.name) and self.name not in self.replay.random:
             self.replay.judge.compare(what, ours, theirs, is_hidden=True, other=other)
-        return theirs if ours is None else ours.to(of.dtype)
+        return theirs if ours is None else ours.to(like.dtype)
 
-    def gradients(self, made: Made) -> Gradients:
+    def gradients(self, unit_run: UnitRun) -> Gradients:
         """Run a call backward; return gradients of its inputs and of its weights."""
-        trained = {name: w for name, w in made.weights.items() if w.requires_grad}
+        trained = {name: w for name, w in unit_run.weights.items() if w.requires_grad}
         pairs = [
             (y, g.to(y.dtype))
-            for y, g in zip(made.outputs, self.came, strict=False)
+            for y, g in zip(unit_run.outputs, self.came, strict=False)
             if g is not None and y.requires_grad
         ]
-        if pairs and (made.inputs or trained):
+        if pairs and (unit_run.inputs or trained):
             # Not autograd.grad, which a reentrant checkpoint refuses; all leaves are new.
             plain = self.replay.plain
-            with plain.lent(self.name, made.weights), plain.within(self.name):
+            with plain.lent(self.name, unit_run.weights), plain.within(self.name):
                 torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
-        return [x.grad for x in made.inputs], {name: w.grad for name, w in trained.items()}
+        return [x.grad for x in unit_run.inputs], {name: w.grad for name, w in trained.items()}
 
     def other_input(self, way: int) -> Tensor:
         """Return the gradient of the hidden states, computed in another way; see `make`."""

@@ -77,8 +77,8 @@ class Judge:
         """
         self.compared += 1
         if ours is None or theirs is None:
-            there = theirs if ours is None else ours
-            if there is not None and bool((widest(there) != 0).any()):
+            one = theirs if ours is None else ours
+            if one is not None and bool((widest(one) != 0).any()):
                 note = "the layout has none" if ours is None else "one process has none"
                 self._find(what, math.inf, note)
             return True

@@ -19,7 +19,7 @@ from ..state import gather_stage, local_gradients, of_all_stages
 from .batch import SmallBatch
 from .recording import Record, Records
 
-_KINDS = ("given", "made", "given_gradient", "made_gradient")
+_KINDS = ("input", "output", "input_gradient", "output_gradient")
 
 
 class PartedError(Exception):
@@ -56,7 +56,7 @@ class Ranks:
     records: Records
     device: torch.device
     compared: set[str] = field(default_factory=set)  # weights whose gradients were compared
-    apart: dict[str, None] = field(default_factory=dict)  # units that cannot be joined
+    unjoined: dict[str, None] = field(default_factory=dict)  # units that cannot be joined
     dtype: torch.dtype = torch.float64  # the coarsest of the weights
     _with_gradient: set[str] = field(default_factory=set)  # names with a gradient on any rank
     _parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Ranks:
         for name, stage in sorted({key for calls in everyone for key in calls}, key=lambda k: k[1]):
             held = [calls[name, stage] for calls in everyone if (name, stage) in calls]
             if len({len(each) for each in held}) > 1 or len(held[0]) % micro_batches:
-                self.apart[name] = None
+                self.unjoined[name] = None
                 continue
             each = len(held[0]) // micro_batches
             self._turns.setdefault(name, []).extend((stage, turn) for turn in range(each))
@@ -114,7 +114,7 @@ class Ranks:
         """
         weights, owners = {*self.plain.owners[name]}, self.plain.owners.items()
         shares = any(weights & {*theirs} for other, theirs in owners if other != name)
-        called_once = not shares and self.turns(name) == 1 and name not in self.apart
+        called_once = not shares and self.turns(name) == 1 and name not in self.unjoined
         return called_once and self._alone.get(name, False)
 
     def meet(self, where: str, *, failed: bool = False) -> None:
@@ -160,21 +160,21 @@ class Ranks:
         self.meet(f"{unit} {turn} {kind}")
         turns = self._turns.get(unit, [])
         if turn >= len(turns):
-            return Joined(None, unit not in self.apart)
+            return Joined(None, unit not in self.unjoined)
         stage, own = turns[turn]
         if (unit, stage, own, kind) not in self._have:
             return Joined(None, known=True)
         each = sum(other == stage for other, _ in turns)
         records: list[Record] = self.records.get((unit, stage), [])
         stages = pipeline_of(self.model).all_stages
-        here = stage in stages[self.manager.pp_rank]
-        parts = [getattr(record, kind) for record in records[own::each]] if here else []
+        held_here = stage in stages[self.manager.pp_rank]
+        parts = [getattr(record, kind) for record in records[own::each]] if held_here else []
         sent = {str(index): part for index, part in enumerate(parts) if part is not None}
         held = of_all_stages(sent, self.manager)
         found = [held[n].contiguous() for n in map(str, range(self._micro_batches)) if n in held]
         form = self._form(found[0].shape, shape) if len(found) == self._micro_batches else None
         if form is None or len({part.shape for part in found}) > 1:
-            self.apart[unit] = None
+            self.unjoined[unit] = None
             return Joined(None, known=False)
         return Joined(self._joined(found, form, shape), known=True)
 

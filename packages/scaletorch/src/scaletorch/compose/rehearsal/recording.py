@@ -21,16 +21,16 @@ from ..plain import HOOKS, is_of_library
 class Record:
     """One call of a unit on this rank."""
 
-    given: Tensor | None = None  # the hidden states passed in
-    made: Tensor | None = None  # the hidden states returned
-    given_gradient: Tensor | None = None  # of `given`, through the unit alone
-    made_gradient: Tensor | None = None  # of `made`, from everything that used it
+    input: Tensor | None = None  # the hidden states passed in
+    output: Tensor | None = None  # the hidden states returned
+    input_gradient: Tensor | None = None  # of `input`, through the unit alone
+    output_gradient: Tensor | None = None  # of `output`, from everything that used it
     again: bool = False  # the graph is built in backward, when the unit runs again
     alone: bool = False  # it returned hidden states alone, set nothing and has no users' hooks
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply gradients that were divided by an estimate of the count."""
-        for gradient in (self.given_gradient, self.made_gradient):
+        for gradient in (self.input_gradient, self.output_gradient):
             if gradient is not None and factor != 1:
                 gradient.mul_(factor)
 
@@ -56,11 +56,11 @@ class Recorder:
         self._open.append((record, _traces(module)))
         if record is None or x is None or type(x) is not Tensor:
             return args, kwargs
-        record.given = x.detach().clone()
+        record.input = x.detach().clone()
         if not (torch.is_grad_enabled() and x.requires_grad):
             return args, kwargs
         view = x.view_as(x)
-        view.register_hook(lambda gradient: _note(record, "given_gradient", gradient))
+        view.register_hook(lambda gradient: _note(record, "input_gradient", gradient))
         return map_tensors(lambda tensor: view if tensor is x else tensor, (args, kwargs))
 
     def after(self, module: nn.Module, output: Any) -> Any:
@@ -68,17 +68,17 @@ class Recorder:
         (record, traces), y = self._open.pop(), hidden_of(output)
         if record is None or y is None:
             return output
-        shaped = output is y and record.given is not None and record.given.shape == y.shape
+        shaped = output is y and record.input is not None and record.input.shape == y.shape
         hooks = (h for m in module.modules() for kind in HOOKS for h in getattr(m, kind).values())
         record.alone = shaped and _traces(module) <= traces and all(map(is_of_library, hooks))
-        if record.made is None:  # keep the first run's: a layer may count its runs
-            record.made = y.detach().clone()
+        if record.output is None:  # keep the first run's: a layer may count its runs
+            record.output = y.detach().clone()
         if not (torch.is_grad_enabled() and y.requires_grad):
             return output
         # Uses of `y` within the call must not count. A copy, since the caller may write to its
         # tensor in place, and a view would then lose the hook.
         own = y.clone()
-        own.register_hook(lambda gradient: _note(record, "made_gradient", gradient))
+        own.register_hook(lambda gradient: _note(record, "output_gradient", gradient))
         return map_tensors(lambda tensor: own if tensor is y else tensor, output)
 
     def _record(self, x: Tensor | None) -> Record | None:
@@ -92,8 +92,8 @@ class Recorder:
         if torch._C._current_graph_task_id() == -1:
             calls.append(Record(again=not torch.is_grad_enabled()))
             return calls[-1]
-        waiting = [each for each in calls if each.again and each.made_gradient is None]
-        return next((each for each in reversed(waiting) if is_same(each.given, x)), None)
+        waiting = [each for each in calls if each.again and each.output_gradient is None]
+        return next((each for each in reversed(waiting) if is_same(each.input, x)), None)
 
 
 @contextmanager

@@ -269,7 +269,7 @@ def _report(
         expect_attention(stage, replay.ranks.manager.pp_size == 1)
         _say(f"{terms.name} could not be rehearsed: its plain module failed ({found.problem})")
         return
-    without = [*replay.unasked, *(f"hidden states of {name}" for name in replay.ranks.apart)]
+    without = [*replay.unasked, *(f"hidden states of {name}" for name in replay.ranks.unjoined)]
     unasked = f"; not compared: {', '.join(without)}" if without else ""
     if get_rank() == 0:
         grid, dtype = replay.ranks.manager.grid, str(replay.ranks.dtype).removeprefix("torch.")

@@ -195,15 +195,15 @@ def without_dropout() -> Iterator[None]:
 
 @contextmanager
 def buffers_in(
-    unit: nn.Module, dtype: torch.dtype | None, of: Collection[torch.dtype] = ()
+    unit: nn.Module, dtype: torch.dtype | None, narrow: Collection[torch.dtype] = ()
 ) -> Iterator[None]:
-    """Convert a unit's floating buffers, or those of the dtypes in `of`, to `dtype` for a while."""
+    """Convert a unit's floating buffers, or those of dtypes in `narrow`, to `dtype` for a while."""
     before = [
         (module, name, buffer)
         for module in unit.modules()
         for name, buffer in module._buffers.items()
         if dtype is not None and buffer is not None and buffer.is_floating_point()
-        if not of or buffer.dtype in of
+        if not narrow or buffer.dtype in narrow
     ]
     for module, name, buffer in before:
         module._buffers[name] = buffer.to(dtype)
