@@ -84,7 +84,7 @@ def number_of_next_node() -> int:
 
 
 class Reads(NamedTuple):
-    """What a loss reads, as its autograd graph shows."""
+    """Tensors that a loss reads, as its autograd graph shows."""
 
     beside: list[nn.Parameter]  # trained, and not the model's, such as a temperature
     hidden: bool  # tensors that the forward made but did not return, such as an auxiliary loss

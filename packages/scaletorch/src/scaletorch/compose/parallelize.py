@@ -92,12 +92,7 @@ def parallelize(
     shapes = whole_shapes(model)
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
     if manager.tp_size > 1:  # before the pipeline drops layers; a single rank needs no plan
-        apply_tensor_parallel(model, layers, manager.tp_group, sequence_parallel=sequence_parallel)
-        if loss_parallel:
-            keep_logits_sharded(model)
-        if sequence_parallel:
-            settle_tokens(model, manager)
-            terms.shares_in_layers = shares_in_layers(model)
+        _shard_layers(model, manager, layers, settings, terms)
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
     # After the strategies that change layers: a second run repeats their communication too.
     recompute_layers(model, split, recompute=recompute)
@@ -148,6 +143,23 @@ def _copy_plain(model: nn.Module) -> Plain | None:
                 stacklevel=5,
             )
         return None
+
+
+def _shard_layers(
+    model: nn.Module,
+    manager: ProcessGroupManager,
+    plan: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+    terms: Terms,
+) -> None:
+    """Shard the layers over tp, in place."""
+    shares = settings["sequence_parallel"]
+    apply_tensor_parallel(model, plan, manager.tp_group, sequence_parallel=shares)
+    if settings["loss_parallel"]:
+        keep_logits_sharded(model)
+    if shares:
+        settle_tokens(model, manager)
+        terms.shares_in_layers = shares_in_layers(model)
 
 
 def _checked(
