@@ -26,7 +26,7 @@ from .entries import (
     row_count,
     sequence_shape,
 )
-from .forward import terms_of
+from .forward import Terms, terms_of
 
 Batch = Mapping[str, Tensor]
 
@@ -109,21 +109,9 @@ def shard_global_batch(
             cp, or are not known; no grid; or an entry with unknown rows.
     """
     terms = None if model is None else terms_of(model)
-    manager = manager or (None if terms is None else terms.manager)
-    if manager is None:
-        raise InvalidArgumentError(
-            "shard_global_batch needs the grid: pass the manager, or as model= what parallelize "
-            "returned"
-        )
+    manager = _grid(manager, terms)
     layout = DEFAULT if terms is None or terms.cp_layout is None else terms.cp_layout
-    entries = named_entries(batch)
-    if (
-        terms is not None
-        and terms.counting is not None
-        and entries.get(POSITIONS) is None
-        and sequence_shape(entries) is not None
-    ):
-        entries[POSITIONS] = terms.counting(entries[TOKENS])
+    entries = _entries(batch, terms)
     require_whole_number("num_micro_batches", num_micro_batches, 1)
     dims = read_row_dims(entries, row_dims)
     rows = row_count(entries, dims)
@@ -136,6 +124,25 @@ def shard_global_batch(
     counted = entries.get(POSITIONS) is None
     cut = Cut(layout, counted, entries, sequences, own_rows, dims, sequence_dims or {})
     return [_micro_batch(cut, share, positions) for share in shares]
+
+
+def _grid(manager: ProcessGroupManager | None, terms: Terms | None) -> ProcessGroupManager:
+    manager = manager or (None if terms is None else terms.manager)
+    if manager is None:
+        raise InvalidArgumentError(
+            "shard_global_batch needs the grid: pass the manager, or as model= what parallelize "
+            "returned"
+        )
+    return manager
+
+
+def _entries(batch: object, terms: Terms | None) -> dict[str, Any]:
+    """Return a batch by name; add `position_ids` if the model computes its own from whole rows."""
+    entries, counting = named_entries(batch), None if terms is None else terms.counting
+    given = entries.get(POSITIONS) is not None
+    if counting is not None and not given and sequence_shape(entries) is not None:
+        entries[POSITIONS] = counting(entries[TOKENS])
+    return entries
 
 
 def _sequences(

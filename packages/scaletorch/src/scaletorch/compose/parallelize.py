@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +33,17 @@ from .scaling import watch
 from .state import keep_whole_state, whole_shapes
 
 
+class _Args(NamedTuple):
+    """The arguments of `parallelize` that are the same on every rank."""
+
+    sequence_parallel: bool
+    loss_parallel: bool
+    recompute: bool | str
+    cp_layout: str
+    cp_method: str
+    rehearse: bool
+
+
 def parallelize(
     model: nn.Module,
     manager: ProcessGroupManager,
@@ -51,9 +62,9 @@ def parallelize(
 ) -> DataParallelBucket:
     """Shard a model over every axis of a grid, in place; all ranks call it.
 
-    Every rank passes the same whole model (same seed or checkpoint). Before sharding, the ranks
-    compare arguments, and parameters and buffers over tp and pp; afterwards, each shard over cp and
-    dp. Reading the values once is the cost; `data_parallel={"init_sync": "none"}` leaves it out.
+    Every rank passes the same whole model. Before sharding, the ranks compare arguments, and values
+    over tp and pp; afterwards, each shard over cp and dp. `data_parallel={"init_sync": "none"}`
+    leaves that out.
 
     Args:
         model: A plain module; its parameters keep their names.
@@ -80,14 +91,7 @@ def parallelize(
         InvalidArgumentError: The plan does not fit, or the grid cannot train the model.
         MismatchError: Models or arguments differ between ranks; names the parameters and ranks.
     """
-    settings = {
-        "sequence_parallel": sequence_parallel,
-        "loss_parallel": loss_parallel,
-        "recompute": recompute,
-        "cp_layout": cp_layout,
-        "cp_method": cp_method,
-        "rehearse": rehearse,
-    }
+    settings = _Args(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse)
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
     shapes = whole_shapes(model)
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
@@ -149,13 +153,13 @@ def _shard_layers(
     model: nn.Module,
     manager: ProcessGroupManager,
     plan: Mapping[str, Any] | None,
-    settings: Mapping[str, Any],
+    settings: _Args,
     terms: Terms,
 ) -> None:
     """Shard the layers over tp, in place."""
-    shares = settings["sequence_parallel"]
+    shares = settings.sequence_parallel
     apply_tensor_parallel(model, plan, manager.tp_group, sequence_parallel=shares)
-    if settings["loss_parallel"]:
+    if settings.loss_parallel:
         keep_logits_sharded(model)
     if shares:
         settle_tokens(model, manager)
@@ -163,7 +167,7 @@ def _shard_layers(
 
 
 def _checked(
-    model: nn.Module, manager: ProcessGroupManager, settings: Mapping[str, Any], init_sync: str
+    model: nn.Module, manager: ProcessGroupManager, settings: _Args, init_sync: str
 ) -> Terms:
     """Return the terms of a plain model; raise on every rank if any rank finds an error."""
     require_manager(manager, needed=True)
@@ -172,27 +176,27 @@ def _checked(
         terms = _terms(model, manager, settings)
     except Exception as error:  # `require_one_model` raises it, so that all ranks raise
         failed = error
-    require_one_model(model, settings, manager, init_sync=init_sync, error=failed)
+    require_one_model(model, settings._asdict(), manager, init_sync=init_sync, error=failed)
     return terms
 
 
-def _terms(model: nn.Module, manager: ProcessGroupManager, settings: Mapping[str, Any]) -> Terms:
+def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Args) -> Terms:
     if not isinstance(model, nn.Module) or isinstance(model, ModuleWrapper):
         raise InvalidArgumentError(
             f"parallelize takes a plain nn.Module, got {type(model).__name__}"
         )
     require_own_names(model)
-    require_way(settings["recompute"])
-    shares = manager.tp_size > 1 and bool(settings["sequence_parallel"])
+    require_way(settings.recompute)
+    shares = manager.tp_size > 1 and bool(settings.sequence_parallel)
     balance = read_router_loss(model, manager)
-    plain = _copy_plain(model) if settings["rehearse"] else None
+    plain = _copy_plain(model) if settings.rehearse else None
     synchronise_batch_norms(model, manager)
     terms = read_terms(model)
     terms.plain = plain
     terms.manager, terms.shares_sequences, terms.router_loss = manager, shares, balance
-    terms.recomputes = settings["recompute"] is True
+    terms.recomputes = settings.recompute is True
     if manager.cp_size > 1:
-        terms.cp_layout = str(settings["cp_layout"])
+        terms.cp_layout = str(settings.cp_layout)
     if manager.cp_size > 1 or shares:
         undivided = manager.cp_size == manager.pp_size == 1
         terms.counts_of_ids = undivided and counts_of_ids(model)

@@ -51,8 +51,7 @@ def train_step(
     Before each step ranks check their batches and models, and all raise if one fails. They compare
     a sample of the parameters that they share, and the loop's changes to gradients.
 
-    The first step, and the first with another loss_fn, begins with a rehearsal (see `rehearse`). It
-    also compares batches, and refuses changes by forward that would depend on the layout.
+    The first step, and the first with another loss_fn, begins with a rehearsal (see `rehearse`).
 
     Args:
         model: The model that `parallelize` returned.
@@ -74,8 +73,7 @@ def train_step(
         it. A 0-d tensor, in float32 at least, equal on every rank.
 
     Raises:
-        InvalidArgumentError: The model or the batch does not fit the layout; or a loss_fn did not
-            return a sum and a number, or another number than count_fn.
+        InvalidArgumentError: The model, the batch or what loss_fn returned does not fit.
         RehearsalError: The layout does not compute what one process computes; see `rehearse`.
         MismatchError: Batches, shared parameters, gradient scales or losses differ between ranks
             that must have the same, or another rank has failed.
