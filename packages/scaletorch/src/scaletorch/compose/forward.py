@@ -63,10 +63,6 @@ class Terms:
         """Return whether the forward can be given this argument by keyword."""
         return self.takes_any or argument in self.arguments
 
-    def needs(self, argument: str) -> bool:
-        """Return whether the forward requires this argument."""
-        return self.arguments.get(argument, False)
-
 
 _TERMS = "_scaletorch_terms"
 _rehearses: ContextVar[bool] = ContextVar("_rehearses", default=False)
@@ -136,12 +132,7 @@ def wait_for_parameters(model: nn.Module) -> None:
 
 
 def manager_of(model: nn.Module, manager: ProcessGroupManager | None) -> ProcessGroupManager:
-    """Return the grid of a call: the given one, or the model's, or the current one.
-
-    Raises:
-        InvalidArgumentError: `manager` is no manager; `model` is no module, or a compiled wrapper.
-        StateError: There is no grid.
-    """
+    """Return the grid of a call: the given one, or the model's, or the current one."""
     require_manager(manager)
     require_own_names(model)
     if manager is None and isinstance(model, nn.Module):

@@ -48,12 +48,7 @@ _known: WeakKeyDictionary[nn.Module, _Partial | None] = WeakKeyDictionary()
 
 @contextmanager
 def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
-    """Sum partial gradients over tp at the end of the step that runs in this context.
-
-    Raises:
-        InvalidArgumentError: A gradient is whole on some stages or ranks and partial on others, or
-            it is not known which; on every rank.
-    """
+    """Sum partial gradients over tp at the end of the step that runs in this context."""
     if model not in _known:
         sums = find_sums(model) if manager.tp_size > 1 else None
         _known[model] = None if sums is None else _Partial(sums, whole_parameters(model))

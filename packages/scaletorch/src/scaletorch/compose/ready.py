@@ -213,7 +213,7 @@ def as_called(batch: Batch, terms: Terms) -> Called:
         )
     # A model that takes positions must get them if it sees only a shard of the tokens.
     counts = not terms.shares_sequences or terms.counts_of_ids or not terms.takes(POSITIONS)
-    if of_tokens and POSITIONS not in entries and (terms.needs(POSITIONS) or not counts):
+    if of_tokens and POSITIONS not in entries and (terms.arguments.get(POSITIONS) or not counts):
         ids = entries[TOKENS]
         entries[POSITIONS] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     return Called(entries, batch)

@@ -131,9 +131,6 @@ class Samples:
         """Check the sum of all ranks' residues; compare all parameters if it shows a difference.
 
         All ranks call it. `unsettled` ranks have to call `settle` first, or again.
-
-        Raises:
-            MismatchError: Replicas differ; on every rank.
         """
         model, parted = self._model(), total % MODULUS != 0
         taken, self.taken, self.residue = dict(self.taken), [], None

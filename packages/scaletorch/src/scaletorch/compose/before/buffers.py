@@ -215,9 +215,6 @@ def require_whole_batches(
     """Refuse batch norms whose statistics would not cover the whole batch.
 
     Norms in eval mode that have running statistics pass, since they use only these.
-
-    Raises:
-        InvalidArgumentError: Micro-batches, ranks or a second run would change the statistics.
     """
     norms = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and _of_batch(m)]
     alone = [(name, norm) for name, norm in norms if _GROUP not in vars(norm)]

@@ -78,9 +78,9 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
     """Compare the first batch over the ranks that must hold the same one.
 
     The batch passed to `shard_global_batch` must be the same on all ranks, or, if each dp rank has
-    read its own rows, on the ranks of one dp coordinate. The micro-batches, which may have been
-    changed since, must be the same on ranks that differ in tp and pp alone; but their `loss_...`
-    entries are not compared, and a rank may have removed entries from them.
+    read its own rows, on the ranks of one dp coordinate. Micro-batches, which may have been changed
+    since, must be the same on ranks that differ in tp and pp alone, except for `loss_...` entries
+    and removed ones.
     """
     cuts = {id(b.cut.whole): b.cut for b in micro_batches if isinstance(b, MicroBatch)}
     own = any(cut.own for cut in cuts.values())

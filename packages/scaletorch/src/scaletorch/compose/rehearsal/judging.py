@@ -62,18 +62,10 @@ class Judge:
     ) -> bool:
         """Compare a layout's tensor with one process's; a missing one is zero.
 
-        Args:
-            what: The tensor's kind and unit, in words.
-            ours: The layout's whole tensor.
-            theirs: The tensor of one process, in the model's dtype.
-            typical: Size of a typical element of its kind.
-            is_hidden: Whether it has rows, positions and features, as hidden states do.
-            other: Computes the tensor of one process in another way, as `Call.make` does; called if
-                the difference exceeds the limit, since rounding may explain it.
-            again: Computes the tensor of one process once more; called if the two differ.
-
-        Returns:
-            False if it cannot be compared, since each run of one process gives another result.
+        Return False if each run of one process gives another result. `typical` is the size of a
+        typical element of its kind. If the difference exceeds the limit, `other` computes one
+        process's tensor in other ways, as `Call.make` does, since rounding may explain it, and
+        `again` computes it once more.
         """
         self.compared += 1
         if ours is None or theirs is None:

@@ -63,9 +63,6 @@ def rehearse_step(
     """Train a small batch of a step's rows, and compare everything with the plain model.
 
     `step` is `train_step` with all arguments except the micro-batches.
-
-    Raises:
-        RehearsalError: The layout does not compute what one process computes; on every rank.
     """
     began, plain = time.perf_counter(), cast(Plain, terms.plain)
     require_one_batch(micro_batches, manager)
