@@ -189,9 +189,7 @@ def token_losses(
 def token_log_probs(output: Any, micro_batch: Any) -> Tensor:
     """Return the log-probability of every label, [B, L] in float32 at least; 0 for labels of -100.
 
-    Args:
-        output: As for `token_losses`.
-        micro_batch: As for `token_losses`.
+    `output` and `micro_batch` are as for `token_losses`.
     """
     return -token_losses(output, micro_batch)
 
