@@ -32,11 +32,10 @@ def noises(step):
     return {"latents": latents, "time": torch.rand(8, generator=generator), "loss_noise": noise}
 
 
-def pairs(step):
-    """Return a tuple of what forward takes, and labels."""
+def series(step):
     generator = torch.Generator().manual_seed(step)
     labels = torch.randint(5, (8,), generator=generator)
-    return torch.randn(8, 3, 7, generator=generator), labels
+    return {"series": torch.randn(8, 3, 7, generator=generator), "labels": labels}
 
 
 class Counting(Denoiser):
@@ -51,7 +50,7 @@ def test_the_proof_takes_any_batch():
     layouts = today(["cp2-dp2", "tp2-pp2"], 2)
     report = assert_trains_alike(Denoiser, noises, layouts, dtype="float32", **DENOISING)
     assert len(report.results) == 1
-    assert_trains_alike(Recurrent, pairs, "dp2", loss_fn=of_class)
+    assert_trains_alike(Recurrent, series, "dp2", loss_fn=of_class)
 
 
 def curves(step):
@@ -94,7 +93,7 @@ def test_right_runs_are_sound():
 
 def test_the_command_takes_a_loss(capsys, monkeypatch):
     monkeypatch.chdir(__file__.rpartition("/")[0])
-    named = ["--model", "test_any_batch:Recurrent", "--batch", "test_other_tasks:pairs"]
+    named = ["--model", "test_any_batch:Recurrent", "--batch", "test_other_tasks:series"]
     words = ["--layout", "dp2", "--dtype", "float64", *named]
     assert main([*words, "--loss", "test_any_batch:of_class"]) == 0
     assert "1 of 1 cases train like one process" in capsys.readouterr().out

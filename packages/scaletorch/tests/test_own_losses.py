@@ -167,22 +167,25 @@ def counted(count_fn):
 
 # A loss, or what is said to `train_step`, and in which words it is refused.
 WRONG = {
-    "no pair": (lambda output, _: output.sum(), "must return .sum of the losses, how many .* Tens"),
+    "no pair": (
+        lambda output, _: output.sum(),
+        "must return .sum of the losses, .* returned a tensor of",
+    ),
     "no number": (
         lambda output, _: (output.sum(), math.nan),
         "finite number of at least 0, got na",
     ),
     "no scalar": (
         lambda output, batch: (output.sum(-1), tokens(batch)),
-        "one floating-point element, got a tensor of shape",
+        "one floating-point element; .* returned a tensor of shape",
     ),
     "detached": (
         lambda output, batch: (output.detach().sum(), tokens(batch)),
-        "the sum has no gradient",
+        "the sum of loss_fn has no gradient",
     ),
     "no one count": (
         lambda output, _: (output.sum(), torch.ones(2)),
-        r"count is a number, got a tensor of shape \[2\]",
+        r"their number.; it returned .*; a tensor of shape \[2\]",
     ),
     "half": (
         lambda output, batch: (output.logsumexp(-1).sum(), tokens(batch)),
@@ -243,7 +246,7 @@ def test_a_loss_on_some_ranks_alone():
 def wrong_entries(sizes):
     manager = setup_process_group_manager(**sizes)
     model = parallelize(language(), manager, rehearse=False)
-    with pytest.raises(ValueError, match=r"loss_last has shape .* row for each of the 8"):
+    with pytest.raises(ValueError, match=r"loss_last has shape .* the 8 rows of the batch"):
         shard_global_batch({**batch(), "loss_last": torch.zeros(3)}, 2, model=model)
     micro_batches = shard_global_batch(batch(), 2, model=model)
     with pytest.raises(ValueError, match="token_losses takes the micro-batch that loss_fn"):

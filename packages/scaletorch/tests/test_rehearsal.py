@@ -811,7 +811,7 @@ def one_fails(where):
     return [str(each.message) for each in heard]
 
 
-@pytest.mark.parametrize("where", ["Replay._answer", "Both.weights", "Replay._add_beside"])
+@pytest.mark.parametrize("where", ["Replay._answer", "Replay.weights", "Replay._add_beside"])
 def test_a_rank_that_fails_keeps_none_waiting(where):
     said, none = run_ranks(one_fails, 2, f"compose.rehearsal.replay:{where}", timeout=200)
     if where == "Replay._answer":  # of which there is none where all of the model is its root

@@ -228,7 +228,7 @@ def within_a_period():
         if job.manager.dp_rank:
             job.parameter(name).data.view(torch.int32).view(-1)[7] ^= 1 << 20
         _, text = job.steps_until_told(17)
-        assert f"parameter {name}: on rank 0 " in text
+        assert f"parameter {name}: on rank 1 " in text
         destroy_process_group_manager()
 
 
@@ -246,8 +246,8 @@ def in_shards(sizes, zero, options):
         with torch.no_grad():
             parameter.view(-1)[-1] += 0.5
     _, text = job.steps_until_told(samples.PERIOD + 1)
-    assert f"parameter {name}: on rank 1 (" in text, text
-    assert "not as on rank 3 (" in text or "on rank 3 (" in text
+    assert f"parameter {name}: on rank 3 (" in text, text
+    assert "not as on rank 1 (" in text
 
 
 def test_shards_and_experts_are_compared_with_those_of_the_same_place():
@@ -431,7 +431,7 @@ def one_of_four():
     there = rf"rank 2 \(dp2 pp0 cp0 tp0\){apart}"
     said = rf"  parameter .*: on {there} not as on the other 3 of 4$"
     assert re.match(said, second), second
-    assert "and 16 more\nLook at rank 2 (dp2 pp0 cp0 tp0) first. Likely optimizers have" in text
+    assert "and 16 more\nOptimizers have other settings" in text
 
 
 def test_the_rank_of_another_learning_rate_is_named():
@@ -478,7 +478,7 @@ def come_later():
         job.train(2)
         base.extra[job.manager.dp_rank] = 1.0
         _, text = job.steps_until_told(samples.PERIOD + 1)
-    assert "parameter extra: on rank 0" in text
+    assert "parameter extra: on rank 1" in text
 
 
 def test_parameters_that_come_later():

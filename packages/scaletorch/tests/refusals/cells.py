@@ -103,8 +103,10 @@ def train(case: Case, layout: Layout) -> tuple[list[Any], dict[str, torch.Tensor
     found: list[Any] = []
     for step in steps(case):
         told: dict[str, Any] = {"model": parallel, **case.cut()}
-        if "cp_layout" in told:  # which contradicts the model
-            told = {**told, "manager": manager, "model": None}
+        if "cp_layout" in told:  # the batch is for another model
+            other = {**options, "cp_method": "ring", "rehearse": False}
+            order = {"cp_layout": told.pop("cp_layout")}
+            told["model"] = parallelize(build(case, layout.depth), manager, **{**other, **order})
         batches = shard_global_batch(case.batch(step), layout.micro_batches, **told)
         change = case.later if step and get_rank() == 1 else nothing
         with change(parallel, batches):

@@ -234,7 +234,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     },
     "returns another loss beside its logits": {
         "aux_loss": Case(models.Beside, always, "has aux_loss beside its logits"),
-        "tuple": Case(models.InTuple, always, "returned a tuple of a tensor"),
+        "tuple": Case(models.InTuple, always, "returned a tuple"),
     },
     "has other weights on some tp or pp ranks": {
         "other weights": Case(models.Other, always, r"layers\.\d\.norm1.weight .*has values"),

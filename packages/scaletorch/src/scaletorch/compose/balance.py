@@ -23,23 +23,14 @@ _INSTEAD = (
 
 @dataclass(frozen=True, slots=True)
 class RouterLoss:
-    """The settings of the router loss in a model's config.
-
-    Attributes:
-        coefficient: The factor of the loss (`router_aux_loss_coef`).
-        top_k: The number of experts per token (`num_experts_per_tok`).
-    """
+    """A config's `router_aux_loss_coef` and `num_experts_per_tok`."""
 
     coefficient: float
     top_k: int
 
 
 def read_router_loss(model: nn.Module, manager: ProcessGroupManager) -> RouterLoss | None:
-    """Return the auxiliary loss that the model's config asks for; None if it asks for none.
-
-    Raises:
-        InvalidArgumentError: The config lacks `num_experts_per_tok`, or the grid has a pipeline.
-    """
+    """Return the auxiliary loss that the model's config asks for; None if it asks for none."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         factor = getattr(config, "router_aux_loss_coef", None)
@@ -63,11 +54,7 @@ def read_router_loss(model: nn.Module, manager: ProcessGroupManager) -> RouterLo
 
 
 def require_one_micro_batch(micro_batches: Sequence[object]) -> None:
-    """Refuse several micro-batches, since the loss needs the choices of all tokens at once.
-
-    Raises:
-        InvalidArgumentError: There are several micro-batches.
-    """
+    """Refuse several micro-batches, since the loss needs the choices of all tokens at once."""
     if len(micro_batches) > 1:
         raise InvalidArgumentError(
             f"{describe_rank()}: the router's auxiliary loss is a product of two means over the "
@@ -84,23 +71,15 @@ def router_loss(
     shares_sequences: bool,
     real: Tensor | None = None,
 ) -> Tensor:
-    """Return this rank's term of the loss; the terms of all cp x dp ranks sum to the whole loss.
+    """Return this rank's term of the loss, 0-d; those of all cp x dp ranks sum to the whole loss.
 
     For N experts, with the tokens of all layers taken together: N times the sum over experts i of
-    (choices of i / tokens) * (mean probability of i). Source: Switch Transformers (arXiv
-    2101.03961), equations 4 to 6, as in `load_balancing_loss_func` of transformers, but over the
-    global batch.
+    (choices of i / tokens) * (mean probability of i), as in `load_balancing_loss_func` of
+    transformers, but over the global batch. Source: Switch Transformers (arXiv 2101.03961),
+    equations 4 to 6.
 
-    Args:
-        output: The model's output, with each layer's [T, N] in `router_logits`.
-        wanted: The settings from the config.
-        manager: The grid.
-        shares_sequences: Each tp rank has the logits of its shard of the tokens.
-        real: A mask of the tokens that count, bool [B, L]; None counts all.
-
-    Returns:
-        0-d, in float32 at least; the value is the same on all tp ranks. If they shard the tokens,
-        each rank's gradient covers its own tokens only.
+    The value is the same on all tp ranks. If `shares_sequences`, each has the logits and the
+    gradient of its own tokens. `real` is a mask of the tokens that count, bool [B, L].
     """
     given = getattr(output, "router_logits", None)
     if not isinstance(given, tuple | list) or not all(isinstance(x, Tensor) for x in given):
@@ -110,7 +89,11 @@ def router_loss(
         )
     scores = torch.cat([x.reshape(-1, x.shape[-1]) for x in given]).softmax(-1)
     index = scores.topk(wanted.top_k, dim=-1).indices
-    valid = None if real is None else _rows(real, given, manager, shares_sequences)
+    valid = None  # a mask of the rows of all layers' logits
+    if real is not None and shares_sequences:
+        real = real.tensor_split(manager.tp_size, dim=1)[manager.tp_rank]
+    if real is not None:
+        valid = real.reshape(-1).repeat(len(given))
     counts = count_tokens(index, scores.shape[-1], valid=valid)
     groups = [manager.cp_dp_group, *([manager.tp_group] if shares_sequences else [])]
     for group in groups:
@@ -122,12 +105,3 @@ def router_loss(
         all_reduce(total, group=manager.tp_group)
         part = part + (total - part).detach()
     return part
-
-
-def _rows(
-    real: Tensor, logits: Sequence[Tensor], manager: ProcessGroupManager, shares_sequences: bool
-) -> Tensor:
-    """Return a mask of the rows of all layers' logits whose tokens count."""
-    if shares_sequences:
-        real = real.tensor_split(manager.tp_size, dim=1)[manager.tp_rank]
-    return real.reshape(-1).repeat(len(logits))

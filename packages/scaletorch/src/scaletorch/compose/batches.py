@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,41 +26,28 @@ from .entries import (
     row_count,
     sequence_shape,
 )
-from .forward import terms_of
+from .forward import Terms, terms_of
 
 Batch = Mapping[str, Tensor]
 
 
 class Cut(NamedTuple):
-    """The cut that made a micro-batch.
+    """The cut that made a micro-batch."""
 
-    Attributes:
-        layout: The order of columns over cp ranks.
-        counted: `position_ids`, if there are any, were made here, not given in the batch.
-        whole: The global batch, or the rows of it that this data-parallel rank has read.
-        sequences: This rank's positions, and the starts of packed documents; None if the dims of
-            positions are not known.
-        own: `whole` has only the rows that this data-parallel rank has read.
-        row_dims: The dim of rows of each entry; None if every micro-batch gets the whole entry.
-        sequence_dims: The dims of positions that the caller has named.
-    """
-
-    layout: str
-    counted: bool
-    whole: Batch
-    sequences: ShardedSequences | None
+    layout: str  # the order of columns over cp ranks
+    counted: bool  # `position_ids`, if there are any, were made here, not given in the batch
+    whole: Batch  # the global batch, or the rows that this data-parallel rank has read (`own`)
+    sequences: ShardedSequences | None  # this rank's positions, if they are known
     own: bool = False
-    row_dims: RowDims = MappingProxyType({})
-    sequence_dims: RowDims = MappingProxyType({})
+    row_dims: RowDims = MappingProxyType({})  # None if every micro-batch gets the whole entry
+    sequence_dims: RowDims = MappingProxyType({})  # those that the caller has named
 
 
 class MicroBatch(dict[str, Tensor]):
     """A mapping of tensors [b, L / cp] that remembers its `Cut`.
 
-    Attributes:
-        cut: The cut that made it.
-        is_empty: It got no row of the batch. The model computes one made-up row in its place, which
-            counts in no loss.
+    If `is_empty`, it got no row of the batch, and the model computes one made-up row in its place,
+    which counts in no loss.
     """
 
     def __init__(self, entries: Batch, cut: Cut, *, is_empty: bool = False) -> None:
@@ -69,12 +56,7 @@ class MicroBatch(dict[str, Tensor]):
 
 
 class Called(dict[str, Tensor]):
-    """The entries that a model is called with.
-
-    Attributes:
-        micro_batch: The micro-batch that they come from.
-        count: The number of losses in it, if this rank computes the loss.
-    """
+    """The entries that a model is called with, and the number of losses in them."""
 
     def __init__(self, entries: Batch, micro_batch: Batch) -> None:
         super().__init__(entries)
@@ -83,12 +65,11 @@ class Called(dict[str, Tensor]):
 
 
 def shard_global_batch(
-    batch: Any,
+    batch: Mapping[str, Any],
     num_micro_batches: int,
     manager: ProcessGroupManager | None = None,
     *,
     model: nn.Module | None = None,
-    cp_layout: str | None = None,
     own_rows: bool = False,
     row_dims: RowDims | None = None,
     sequence_dims: RowDims | None = None,
@@ -96,11 +77,11 @@ def shard_global_batch(
     """Return this rank's micro-batches of a global batch.
 
     Args:
-        batch: The same on every rank: a mapping, a dataclass, or (with `model`) a tuple of the
-            forward's arguments. Rows are dim 0 of every entry, [B, ...]. Every micro-batch gets
-            whole: numbers, tensors whose dim 0 has size 1, and the starts of packed documents
-            `cu_seq_lens_q` (0, a, ..., L). Entries named `loss_...` go to your loss_fn, not to the
-            model. Models of tokens take `input_ids` [B, L]; `labels` [B, L] aligned with them, -100
+        batch: A mapping from names to tensors, the same on every rank. Rows are dim 0 of every
+            entry, [B, ...]. Every micro-batch gets whole: numbers, tensors whose dim 0 has size 1,
+            and the starts of packed documents `cu_seq_lens_q` (0, a, ..., L). Entries named
+            `loss_...` go to your loss_fn, not to the model.
+            Models of tokens take `input_ids` [B, L]; `labels` [B, L] aligned with them, -100
             for tokens that have none; `position_ids` [B, L], [1, L] or of several axes
             [axes, B, L]. cp divides the columns of every entry that is [B, L].
         num_micro_batches: Micro-batches per data-parallel rank. Ranks, and a rank's micro-batches,
@@ -109,8 +90,8 @@ def shard_global_batch(
         manager: The grid: dp divides rows, cp divides columns. By default the model's.
         model: The model that `parallelize` returned; it gives the order of columns. Without a model
             they are in the default order, and `train_step` raises if that is not the model's.
-        cp_layout: The order of columns, if no model is given. "zigzag" takes any length: sequences
-            are padded at the end, without labels, where causal attention does not look.
+            "zigzag" takes any length: sequences are padded at the end, without labels, where causal
+            attention does not look.
         own_rows: The batch has only this data-parallel rank's rows; see `rows_of_step`.
         row_dims: Dims of rows, by name of entry, if the shape does not tell; None if every
             micro-batch gets the whole entry: `{"pixels": 1, "table": None}`.
@@ -125,10 +106,12 @@ def shard_global_batch(
 
     Raises:
         InvalidArgumentError: Less than one micro-batch; no rows; columns that do not divide over
-            cp, or are not known; no grid; not the model's order; or an entry with unknown rows.
+            cp, or are not known; no grid; or an entry with unknown rows.
     """
-    manager, layout = _said(manager, model, cp_layout)
-    entries = _entries(batch, model)
+    terms = None if model is None else terms_of(model)
+    manager = _grid(manager, terms)
+    layout = DEFAULT if terms is None or terms.cp_layout is None else terms.cp_layout
+    entries = _entries(batch, terms)
     require_whole_number("num_micro_batches", num_micro_batches, 1)
     dims = read_row_dims(entries, row_dims)
     rows = row_count(entries, dims)
@@ -140,7 +123,26 @@ def shard_global_batch(
     sequences = _sequences(entries, positions, layout, manager)
     counted = entries.get(POSITIONS) is None
     cut = Cut(layout, counted, entries, sequences, own_rows, dims, sequence_dims or {})
-    return _sharded((_rows(entries, dims, share) for share in shares), cut, positions)
+    return [_micro_batch(cut, share, positions) for share in shares]
+
+
+def _grid(manager: ProcessGroupManager | None, terms: Terms | None) -> ProcessGroupManager:
+    manager = manager or (None if terms is None else terms.manager)
+    if manager is None:
+        raise InvalidArgumentError(
+            "shard_global_batch needs the grid: pass the manager, or as model= what parallelize "
+            "returned"
+        )
+    return manager
+
+
+def _entries(batch: object, terms: Terms | None) -> dict[str, Any]:
+    """Return a batch by name; add `position_ids` if the model computes its own from whole rows."""
+    entries, counting = named_entries(batch), None if terms is None else terms.counting
+    given = entries.get(POSITIONS) is not None
+    if counting is not None and not given and sequence_shape(entries) is not None:
+        entries[POSITIONS] = counting(entries[TOKENS])
+    return entries
 
 
 def _sequences(
@@ -153,8 +155,7 @@ def _sequences(
         raise InvalidArgumentError(
             f"cp divides the positions of sequences, and it is not known where this batch of "
             f"{', '.join(batch)} has them: name their dims, shard_global_batch(..., "
-            f"sequence_dims={{{next(iter(batch))!r}: 1}}), or take cp_size=1 and the ranks for "
-            "dp, tp or pp"
+            f"sequence_dims={{{next(iter(batch))!r}: 1}}), or take cp_size=1"
         )
     of_tokens = sequence_shape(batch) is not None
     if layout != "zigzag" or not of_tokens:  # zigzag pads tokens of any length
@@ -165,83 +166,37 @@ def _sequences(
     return ShardedSequences(positions.length, layout=layout, cu_seqlens=documents, group=group)
 
 
-def _sharded(parts: Iterable[_Rows], cut: Cut, positions: Positions | None) -> list[Batch]:
-    """Return micro-batches with this rank's positions, and with the entries without rows.
-
-    Args:
-        parts: The rows of each micro-batch.
-        cut: The cut that makes them.
-        positions: The dims of positions in the batch.
-    """
-    divided = cut.sequences is not None and cut.sequences.ring.size > 1
-    # The model counts positions itself, as it does in one process (perhaps not from 0).
-    counts = cut.counted and not divided and cut.whole.get("cu_seq_lens_q") is None
-    whole = {n: cut.whole[n] for n, dim in cut.row_dims.items() if dim is None and n != POSITIONS}
-    shards: list[Batch] = []
-    for part in parts:
-        shard = part.entries | whole
-        if positions is not None and cut.sequences is not None:
-            shard |= _own_positions(part.entries, shard, cut.sequences, positions)
-        if counts:
-            shard.pop(POSITIONS, None)
-        shards.append(MicroBatch(shard, cut, is_empty=part.is_empty))
-    return shards
-
-
-def _own_positions(
-    rows: Batch, entries: Batch, sequences: ShardedSequences, positions: Positions
-) -> dict[str, Tensor]:
-    """Return this rank's shard of every entry that has positions.
-
-    Args:
-        rows: The entries of a micro-batch that have rows.
-        entries: All entries of the micro-batch.
-        sequences: The positions that this rank has.
-        positions: The dims of positions in the entries.
-    """
-    named = {n: sequences.shard_tensor(entries[n], dim) for n, dim in positions.dims.items()}
-    if TOKENS not in rows:
-        return named
-    known = {n: x for n, x in rows.items() if n not in positions.dims.keys() | positions.whole}
-    return sequences.shard(known, shifted=True) | named
-
-
-def _said(
-    manager: ProcessGroupManager | None, model: nn.Module | None, cp_layout: str | None
-) -> tuple[ProcessGroupManager, str]:
-    """Return the grid and the order of columns, from the arguments or the model."""
-    terms = None if model is None else terms_of(model)
-    told = None if terms is None else terms.cp_layout
-    if told is not None and cp_layout not in (None, told):
-        raise InvalidArgumentError(
-            f"cp_layout={cp_layout!r} contradicts the model, which attends in a {told} layout: "
-            "parallelize(..., cp_layout=...) is the place to say it; leave it out here"
-        )
-    manager = manager or (None if terms is None else terms.manager)
-    if manager is None:
-        raise InvalidArgumentError(
-            "shard_global_batch needs the grid: pass the manager, or as model= what parallelize "
-            "returned"
-        )
-    return manager, told or cp_layout or DEFAULT
-
-
-def _entries(given: Any, model: nn.Module | None) -> Batch:
-    """Return a batch by name; add `position_ids` if the model computes its own from whole rows."""
-    terms = None if model is None else terms_of(model)
-    batch = named_entries(given, None if terms is None else terms.arguments)
-    counting = None if terms is None else terms.counting
-    if counting is None or batch.get(POSITIONS) is not None or sequence_shape(batch) is None:
-        return batch
-    return {**batch, POSITIONS: counting(batch["input_ids"])}
+def _micro_batch(cut: Cut, share: range, positions: Positions | None) -> MicroBatch:
+    """Return this rank's positions of a range of rows; for an empty range, of one made-up row."""
+    batch, sequences = cut.whole, cut.sequences
+    start, count = (share.start, len(share)) if share else (0, 1)
+    rows = {name: batch[name] for name in (POSITIONS, *CU_SEQLENS) if name in batch}
+    rows |= {
+        name: batch[name].narrow(dim, start, count)
+        if batch[name].shape[dim]
+        else _made_row(name, batch[name], dim)
+        for name, dim in cut.row_dims.items()
+        if dim is not None
+    }
+    if not share and "labels" in rows:
+        rows["labels"] = torch.full_like(rows["labels"], IGNORED)
+    entries = dict(rows)
+    entries |= {n: batch[n] for n, dim in cut.row_dims.items() if dim is None and n != POSITIONS}
+    if positions is not None and sequences is not None:
+        named = {n: sequences.shard_tensor(entries[n], dim) for n, dim in positions.dims.items()}
+        if TOKENS in rows:
+            left_out = positions.dims.keys() | positions.whole
+            known = {n: x for n, x in rows.items() if n not in left_out}
+            entries |= sequences.shard(known, shifted=True)
+        entries |= named
+    divided = sequences is not None and sequences.ring.size > 1
+    if cut.counted and not divided and batch.get("cu_seq_lens_q") is None:
+        entries.pop(POSITIONS, None)  # the model counts them, as in one process (maybe not from 0)
+    return MicroBatch(entries, cut, is_empty=not share)
 
 
 def require_whole_number(name: str, value: object, least: int | None = None) -> None:
-    """Require an integer, of at least `least`.
-
-    Raises:
-        InvalidArgumentError: The value is no integer, or too small.
-    """
+    """Require an integer, of at least `least`."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or (least is not None and value < least):  # type: ignore[operator]
         wanted = "a whole number" if least is None else f"a whole number, at least {least}"
@@ -258,27 +213,6 @@ def _split(rows: range, shares: int) -> list[range]:
     size, longer = divmod(len(rows), shares)
     ends = [index * size + min(index, longer) for index in range(shares + 1)]
     return [rows[start:end] for start, end in pairwise(ends)]
-
-
-class _Rows(NamedTuple):
-    """The entries of one micro-batch: its rows, and entries known to be the same for all rows."""
-
-    entries: dict[str, Tensor]
-    is_empty: bool
-
-
-def _rows(batch: Batch, dims: Mapping[str, int | None], share: range) -> _Rows:
-    """Return a range of a batch's rows; for an empty range, one row without labels."""
-    known = {name: batch[name] for name in (POSITIONS, *CU_SEQLENS) if name in batch}
-    found = {n: (batch[n], dim) for n, dim in dims.items() if dim is not None}
-    start, count = (share.start, len(share)) if share else (0, 1)
-    rows = {
-        name: entry.narrow(dim, start, count) if entry.shape[dim] else _made_row(name, entry, dim)
-        for name, (entry, dim) in found.items()
-    }
-    if not share and "labels" in rows:
-        rows["labels"] = torch.full_like(rows["labels"], IGNORED)
-    return _Rows(known | rows, not share)
 
 
 def _made_row(name: str, entry: Tensor, dim: int) -> Tensor:
@@ -319,9 +253,7 @@ def real_positions(batch: Batch) -> Tensor | None:
 def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
     """Return a mask of a micro-batch's tokens that are not padding, bool [B, L]; None for all.
 
-    Args:
-        batch: The micro-batch; tokens that its `attention_mask` [B, L] hides are padding too.
-        positions: The mask that `real_positions` returned.
+    Padding is outside of `positions`, as `real_positions` returns them, or has `attention_mask` 0.
     """
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if counts_nothing(batch):
@@ -332,17 +264,13 @@ def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
 
 
 def token_count(batch: Any) -> int | Tensor:
-    """Return the number of labels other than -100: an int, or a 0-d tensor on an accelerator.
-
-    Raises:
-        InvalidArgumentError: There are no labels, or they are not integers.
-    """
+    """Return the number of labels other than -100: an int, or a 0-d tensor on an accelerator."""
     labels = batch.get("labels")
     if labels is None:
         raise InvalidArgumentError(
-            "a micro-batch without labels does not say how many losses it has, which has to be "
-            "known before where gradients of several steps add up or a router's auxiliary loss is "
-            "added: pass train_step(..., count_fn=), a function of the micro-batch that returns it"
+            "a micro-batch has no labels, by which losses are counted before a step if gradients "
+            "of several steps add up or a router's auxiliary loss is added: pass train_step(..., "
+            "count_fn=), a function of the micro-batch that returns the number of its losses"
         )
     if labels.is_floating_point() or labels.is_complex():
         raise InvalidArgumentError(f"labels must be integer tensors, got {labels.dtype}")

@@ -1,37 +1,39 @@
-"""Compute digests of this rank's tensors, and compare them with those of other ranks."""
+"""Check that ranks which should hold the same tensors do, by digests of weights and gradients."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ..dist import all_gather_object
+from ..dist import all_gather_object, group_ranks
+from ..dist.errors import MismatchError, NonFiniteError
 from ..parallel.data_parallel.building import ShardedGradient
-from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pg_manager.building import digest
 from ..parallel.tensor_parallel import split_by_owner
 from .experts import expert_names
+from .forward import manager_of, wait_for_parameters
 
 Sides = list[list[int]]  # ranks grouped by digest, the largest group first
 ABSENT = 1  # stands for a gradient that is None
+SHOWN = 4  # tensors, and ranks per group, that an error names
+ADVICE = (
+    "They were given other weights, batches, seeds or rates, made other calls, or a memory is "
+    "faulty; go on from a checkpoint from before."
+)
 
 
 class Key(NamedTuple):
-    """The identity of a digested tensor; ranks with the same key should hold the same bits.
+    """The identity of a digested tensor; ranks with the same key should hold the same bits."""
 
-    Attributes:
-        kind: "parameter", "gradient", "buffer", "optimizer" or "value".
-        name: The tensor's name in the plain model, or the value's name.
-        place: The shard: for parameters and gradients its number and its first tp rank, for experts
-            the ep rank too; for buffers the pp, tp and ep ranks; for an optimizer the pp rank.
-    """
-
-    kind: str
-    name: str
+    kind: str  # "parameter", "gradient", "buffer", "optimizer" or "value"
+    name: str  # in the plain model
+    # Parameters and gradients: number of the shard, its first tp rank, and for experts the ep rank.
+    # Buffers: pp, tp and ep ranks. Optimizers: pp rank.
     place: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -39,11 +41,98 @@ class Key(NamedTuple):
         return self.kind if self.kind == self.name else f"{self.kind} {self.name}"
 
 
+def check_replicas(
+    model: nn.Module,
+    manager: ProcessGroupManager | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise on every rank unless ranks that should hold the same tensors hold the same bits.
+
+    Compared are: over cp x dp every parameter, every whole gradient and every persistent buffer;
+    over tp replicated parameters; over pp tied ones. Call it on all ranks between backward and
+    `optimizer.step()`, when gradients are the same on all ranks. It reads all of these once, and
+    each rank sends 8 bytes and a hash of the name for each tensor.
+
+    Different batches within tp or pp show in no tensor, since ranks share the sums of gradients:
+    pass the whole batch in `values`. It cannot find errors that are the same on all ranks, nor
+    errors in shards that only one rank has, except for parameters that are not finite.
+
+    Args:
+        model: The model that `parallelize` returned.
+        manager: The grid; by default the model's.
+        optimizer: An optimizer, whose hyperparameters are compared within a stage.
+        step: The number of the step, for the error.
+        values: Other values that must be the same on every rank, by name: numbers, strings, or
+            tensors such as the whole batch.
+
+    Raises:
+        MismatchError: Ranks differ; names the step, tensors and ranks.
+        NonFiniteError: A parameter is infinite or NaN on some rank.
+    """
+    manager = manager_of(model, manager)
+    wait_for_parameters(model)
+    lines = [] if optimizer is None else optimizer_lines(optimizer)
+    texts = {Key("optimizer", "optimizer", (manager.pp_rank,)): "; ".join(lines)}
+    texts |= {Key("value", name): line for name, line in value_lines(values or {}).items()}
+    digests = [*tensor_digests(model, manager), *((k, text_hash(t)) for k, t in texts.items())]
+    infinite = all_gather_object(nonfinite_parameters(model), manager.world_group)
+    at_step = "" if step is None else f"step {step}: "
+    if any(infinite):
+        places = [
+            f"{name} on {_named([rank], manager)}"
+            for rank, names in enumerate(infinite)
+            for name in names
+        ]
+        raise NonFiniteError(
+            f"{describe_rank()}: {at_step}parameters are not finite: {some(places, '; ')}; go back "
+            "to a checkpoint from before, and look at these ranks' batches and the learning rate"
+        )
+    parted = parted_sides(digests, manager)
+    if parted:
+        refuse(parted, texts, manager, f"{at_step}ranks that should hold the same do not")
+
+
+def refuse(
+    parted: Mapping[Key, Sides],
+    texts: Mapping[Key, str],
+    manager: ProcessGroupManager,
+    what: str = "ranks that should hold the same do not",
+    advice: str = ADVICE,
+) -> NoReturn:
+    """Raise an error that names the tensors that differ, and their ranks; all ranks call it."""
+    everyone = all_gather_object(dict(texts), manager.world_group)
+    shown = []
+    for key in sorted(parted, key=lambda key: key.kind in ("parameter", "gradient")):
+        words = [f" ({t})" if (t := everyone[side[0]].get(key)) else "" for side in parted[key]]
+        usual, *odd = [_named(side, manager) for side in parted[key]]
+        most, total = len(parted[key][0]), sum(map(len, parted[key]))
+        if 2 * most > total:
+            usual = f"the other {most} of {total}"
+        odd = [ranks + word for ranks, word in zip(odd, words[1:], strict=True)]
+        shown.append(f"\n  {key}: on {'; '.join(odd)} not as on {usual}{words[0]}")
+    raise MismatchError(f"{describe_rank()}: {what}.{some(shown, '', chr(10) + '  ')}\n{advice}")
+
+
+def _named(ranks: Sequence[int], manager: ProcessGroupManager) -> str:
+    world = group_ranks(manager.world_group)
+    return some([f"rank {world[r]} ({manager.grid.coordinates(world[r])})" for r in ranks])
+
+
+def some(items: Sequence[str], between: str = ", ", last: str = " ") -> str:
+    """Join the first few of some items, and say how many more there are."""
+    more = len(items) - SHOWN
+    return between.join(items[:SHOWN]) + (f"{last}and {more} more" if more > 0 else "")
+
+
 def as_numbers(digests: Iterable[Tensor | int]) -> list[int]:
     """Return digests as ints, fetching those on devices in one transfer."""
     digests = list(digests)
-    there = [each for each in digests if isinstance(each, Tensor)]
-    stacked = torch.stack([each.to(there[0].device) for each in there]).tolist() if there else []
+    tensors = [each for each in digests if isinstance(each, Tensor)]
+    device = tensors[0].device if tensors else None
+    stacked = torch.stack([each.to(device) for each in tensors]).tolist() if tensors else []
     fetched = iter(stacked)
     return [next(fetched) if isinstance(each, Tensor) else each for each in digests]
 
@@ -51,13 +140,7 @@ def as_numbers(digests: Iterable[Tensor | int]) -> list[int]:
 def keyed_pieces(
     model: nn.Module, tensors: Mapping[str, Tensor], manager: ProcessGroupManager
 ) -> Iterator[tuple[str, Key, Tensor]]:
-    """Yield name, key and view of every piece of a parameter or gradient that may have replicas.
-
-    Args:
-        model: The model that `parallelize` returned.
-        tensors: Tensors by the names of this rank's parameters.
-        manager: The grid.
-    """
+    """Yield name, key and view of every piece of a parameter or gradient that may have replicas."""
     names = {name: tie.names[0] for tie in getattr(model, "ties", ()) for name in tie.names}
     experts = dict.fromkeys(expert_names(model), (manager.ep_rank,))
     for name, pieces in split_by_owner(model, tensors).items():
@@ -69,12 +152,7 @@ def keyed_pieces(
 def parted_sides(
     digests: Sequence[tuple[Key, Tensor | int]], manager: ProcessGroupManager
 ) -> dict[Key, Sides]:
-    """Return the keys whose digests differ, each with ranks by digest; all ranks call it.
-
-    Args:
-        digests: This rank's digests, with their keys.
-        manager: The grid.
-    """
+    """Return the keys whose digests differ, each with ranks by digest; all ranks call it."""
     keys = {text_hash(repr(key)): key for key, _ in digests}
     own = dict(zip(keys, as_numbers([number for _, number in digests]), strict=True))
     told = all_gather_object(own, manager.world_group)
@@ -118,21 +196,16 @@ def tensor_digests(
         for name, each in model.named_parameters()
         if isinstance(each.grad, Tensor) and not isinstance(each.grad, ShardedGradient)
     }
-    there = {key: piece for _, key, piece in keyed_pieces(model, gradients, manager)}
+    by_key = {key: piece for _, key, piece in keyed_pieces(model, gradients, manager)}
     for _, key, piece in keyed_pieces(model, values, manager):
         yield key, digest(piece)
-        yield key._replace(kind="gradient"), digest(there[key]) if key in there else ABSENT
+        yield key._replace(kind="gradient"), digest(by_key[key]) if key in by_key else ABSENT
     place = manager.pp_rank, manager.tp_rank, manager.ep_rank
-    for name, buffer in _saved_buffers(model):
-        yield Key("buffer", name, place), digest(buffer)
-
-
-def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the persistent buffers; others are caches that may depend on this rank's batches."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
+            # Others are caches that may depend on this rank's batches.
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}", buffer
+                yield Key("buffer", f"{prefix}.{name}", place), digest(buffer)
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:
@@ -160,11 +233,11 @@ def optimizer_lines(optimizer: torch.optim.Optimizer) -> list[str]:
 
 def _shown(value: Any) -> str:
     """Return a number, a string, None or a list of these as text; "" for anything else."""
-    if isinstance(value, Tensor):
-        return repr(value.tolist()) if value.numel() == 1 else ""
     if isinstance(value, tuple | list):
         shown = [_shown(each) for each in value]
         return f"({', '.join(shown)})" if all(shown) else ""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.tolist()
     return repr(value) if isinstance(value, int | float | str | None) else ""
 
 

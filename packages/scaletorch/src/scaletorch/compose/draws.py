@@ -25,10 +25,9 @@ def rows_of_step(
     """Return the indices of the rows that this data-parallel rank reads for a step.
 
     Every epoch has all rows once, in a random order of its own; a batch may end one epoch and begin
-    the next. The order depends only on the arguments, so a run that resumes from a checkpoint needs
-    only the step, and may use another layout: together ranks read the rows that one process would
-    read. There is no communication, and time and memory do not depend on `rows`, since the row at
-    any position is computed alone.
+    the next. The order depends only on the arguments, so a run that resumes needs only the step,
+    and may use another layout: together ranks read the rows that one process would read. There is
+    no communication, and time and memory do not depend on `rows`.
 
     Args:
         step: The step from 0; after a checkpoint, the number of steps done.
@@ -92,10 +91,9 @@ def _mixed(number: int) -> int:
 def seed_ranks(seed: int, manager: ProcessGroupManager) -> None:
     """Seed torch's default generators for training on `manager`'s grid.
 
-    Call it after building the model (whose weights must be the same on all ranks), before training.
-    Ranks of one tp group get the same seed: they hold the same activations, and dropout must drop
-    the same elements. Ranks with other rows (dp), positions (cp) or layers (pp) draw independently.
-    The tensor-parallel plan handles draws on activations that are sharded over tp.
+    Call it after building the model, whose weights must be the same on all ranks. Ranks of one tp
+    group get the same seed, since dropout must drop the same elements of their activations. Ranks
+    with other rows (dp), positions (cp) or layers (pp) draw independently.
 
     Args:
         seed: Any integer, the same on all ranks.
@@ -105,10 +103,6 @@ def seed_ranks(seed: int, manager: ProcessGroupManager) -> None:
         InvalidArgumentError: The seed is no integer.
     """
     require_whole_number("seed", seed)
+    place = manager.dp_rank, manager.pp_rank, manager.cp_rank
     # Hashing makes nearby seeds unrelated; the CPU generator uses 32 bits.
-    torch.manual_seed(random.Random(f"{seed} {_place(manager)}").getrandbits(32))
-
-
-def _place(manager: ProcessGroupManager) -> tuple[int, ...]:
-    """Return the coordinates of a rank along axes over which activations differ."""
-    return manager.dp_rank, manager.pp_rank, manager.cp_rank
+    torch.manual_seed(random.Random(f"{seed} {place}").getrandbits(32))

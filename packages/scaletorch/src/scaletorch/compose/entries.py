@@ -6,7 +6,6 @@ model takes the first argument of its forward, whose dims of positions are not k
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,50 +23,18 @@ _TOKENS = ("input_ids", "labels", "token_type_ids")  # always [B, L]: dim 0 is r
 _NUMBERS = bool | int | float | str | None
 
 
-def named_entries(batch: Any, arguments: Iterable[str] | None) -> dict[str, Any]:
-    """Return a batch's entries by name.
-
-    Args:
-        batch: A mapping, a dataclass, a named tuple, or a tuple or list of the forward's first
-            arguments in its order; if it has one entry too many, the last one is the labels.
-        arguments: The arguments of the model's forward; None if the model is not known.
-
-    Raises:
-        InvalidArgumentError: The batch is none of these, or its entries have no names.
-    """
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    if not isinstance(batch, tuple | list):
+def named_entries(batch: Any) -> dict[str, Any]:
+    """Return a batch's entries by name; refuse anything but a mapping."""
+    if not isinstance(batch, Mapping):
         raise InvalidArgumentError(
-            "a global batch is a mapping of entries, a dataclass or a tuple of them, got "
+            f"a global batch is a mapping from names of forward's arguments to tensors, got a "
             f"{type(batch).__name__}"
         )
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return dict(zip(batch._fields, batch, strict=True))
-    if arguments is None:
-        raise InvalidArgumentError(
-            f"a batch of {len(batch)} entries without names needs model=, whose forward names them"
-        )
-    taken = [name for name in arguments if name != LABELS]
-    names = taken[: len(batch)]
-    if len(batch) == len(names) + 1:
-        names.append(LABELS)
-    if len(batch) != len(names):
-        raise InvalidArgumentError(
-            f"a batch of {len(batch)} entries does not fit a forward of {', '.join(taken)}: give "
-            "them names, in a mapping"
-        )
-    return dict(zip(names, batch, strict=True))
+    return dict(batch)
 
 
 def sequence_shape(entries: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the shape [B, L] of a batch of tokens; None if it has no `input_ids`.
-
-    Raises:
-        InvalidArgumentError: `input_ids` is not a tensor of two dims.
-    """
+    """Return the shape [B, L] of a batch of tokens; None if it has no `input_ids`."""
     ids = entries.get(TOKENS)
     if ids is None:
         return None
@@ -80,21 +47,13 @@ def sequence_shape(entries: Mapping[str, Any]) -> tuple[int, int] | None:
     return ids.shape[0], ids.shape[1]
 
 
-def row_count(entries: Mapping[str, Any], told: RowDims) -> int:
-    """Return the number of rows of a batch: that of `input_ids`, or of its first tensor with rows.
-
-    Args:
-        entries: Entries by name.
-        told: Dims of rows that the caller names (dim 0 by default); None for an entry without rows.
-
-    Raises:
-        InvalidArgumentError: No entry has rows.
-    """
+def row_count(entries: Mapping[str, Any], named: RowDims) -> int:
+    """Return the number of rows of `input_ids`, or of the first tensor with rows."""
     shape = sequence_shape(entries)
     if shape is not None:
         return shape[0]
     for name, entry in entries.items():
-        dim = told.get(name, 0)
+        dim = named.get(name, 0)
         if isinstance(entry, Tensor) and dim is not None and -entry.ndim <= dim < entry.ndim:
             return entry.shape[dim]
     raise InvalidArgumentError(
@@ -104,16 +63,7 @@ def row_count(entries: Mapping[str, Any], told: RowDims) -> int:
 
 
 def first_entry(entries: Mapping[str, Any], arguments: Iterable[str], model: str) -> str:
-    """Return the name of the entry that is the first argument of a model's forward.
-
-    Args:
-        entries: Entries by name.
-        arguments: The arguments of the forward, in its order.
-        model: The model's name, for messages.
-
-    Raises:
-        InvalidArgumentError: The batch has no such entry.
-    """
+    """Return the name of the entry that is the first argument of a model's forward."""
     if TOKENS in entries:
         return TOKENS
     names = [*arguments]
@@ -125,45 +75,46 @@ def first_entry(entries: Mapping[str, Any], arguments: Iterable[str], model: str
     )
 
 
-def read_row_dims(batch: Mapping[str, Any], told: RowDims | None) -> dict[str, int | None]:
+def read_row_dims(batch: Mapping[str, Any], named: RowDims | None) -> dict[str, int | None]:
     """Return the dim of rows of every entry of a global batch; None for an entry without rows.
 
-    Args:
-        batch: Entries by name, such as `input_ids` [B, L].
-        told: Dims that the caller names; they override what shapes suggest.
-
-    Raises:
-        InvalidArgumentError: An entry's shape does not tell, or allows two readings; or the caller
-            names an entry or a dim that does not exist.
+    Dims that the caller names override what shapes suggest.
     """
-    told = _mapping(told, "row_dims", "rows")
-    tokens: Shape = sequence_shape(batch) or (row_count(batch, told),)
-    if strangers := [name for name in told if name not in batch]:
-        raise InvalidArgumentError(
-            f"row_dims names {', '.join(map(str, strangers))}, and the batch has only "
-            f"{', '.join(batch)}"
-        )
-    return {
-        name: _told(name, entry, told[name], tokens)
-        if name in told
-        else _row_dim(name, entry, tokens)
-        for name, entry in batch.items()
-    }
+    named = _named_dims("row_dims", named, batch)
+    tokens: Shape = sequence_shape(batch) or (row_count(batch, named),)
+    found: dict[str, int | None] = {}
+    for name, entry in batch.items():
+        dim = named[name] if name in named else _row_dim(name, entry, tokens)
+        fixed = name in _TOKENS[:2] and len(tokens) > 1
+        if name in named and (
+            (dim is not None and entry.shape[dim] != tokens[0]) or (fixed and dim != 0)
+        ):
+            raise InvalidArgumentError(
+                f"row_dims={{{name!r}: {dim}}} does not fit: {name} {_came(entry)}, and the batch "
+                f"has {tokens[0]} rows" + f", which are dim 0 of {name}" * fixed
+            )
+        found[name] = dim if dim is None else dim % entry.ndim
+    return found
 
 
-def _told(name: str, entry: Any, dim: int | None, tokens: Shape) -> int | None:
-    """Return the dim of rows that the caller names, as a non-negative number."""
-    fixed = name in _TOKENS[:2] and len(tokens) > 1
-    if dim is None and not fixed:
-        return None
-    ndim = entry.ndim if isinstance(entry, Tensor) else 0
-    there = isinstance(dim, int) and -ndim <= dim < ndim
-    if dim is None or not there or entry.shape[dim] != tokens[0] or (fixed and dim):
+def _named_dims(argument: str, named: RowDims | None, entries: Mapping[str, Any]) -> RowDims:
+    """Return the dims that the caller names, if the entries have them."""
+    if not isinstance(named, Mapping | None):
         raise InvalidArgumentError(
-            f"row_dims={{{name!r}: {dim}}} does not fit: {name} {_came(entry)}, and the batch has "
-            f"{tokens[0]} rows" + f", which are dim 0 of {name}" * fixed
+            f"{argument} is a mapping from names of entries to a dim or None, got "
+            f"{type(named).__name__}"
         )
-    return dim % ndim
+    for name, dim in (named or {}).items():
+        if name not in entries:
+            raise InvalidArgumentError(
+                f"{argument} names {name}, and the batch has only {', '.join(entries)}"
+            )
+        ndim = entries[name].ndim if isinstance(entries[name], Tensor) else 0
+        if dim is not None and not (isinstance(dim, int) and -ndim <= dim < ndim):
+            raise InvalidArgumentError(
+                f"{argument}={{{name!r}: {dim!r}}} does not fit: {name} {_came(entries[name])}"
+            )
+    return named or {}
 
 
 def _row_dim(name: str, entry: Any, tokens: Shape) -> int | None:
@@ -171,24 +122,25 @@ def _row_dim(name: str, entry: Any, tokens: Shape) -> int | None:
     if name in CU_SEQLENS or isinstance(entry, _NUMBERS):
         return None
     if not isinstance(entry, Tensor):
-        raise _unknown(name, entry, tokens)
+        raise _unclear(name, entry, tokens, None)
     shape, rows = tuple(entry.shape), tokens[0]
-    if name == "labels" and len(tokens) > 1:
-        _require_token_labels(shape, tokens)
+    if name == LABELS and len(tokens) > 1 and shape != tokens:
+        raise InvalidArgumentError(
+            f"labels have shape {list(shape)}, and they are one for each token, {list(tokens)}; "
+            f"name the target of a row, or any other, {OF_LOSS}labels, [{rows}, ...]: a "
+            f"loss_fn reads it as micro_batch['{OF_LOSS}labels'], and count_fn counts it"
+        )
     if name == POSITIONS and len(tokens) > 1:
         return _row_dim_of_positions(entry, tokens)
-    if name.startswith(OF_LOSS):
-        _require_rows_of_loss(name, shape, rows)
-        return 0
-    if not shape or (shape[0] == 1 and rows > 1):  # a 0-d tensor, or one value for all rows
+    same_for_all = not shape or (shape[0] == 1 and rows > 1)  # a 0-d tensor, or one value
+    if same_for_all and not name.startswith(OF_LOSS):
         return None
-    if shape[0] != rows:
-        raise _unknown(name, entry, tokens)
+    if shape[:1] != (rows,):
+        dims = [dim for dim, size in enumerate(shape) if size == rows]
+        raise _unclear(name, entry, tokens, *dims, None)
     square = tokens[1:] == (rows,) and rows > 1 and (len(shape) <= 2 or shape[1] == rows)
-    if square and name not in _TOKENS:
-        raise _ambiguous(
-            name, shape, f"dim 0 is the {rows} rows", f"dim 0 is the {rows} positions", 0, None
-        )
+    if square and name not in _TOKENS and not name.startswith(OF_LOSS):
+        raise _unclear(name, entry, tokens, 0, None)
     return 0
 
 
@@ -206,48 +158,17 @@ def _row_dim_of_positions(entry: Tensor, tokens: Shape) -> int | None:
             f"[1, {tokens[1]}], or for positions of several axes [axes, {rows}, {tokens[1]}]"
         )
     if len(shape) == 3 and shape[0] == shape[1] == rows > 1:
-        raise _ambiguous(
-            POSITIONS, shape, f"rows lie behind {rows} axes of positions", "rows come first", 1, 0
-        )
+        raise _unclear(POSITIONS, entry, tokens, 1, 0)
     return None if shape[-2] == 1 else len(shape) - 2
 
 
-def _require_token_labels(shape: Shape, tokens: Shape) -> None:
-    if shape != tokens:
-        raise InvalidArgumentError(
-            f"labels have shape {list(shape)}, and they are one for each token, {list(tokens)}; "
-            f"name the target of a row, or any other, {OF_LOSS}labels, [{tokens[0]}, ...]: a "
-            f"loss_fn reads it as micro_batch['{OF_LOSS}labels'], and count_fn counts it"
-        )
-
-
-def _require_rows_of_loss(name: str, shape: Shape, rows: int) -> None:
-    if shape[:1] != (rows,):
-        raise InvalidArgumentError(
-            f"{name} has shape {list(shape)}, and entries of a loss have a row for each of "
-            f"the {rows} sequences: [{rows}, ...]; give loss_fn itself what is of no sequence, "
-            f"or pass it whole, row_dims={{{name!r}: None}}"
-        )
-
-
-def _ambiguous(
-    name: str, shape: Shape, first: str, second: str, dim: int | None, other: int | None
-) -> InvalidArgumentError:
+def _unclear(name: str, entry: Any, tokens: Shape, *dims: int | None) -> InvalidArgumentError:
+    """Return an error that asks for one of some dims of rows."""
+    ways = " or ".join(f"row_dims={{{name!r}: {dim}}}" for dim in dims)
     return InvalidArgumentError(
-        f"{name} has shape {list(shape)}, which can be read in two ways: {first} of the batch, or "
-        f"{second}. Say which: shard_global_batch(..., row_dims={{{name!r}: {dim}}}) or "
-        f"row_dims={{{name!r}: {other}}}; None passes it whole to every micro-batch"
-    )
-
-
-def _unknown(name: str, entry: Any, tokens: Shape) -> InvalidArgumentError:
-    shape = tuple(entry.shape) if isinstance(entry, Tensor) else ()
-    dims = [dim for dim, size in enumerate(shape) if size == tokens[0]]
-    ways = [*(f"row_dims={{{name!r}: {dim}}}" for dim in dims), f"row_dims={{{name!r}: None}}"]
-    return InvalidArgumentError(
-        f"{name} {_came(entry)}, and dim 0 of an entry is the {tokens[0]} rows of the batch. Say "
-        f"where its rows are, or pass it whole to every micro-batch: "
-        f"shard_global_batch(..., {' or '.join(ways)})"
+        f"{name} {_came(entry)}, and it is not clear whether, or in which dim, it has the "
+        f"{tokens[0]} rows of the batch: say shard_global_batch(..., {ways}); None passes it whole "
+        "to every micro-batch"
     )
 
 
@@ -263,34 +184,24 @@ _ALIKE = {"labels": 1, "attention_mask": 1, "token_type_ids": 1, "position_ids":
 
 
 class Positions(NamedTuple):
-    """The positions of a batch.
-
-    Attributes:
-        length: The length of every sequence.
-        dims: The dim of positions of each entry, except entries [B, L] next to `input_ids`.
-        whole: Entries that stay whole, even if they are [B, L].
-    """
+    """The positions of a batch."""
 
     length: int
-    dims: Mapping[str, int]
-    whole: frozenset[str] = frozenset()
+    dims: Mapping[str, int]  # except of entries [B, L] next to `input_ids`
+    whole: frozenset[str] = frozenset()  # entries that stay whole, even if they are [B, L]
 
 
-def read_sequence_dims(entries: Mapping[str, Any], told: RowDims | None) -> Positions | None:
+def read_sequence_dims(entries: Mapping[str, Any], named: RowDims | None) -> Positions | None:
     """Return the positions of a batch; None if they are not known.
 
-    Args:
-        entries: Entries by name.
-        told: Dims that the caller names; None for an entry without positions.
-
-    Raises:
-        InvalidArgumentError: An entry or a dim does not exist, or dims have different lengths.
+    The caller may name dims; None for an entry without positions.
     """
-    told = _mapping(told, "sequence_dims", "positions")
-    _require_positions(told, entries)
+    named = _named_dims("sequence_dims", named, entries)
+    if named.get(TOKENS, 1) not in (1, -1):
+        raise InvalidArgumentError(f"the positions of {TOKENS} [B, L] are dim 1")
     shape = sequence_shape(entries)
     known = {} if shape is not None else {n: d for n, d in _KNOWN.items() if n in entries}
-    dims = {name: dim for name, dim in {**known, **told}.items() if dim is not None}
+    dims = {name: dim for name, dim in {**known, **named}.items() if dim is not None}
     lengths = {name: entries[name].shape[dim] for name, dim in dims.items()}
     if shape is not None:
         dims = {name: dim for name, dim in dims.items() if entries[name].shape != shape}
@@ -304,12 +215,12 @@ def read_sequence_dims(entries: Mapping[str, Any], told: RowDims | None) -> Posi
     if not lengths:
         return None
     length = next(iter(lengths.values()))
-    whole = frozenset(name for name, dim in told.items() if dim is None)
+    whole = frozenset(name for name, dim in named.items() if dim is None)
     if shape is None:
         dims |= {
             name: dim
             for name, dim in _ALIKE.items()
-            if name not in told and isinstance(x := entries.get(name), Tensor)
+            if name not in named and isinstance(x := entries.get(name), Tensor)
             if x.ndim > 1 and x.shape[dim] == length
         }
     return Positions(length, dims, whole)
@@ -319,9 +230,6 @@ def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
     """Refuse an entry with a dim as long as the sequences, unless the caller has named it.
 
     If that dim is positions, the entry would stay whole while the outputs are sharded over cp.
-
-    Raises:
-        InvalidArgumentError: There is such an entry.
     """
     known = {*found.dims, *found.whole, *_ALIKE}
     for name, x in entries.items():
@@ -336,33 +244,3 @@ def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
                 + " or ".join(f"{{{name!r}: {way}}}" for way in ways)
                 + "); None leaves it whole"
             )
-
-
-def _require_positions(told: RowDims, entries: Mapping[str, Any]) -> None:
-    for name, dim in told.items():
-        x = entries.get(name)
-        if not isinstance(x, Tensor):
-            raise InvalidArgumentError(
-                f"sequence_dims names {name}, and the batch's tensors are "
-                f"{', '.join(n for n, x in entries.items() if isinstance(x, Tensor))}"
-            )
-        if dim is not None and not (isinstance(dim, int) and -x.ndim <= dim < x.ndim):
-            raise InvalidArgumentError(
-                f"sequence_dims={{{name!r}: {dim!r}}} does not fit: {name} is {list(x.shape)}"
-            )
-        if name == TOKENS and dim not in (1, -1):
-            raise InvalidArgumentError(f"the positions of {TOKENS} [B, L] are dim 1, not {dim}")
-
-
-def _mapping(told: RowDims | None, argument: str, dims: str) -> RowDims:
-    """Return the dims that the caller names; an empty mapping for None.
-
-    Raises:
-        InvalidArgumentError: `told` is neither a mapping nor None.
-    """
-    if not isinstance(told, Mapping | None):
-        raise InvalidArgumentError(
-            f"{argument} is a mapping from names of entries to their dim of {dims}, or None, got "
-            f"{type(told).__name__}"
-        )
-    return told or {}

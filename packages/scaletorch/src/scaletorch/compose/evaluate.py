@@ -15,10 +15,10 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pg_manager.building import evaluating
 from ..parallel.pipeline_parallel import pipeline_forward
-from .batches import Batch, token_count
+from .batches import Batch
 from .forward import manager_of, terms_of
-from .loss import LossBatch, find_sharded_head, require_logits_alone, token_losses
-from .own_loss import NOTHING_COUNTS, LossFunction, Number, OwnLoss
+from .loss import LossBatch, find_sharded_head, loss_of_tokens
+from .own_loss import NOTHING_COUNTS, LossFunction, OwnLoss
 from .ready import look_first, ready
 
 
@@ -62,7 +62,7 @@ def eval_step(
         MismatchError: As in `train_step`.
     """
     manager = manager_of(model, manager)
-    own = OwnLoss(loss_fn or _of_tokens, None, model, manager, trains=False)
+    own = OwnLoss(loss_fn or loss_of_tokens, None, model, manager, trains=False)
     device = get_comm_device(manager.world_group)
 
     def pair(output: Any, batch: Any) -> Tensor:
@@ -122,8 +122,3 @@ def forward_step(
     # Popped, since the error's traceback refers to this frame and thus to the list.
     agree("this forward_step", [], manager.world_group, error=problem.pop() if problem else None)
     return found or [None] * len(micro_batches)
-
-
-def _of_tokens(output: Any, batch: Any) -> tuple[Tensor, Number]:
-    require_logits_alone(output)
-    return token_losses(output, batch).sum(), token_count(batch)

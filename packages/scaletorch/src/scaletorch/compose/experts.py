@@ -29,12 +29,7 @@ Plan = Mapping[str, Any] | None
 def count_experts(model: nn.Module, plan: Mapping[str, Any] | None = None) -> int:
     """Return the largest number of ranks that can share a model's experts; 1 if it has none.
 
-    Args:
-        model: The plain module.
-        plan: A plan, whose modules of style "experts" count; None uses the model's own experts.
-
-    Raises:
-        InvalidArgumentError: The plan names modules that cannot be divided.
+    A plan's modules of style "experts" count; without a plan, the model's own experts.
     """
     named = {pattern: style for pattern, style in (plan or {}).items() if style == "experts"}
     try:
@@ -71,11 +66,7 @@ def divide_experts(
 ) -> Plan:
     """Keep only this rank's experts, in place, if the grid divides experts.
 
-    Returns:
-        The plan of the other layers.
-
-    Raises:
-        InvalidArgumentError: The model has no experts that the grid can divide.
+    Returns the plan of the other layers.
     """
     experts, layers = split_plan(plan, manager)
     if not manager.grid.is_plain:
@@ -99,13 +90,6 @@ def settle_tokens(model: nn.Module, manager: ProcessGroupManager) -> None:
 
     In other blocks each tp rank has its own shard of the tokens. If all tp ranks have the same
     experts there (etp = tp), a layer of the plan must cut these over tp and gather the tokens.
-
-    Args:
-        model: The model, with experts divided, layers sharded and sequence parallelism.
-        manager: The grid.
-
-    Raises:
-        InvalidArgumentError: With etp = tp, tp does not cut such experts.
     """
     wholes = (each for each in model.modules() if isinstance(each, WholeSequence))
     inside = {each for whole in wholes for each in whole.modules()}

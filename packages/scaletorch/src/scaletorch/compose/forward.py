@@ -27,64 +27,33 @@ _PASSING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 @dataclass(slots=True)
 class Terms:
-    """All that a training step has to know about a model.
+    """All that a training step has to know about a model."""
 
-    Attributes:
-        name: The class name of the plain model.
-        arguments: The arguments of its forward, by name; True for those without a default.
-        takes_any: Its forward takes keyword arguments of any name.
-        has_batch_norms: It has batch norms, whose statistics must cover the whole batch.
-        cp_layout: The order of positions over cp ranks; None if there is one rank.
-        manager: The grid; None if `parallelize` did not make the model.
-        shares_sequences: Each tp rank holds a shard of every sequence between layers.
-        shares_in_layers: Sequences are sharded only between the layers that the plan names.
-        counts_of_ids: The model computes positions itself, from whole ids.
-        counting: The function by which the model computes positions from whole rows of ids, if
-            these are not 0, 1, 2, ... and sequences are sharded.
-        recomputes: Layers run again in backward.
-        router_loss: The auxiliary loss that the model's config asks for.
-        keeps_cache: The config asks for a cache of keys and values, and forward takes `use_cache`.
-        real_positions: A mask of this rank's positions in the step that are not padding; None for
-            all.
-        counts_routing: `count_routing` counts the tokens that choose an expert.
-        looked: The ranks have compared their first batch.
-        several: Some rank has several micro-batches in the step.
-        counted: The last number of losses that a loss_fn counted per token, or per row of a batch
-            without tokens; None before the first step.
-        correction: The factor by which the last step corrected its gradients, after all losses of a
-            loss_fn were counted.
-        seen: The checks of first steps done: 0, 1 with one micro-batch, 2 with several.
-        originals: Weak references to the plain model's parameters, which user code may still hold.
-        plain: The plain model, without memory for its weights; None if it is not rehearsed.
-        rehearses: Whether the next training step is rehearsed; all ranks agree on it in `ready`,
-            except for the first step.
-        rehearsed: The code objects of the loss functions that were rehearsed.
-    """
-
-    name: str
-    arguments: Mapping[str, bool]
-    takes_any: bool
+    name: str  # class of the plain model
+    arguments: Mapping[str, bool]  # of its forward; True for those without a default
+    takes_any: bool  # its forward takes keyword arguments of any name
     has_batch_norms: bool = False
-    cp_layout: str | None = None
-    manager: ProcessGroupManager | None = None
-    shares_sequences: bool = False
-    shares_in_layers: bool = False
-    counts_of_ids: bool = False
+    cp_layout: str | None = None  # the order of positions over cp ranks; None for one rank
+    manager: ProcessGroupManager | None = None  # None if `parallelize` did not make the model
+    shares_sequences: bool = False  # each tp rank holds a shard of every sequence between layers
+    shares_in_layers: bool = False  # only between the layers that the plan names
+    counts_of_ids: bool = False  # the model computes positions itself, from whole ids
+    # Computes positions from whole rows of ids, where they are not 0, 1, 2, ... and cut.
     counting: Counting | None = None
-    recomputes: bool = False
+    recomputes: bool = False  # layers run again in backward
     router_loss: RouterLoss | None = None
-    keeps_cache: bool = False
-    real_positions: Tensor | None = None
-    counts_routing: bool = False
-    looked: bool = False
-    several: bool = False
-    counted: float | None = None
-    correction: float = 1.0
-    seen: int = 0
-    originals: Mapping[str, ref[Tensor]] = field(default_factory=dict)
-    plain: Plain | None = None
-    rehearses: bool = False
-    rehearsed: set[object] = field(default_factory=set)
+    keeps_cache: bool = False  # the config asks for a cache, and forward takes `use_cache`
+    real_positions: Tensor | None = None  # mask of this rank's; None if none is padding
+    counts_routing: bool = False  # `count_routing` counts tokens
+    looked: bool = False  # the ranks have compared their first batch
+    several: bool = False  # some rank has several micro-batches in the step
+    counted: float | None = None  # last count of a loss_fn per token, or per row without tokens
+    correction: float = 1.0  # of the last step's gradients, once all losses were counted
+    seen: int = 0  # checks of first steps done: 1 with one micro-batch, 2 with several
+    originals: Mapping[str, ref[Tensor]] = field(default_factory=dict)  # the plain parameters
+    plain: Plain | None = None  # None if the model is not rehearsed
+    rehearses: bool = False  # whether to rehearse the next step
+    rehearsed: set[object] = field(default_factory=set)  # code of rehearsed loss functions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Terms:
         """Return the terms for a copy of the model, on the same grid."""
@@ -93,10 +62,6 @@ class Terms:
     def takes(self, argument: str) -> bool:
         """Return whether the forward can be given this argument by keyword."""
         return self.takes_any or argument in self.arguments
-
-    def needs(self, argument: str) -> bool:
-        """Return whether the forward requires this argument."""
-        return self.arguments.get(argument, False)
 
 
 _TERMS = "_scaletorch_terms"
@@ -167,16 +132,7 @@ def wait_for_parameters(model: nn.Module) -> None:
 
 
 def manager_of(model: nn.Module, manager: ProcessGroupManager | None) -> ProcessGroupManager:
-    """Return the grid of a call: the given one, or the model's, or the current one.
-
-    Args:
-        model: The model that `parallelize` returned, or one built by hand from the wrappers.
-        manager: The grid that the caller passed; None takes the model's.
-
-    Raises:
-        InvalidArgumentError: `manager` is no manager; `model` is no module, or a compiled wrapper.
-        StateError: There is no grid.
-    """
+    """Return the grid of a call: the given one, or the model's, or the current one."""
     require_manager(manager)
     require_own_names(model)
     if manager is None and isinstance(model, nn.Module):
@@ -194,25 +150,16 @@ def manager_of(model: nn.Module, manager: ProcessGroupManager | None) -> Process
 
 
 def require_own_names(model: object) -> None:
-    """Refuse the wrapper that `torch.compile(model)` returns: its names and hooks differ.
-
-    Raises:
-        InvalidArgumentError: The model is such a wrapper.
-    """
+    """Refuse the wrapper that `torch.compile(model)` returns: its names and hooks differ."""
     if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
         raise InvalidArgumentError(
-            "torch.compile(model) returns a module around the model, in which every parameter has "
-            "another name: compile in place, before or after parallelize, each layer "
-            "(layer.compile()) or all of it (model.compile())"
+            "torch.compile(model) returns a module around the model, and gives parameters other "
+            "names: compile in place, by model.compile() or layer.compile()"
         )
 
 
 def require_manager(manager: object, *, needed: bool = False) -> None:
-    """Require a manager; None is allowed unless `needed`.
-
-    Raises:
-        InvalidArgumentError: `manager` is anything else.
-    """
+    """Require a manager; None is allowed unless `needed`."""
     if not isinstance(manager, ProcessGroupManager) and (needed or manager is not None):
         raise InvalidArgumentError(
             "manager must be a ProcessGroupManager, as setup_process_group_manager returns it; "

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ..dist import all_reduce, functional
 from ..dist.errors import InvalidArgumentError
@@ -16,17 +15,13 @@ from ..parallel.context_parallel import ShardedSequences
 from ..parallel.context_parallel.building import DEFAULT
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager, describe_rank
 from ..parallel.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
-from .batches import Batch, MicroBatch
+from .batches import Batch, MicroBatch, token_count
 
 _MARK = "_scaletorch_loss_parallel"
 
 
 def keep_logits_sharded(model: nn.Module) -> None:
-    """Make a tensor-parallel model's head return this rank's shard of the logits, in place.
-
-    Raises:
-        InvalidArgumentError: The model has no head of style "column_gather", or several.
-    """
+    """Make a tensor-parallel model's head return this rank's shard of the logits, in place."""
     heads = [
         (name, module)
         for name, module in model.named_modules()
@@ -65,17 +60,17 @@ def token_loss_sum(output: Any, labels: Tensor, head: ColumnParallelLinear | Non
     return pg_manager.token_loss_sum(logits, labels)
 
 
+def loss_of_tokens(
+    output: Any, batch: LossBatch, *, with_router_loss: bool = False
+) -> tuple[Tensor, int | Tensor]:
+    """Return the sum of token losses and their number, after checking output and labels."""
+    require_logits_alone(output, with_router_loss=with_router_loss)
+    labels = require_labels_fit(getattr(output, "logits", output), batch["labels"], batch.tp_size)
+    return token_loss_sum(output, labels, batch.head), token_count(batch)
+
+
 def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
-    """Return the labels, if there is one for each token of the logits.
-
-    Args:
-        logits: [B, L, V], or this rank's shard of the vocabulary.
-        labels: The micro-batch's labels, or None.
-        tp_size: The number of ranks that have the same labels.
-
-    Raises:
-        InvalidArgumentError: Labels are missing, or have another shape.
-    """
+    """Return the labels; refuse them unless there is one for each token of the logits."""
     shape = list(logits.shape[:-1])
     came = list(labels.shape) if isinstance(labels, Tensor) else "none"
     if isinstance(labels, Tensor) and came == shape:
@@ -92,14 +87,9 @@ def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
 
 
 def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None:
-    """Require an output that has logits, and no loss of its own that would be ignored.
+    """Refuse an output without logits, or with a loss of its own that would be ignored.
 
-    Args:
-        output: The model's output.
-        with_router_loss: Allow `aux_loss`; the step computes it again for the global batch.
-
-    Raises:
-        InvalidArgumentError: The output has such a loss, or no logits.
+    `with_router_loss` allows `aux_loss`, which the step computes again for the global batch.
     """
     given = (
         output if isinstance(output, dict) else vars(output) if hasattr(output, "__dict__") else {}
@@ -115,39 +105,20 @@ def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None
     if not isinstance(getattr(output, "logits", output), Tensor):
         raise InvalidArgumentError(
             "train_step needs a model that returns its logits [B, L, V], or an output that has "
-            f"them as .logits; it returned {_described(output)}"
+            f"them as .logits; it returned a {type(output).__name__}"
         )
 
 
-def _described(output: Any) -> str:
-    if isinstance(output, tuple | list):
-        inner = ", ".join(_described(entry) for entry in output)
-        return f"a {type(output).__name__} of {inner or 'nothing'}"
-    if isinstance(output, Tensor):
-        return f"a tensor {list(output.shape)}"
-    return type(output).__name__
-
-
 class LossBatch(dict[str, Any]):
-    """All entries of a micro-batch, and where this rank's shard lies in the global batch.
-
-    Attributes:
-        head: The layer whose logits are this rank's shard of the vocabulary; None if they are
-            whole.
-        tp_size: The number of ranks that have the same positions.
-        cp_group: The ranks that have the other positions of these sequences.
-        sequences: The positions that this rank has; None if the micro-batch was cut by hand, or has
-            no tokens.
-    """
+    """All entries of a micro-batch, and where this rank's shard lies in the global batch."""
 
     def __init__(
         self, batch: Batch, head: ColumnParallelLinear | None, manager: ProcessGroupManager
     ) -> None:
         super().__init__(batch)
-        self.head = head
+        self.head = head  # the layer whose logits are this rank's shard of the vocabulary
         self.tp_size = manager.tp_size
-        self.cp_group: ProcessGroup | None = manager.cp_group
-        self.sequences = _sequences(batch, manager)
+        self.sequences = _sequences(batch, manager)  # this rank's positions, if they are known
 
 
 def _sequences(batch: Batch, manager: ProcessGroupManager) -> ShardedSequences | None:
@@ -162,26 +133,17 @@ def _sequences(batch: Batch, manager: ProcessGroupManager) -> ShardedSequences |
 
 
 def require_loss_batch(batch: object, caller: str) -> LossBatch:
-    """Return the micro-batch if it is a `LossBatch`, as passed to a loss_fn.
-
-    Raises:
-        InvalidArgumentError: It is anything else.
-    """
+    """Return the micro-batch; refuse one that is not a `LossBatch`, as passed to a loss_fn."""
     if isinstance(batch, LossBatch):
         return batch
     raise InvalidArgumentError(
-        f"{caller} takes the micro-batch that loss_fn(output, micro_batch) was given, which knows "
-        f"where its positions and logits lie; a {type(batch).__name__} does not. Call it within a "
-        "loss_fn, or within a function given to forward_step"
+        f"{caller} takes the micro-batch that loss_fn(output, micro_batch) was given, got a "
+        f"{type(batch).__name__}: call it within a loss_fn, or a function given to forward_step"
     )
 
 
 def require_sequences(batch: object, caller: str) -> ShardedSequences:
-    """Return the positions that this rank has.
-
-    Raises:
-        InvalidArgumentError: They are not known.
-    """
+    """Return the positions that this rank has; refuse a micro-batch that does not know them."""
     sequences = require_loss_batch(batch, caller).sequences
     if sequences is None:
         raise InvalidArgumentError(
@@ -227,9 +189,7 @@ def token_losses(
 def token_log_probs(output: Any, micro_batch: Any) -> Tensor:
     """Return the log-probability of every label, [B, L] in float32 at least; 0 for labels of -100.
 
-    Args:
-        output: As for `token_losses`.
-        micro_batch: As for `token_losses`.
+    `output` and `micro_batch` are as for `token_losses`.
     """
     return -token_losses(output, micro_batch)
 
@@ -344,8 +304,8 @@ def last_token(values: Tensor, micro_batch: Any, positions: Tensor | None = None
     equal = wanted[:, :, None] == own  # [B, D, L]
     index = equal.int().argmax(-1).view(*wanted.shape, *[1] * (values.ndim - 2))
     found = values.gather(1, index.expand(-1, -1, *values.shape[2:]))
-    here = equal.any(-1).view(index.shape)
-    found = torch.where(here, found, found.new_zeros(()))
+    is_held = equal.any(-1).view(index.shape)
+    found = torch.where(is_held, found, found.new_zeros(()))
     if positions is not None or sequences.documents is None:
         found = found.squeeze(1)
     return functional.all_reduce(found, sequences.ring.group) if sequences.ring.size > 1 else found

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..dist.building import tensors_in
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
+from .digests import some
 from .forward import terms_of
 
 _PICKS: Mapping[Callable[..., Any], tuple[int, str]] = {  # position and name of the word indices
@@ -26,8 +27,7 @@ _PICKS: Mapping[Callable[..., Any], tuple[int, str]] = {  # position and name of
 }
 _GATHERED = (
     "the layer that makes them is cut by columns and gathers nothing: name it 'column_gather' in "
-    "the plan; a head that is F.linear(x, embedding.weight) is a layer of its own then, nn.Linear "
-    "with the embedding's weight, or the embedding stays out of the plan"
+    "the plan; in place of F.linear(x, embedding.weight) take an nn.Linear with that weight"
 )
 _PARALLEL = (
     "loss_parallel=True keeps them so: take token_losses, token_log_probs, log_probs and "
@@ -57,18 +57,17 @@ class Words(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _PICKS:
             place, name = _PICKS[func]
+            logits = args[0] if args else kwargs.get("input")
             words = args[place] if len(args) > place else kwargs.get(name)
-            dim = args[1] if name == "index" and len(args) > 1 else kwargs.get("dim", -1)
-            self._require(args[0] if args else kwargs.get("input"), words, name, dim)
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+            if isinstance(logits, Tensor) and isinstance(words, Tensor) and logits.ndim:
+                self._require(logits, words, int(logits.ndim > 1) if name == "target" else dim)
         return func(*args, **kwargs)
 
-    def _require(self, logits: Any, words: Any, name: str, dim: Any) -> None:
-        if not (isinstance(logits, Tensor) and isinstance(words, Tensor)) or not words.numel():
+    def _require(self, logits: Tensor, words: Tensor, dim: int) -> None:
+        if words.is_floating_point() or not words.numel():  # probabilities of all words, or no word
             return
-        if words.is_floating_point() or not logits.ndim:
-            return
-        of_classes = 1 if logits.ndim > 1 else 0
-        size, highest = logits.shape[of_classes if name == "target" else dim], int(words.max())
+        size, highest = logits.shape[dim], int(words.max())
         if highest >= size:
             raise InvalidArgumentError(
                 f"{describe_rank()}: the loss picks word {highest} of logits "
@@ -84,21 +83,25 @@ def number_of_next_node() -> int:
     return int(node._sequence_nr()) + 1
 
 
-def penalized_leaves(loss: Tensor, outputs: Iterable[Node | None], first: int) -> list[Tensor]:
-    """Return the leaves that a loss reads in a term that depends on no output of the model.
+class Reads(NamedTuple):
+    """Tensors that a loss reads, as its autograd graph shows."""
 
-    Such a term, a penalty, is one number before it is added to terms of outputs. A weight that is
-    multiplied with an output (a head in the loss) does not count, nor does a leaf of one element (a
-    temperature).
+    beside: list[nn.Parameter]  # trained, and not the model's, such as a temperature
+    hidden: bool  # tensors that the forward made but did not return, such as an auxiliary loss
+    # Leaves in a penalty: a term that depends on no output of the model, and is one number before
+    # it is added to others. A weight that is multiplied with an output (a head in the loss) does
+    # not count, nor does a leaf of one element.
+    penalized: list[Tensor]
 
-    Args:
-        loss: The loss.
-        outputs: The autograd nodes of the model's outputs.
-        first: `number_of_next_node()` from before the loss; older nodes are the model's.
+
+def read_loss(loss: Tensor, outputs: Iterable[Node | None], first: int, model: nn.Module) -> Reads:
+    """Return what a loss reads beside the model's outputs.
+
+    Nodes older than `first`, the `number_of_next_node()` from before the loss, are the model's.
     """
     ends = set(outputs)
     under: dict[Node, _Under] = {}
-    found: list[Tensor] = []
+    parameters, penalized, hidden = list[nn.Parameter](), list[Tensor](), False
     waiting = [] if loss.grad_fn is None else [(loss.grad_fn, False)]
     while waiting:
         node, entered = waiting.pop()
@@ -107,67 +110,33 @@ def penalized_leaves(loss: Tensor, outputs: Iterable[Node | None], first: int) -
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             under[node] = _Under(False, [variable] if variable.numel() > 1 else [])
+            parameters += [variable] if isinstance(variable, nn.Parameter) else []
         elif node in ends or node._sequence_nr() < first:
             under[node] = _Under(True, [])
+            hidden |= node not in ends
         elif not entered:
             waiting += [(node, True), *((n, False) for n, _ in node.next_functions if n)]
         else:
-            parts = [under[n] for n, _ in node.next_functions if n]
-            leaves = [leaf for part in parts for leaf in part.leaves]
-            computes = any(part.computes for part in parts)
+            inputs = [under[n] for n, _ in node.next_functions if n]
+            leaves = [leaf for each in inputs for leaf in each.leaves]
+            computes = any(each.computes for each in inputs)
             if (not computes and _is_number(node)) or node.name().startswith("CompiledFunction"):
-                found, leaves = found + leaves, []
+                penalized, leaves = penalized + leaves, []
             under[node] = _Under(computes, leaves)
-    return found
-
-
-def read_beside(
-    loss: Tensor, outputs: Iterable[Node | None], first: int, model: nn.Module
-) -> tuple[list[nn.Parameter], bool]:
-    """Return the parameters that a loss trains and that are not the model's, such as a temperature.
-
-    Also return whether it depends on tensors that the model's forward made but did not return, such
-    as an auxiliary loss that a layer keeps as an attribute.
-
-    Args:
-        loss: The loss.
-        outputs: The autograd nodes of the model's outputs.
-        first: `number_of_next_node()` from before the loss; older nodes are the model's.
-        model: The model that `parallelize` returned.
-    """
-    seen: set[Node | None] = {None, *outputs}
-    waiting, leaves, older = [loss.grad_fn], list[nn.Parameter](), False
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
-            leaves.append(variable)
-        elif node._sequence_nr() >= first:
-            waiting += [each for each, _ in node.next_functions]
-        else:
-            older = True
-    own = {id(p) for p in model.parameters()} if leaves else set()
-    return [p for p in leaves if id(p) not in own], older
+    own = {id(p) for p in model.parameters()} if parameters else set()
+    return Reads([p for p in parameters if id(p) not in own], hidden, penalized)
 
 
 @contextmanager
 def gradients_kept(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
-    """Yield a loss_fn, and at the end restore the gradients of its parameters outside the model.
-
-    Args:
-        loss_fn: As in `train_step`.
-        model: The model that `parallelize` returned.
-    """
+    """Yield a loss_fn; at the end restore the gradients of its parameters outside the model."""
     before: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
 
     def noted(output: Any, batch: Any) -> Any:
-        first, made = number_of_next_node(), [x.grad_fn for x in tensors_in(output)]
+        first, ends = number_of_next_node(), [x.grad_fn for x in tensors_in(output)]
         found = loss_fn(output, batch)
         for total in tensors_in(found):
-            for p in read_beside(total, made, first, model)[0]:
+            for p in read_loss(total, ends, first, model).beside:
                 before.setdefault(id(p), (p, None if p.grad is None else p.grad.clone()))
         return found
 
@@ -179,12 +148,7 @@ def gradients_kept(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
 
 
 class _Under(NamedTuple):
-    """The leaves under a node of a graph.
-
-    Attributes:
-        computes: The node depends on an output of the model.
-        leaves: Leaves under it, except those already known to be in a penalty.
-    """
+    """A node's leaves that are in no penalty yet, and whether it depends on a model's output."""
 
     computes: bool
     leaves: list[Tensor]
@@ -198,11 +162,7 @@ def _is_number(node: Node) -> bool:
 def require_no_parameters(
     leaves: Sequence[Tensor], model: nn.Module, manager: ProcessGroupManager
 ) -> None:
-    """Refuse a penalty on the model's parameters, of which a rank has shards or only some.
-
-    Raises:
-        InvalidArgumentError: A leaf is a parameter of the model; names some of them.
-    """
+    """Refuse a penalty on the model's parameters, of which a rank has shards or only some."""
     if not leaves:
         return
     found = {id(leaf) for leaf in leaves}
@@ -212,10 +172,8 @@ def require_no_parameters(
         return
     sizes = {axis: getattr(manager, f"{axis}_size") for axis in ("tp", "pp", "ep")}
     cut = ", ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
-    shown = ", ".join(read[:3]) + (f" and {len(read) - 3} more" if len(read) > 3 else "")
     raise InvalidArgumentError(
-        f"{describe_rank()}: loss_fn reads parameters of the model for a penalty ({shown}), and "
-        f"with {cut} a rank has shards or some of them alone, so it would be another one on each "
-        "rank. Use the optimizer's weight_decay, or add the penalty's gradient to each parameter's "
-        ".grad between train_step and optimizer.step()"
+        f"{describe_rank()}: loss_fn reads parameters of the model for a penalty ({some(read)}), "
+        f"and with {cut} each rank has others of them. Use the optimizer's weight_decay, or add "
+        "the penalty's gradient to each .grad between train_step and optimizer.step()"
     )

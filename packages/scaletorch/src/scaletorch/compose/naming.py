@@ -19,11 +19,7 @@ RUNS = 4  # ranges that a list of numbers shows at most
 
 
 def load(name: str) -> Any:
-    """Import the object `package.module:name`; the current folder is on the path.
-
-    Raises:
-        InvalidArgumentError: There is no such module or name, or the module's own code fails.
-    """
+    """Import the object `package.module:name`; the current folder is on the path."""
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

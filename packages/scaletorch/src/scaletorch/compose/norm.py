@@ -111,9 +111,9 @@ def nonfinite_gradients(
 def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterator[Tensor]:
     """Yield the gradients that this rank adds to the norm.
 
-    A tensor replicated over tp counts on the first tp rank, and a parameter tied across stages on
-    the first of them. If other tensors are sharded over cp x dp, or experts are divided, a tensor
-    replicated there counts on the first rank. An expert counts on the first rank that has it.
+    A tensor replicated over tp counts on the first tp rank, a parameter tied across stages on the
+    first of them, an expert on the first rank that has it; if others are sharded over cp x dp, a
+    tensor replicated there counts on the first rank.
     """
     shards = settled_shards(model)
     alike = not is_sharded(model) and manager.grid.is_plain
@@ -121,8 +121,8 @@ def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterato
     experts = expert_names(model)
     for shard, counted in zip(shards, _counted_of(model, shards, manager), strict=True):
         gradient = shard.tensor.grad
-        here = first_of_expert if shard.name in experts else first
-        if gradient is None or counted is False or (shard.replicated and not here):
+        is_first = first_of_expert if shard.name in experts else first
+        if gradient is None or counted is False or (shard.replicated and not is_first):
             continue
         if isinstance(counted, Tensor):
             gradient = gradient.flatten().where(counted, gradient.new_zeros(()))
@@ -138,17 +138,18 @@ def _counted_of(
     known = _counted.get(model)
     if known is None or known[0] != key:
         tied: dict[str, tuple[int, ...]] = getattr(model, "tied_parameters", {})  # of a stage
-        here = [tied.get(s.name, (manager.pp_rank,))[0] == manager.pp_rank for s in shards]
+        on_stage = [tied.get(s.name, (manager.pp_rank,))[0] == manager.pp_rank for s in shards]
         # If each expert is cut over tp (etp = tp), experts count by tp rank like other parameters.
-        apart = expert_names(model) if manager.etp_size == 1 else frozenset[str]()
-        owned: dict[str, Counted] = dict.fromkeys(apart, True)
-        rest = [s for s, own in zip(shards, here, strict=True) if own and s.name not in owned]
+        whole = expert_names(model) if manager.etp_size == 1 else frozenset[str]()
+        owned: dict[str, Counted] = dict.fromkeys(whole, True)
+        rest = [s for s, own in zip(shards, on_stage, strict=True) if own and s.name not in owned]
         owned |= _owned(model, rest, manager)
-        known = (
-            key,
-            [own and _of_shard(owned[s.name], s) for s, own in zip(shards, here, strict=True)],
-        )
-        _counted[model] = known
+        counted = [own and owned[s.name] for s, own in zip(shards, on_stage, strict=True)]
+        cut = [
+            each if isinstance(each, bool) else each.flatten()[s.start : s.stop]
+            for each, s in zip(counted, shards, strict=True)
+        ]
+        known = _counted[model] = key, cut
     return known[1]
 
 
@@ -170,7 +171,3 @@ def _owned(
             piece.fill_(owner == manager.tp_rank)  # a view of the mask
         owned[name] = mixed[name]
     return owned
-
-
-def _of_shard(counted: Counted, shard: Shard) -> Counted:
-    return counted if isinstance(counted, bool) else counted.flatten()[shard.start : shard.stop]

@@ -20,40 +20,26 @@ class OneProcess:
     """A stand-in for the grid of one process, in which every axis has size 1."""
 
     group: ProcessGroup | None
-    tp_size: int = 1
-    cp_size: int = 1
-    pp_size: int = 1
-    dp_size: int = 1
-    ep_size: int = 1
-    dp_rank: int = 0
-    tp_rank: int = 0
 
-    def __getattr__(self, name: str) -> ProcessGroup | None:
-        """Return the group of an axis."""
-        if name.endswith("_group"):
-            return self.group
-        raise AttributeError(name)
+    def __getattr__(self, name: str) -> Any:
+        """Return the group of an axis, its size or this rank's place on it."""
+        found = {"group": self.group, "size": 1, "rank": 0}
+        kind = name.rpartition("_")[2]
+        if kind not in found:
+            raise AttributeError(name)
+        return found[kind]
 
 
 def entries_for(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Return a batch's entries by name; the first one is the model's first argument.
-
-    Raises:
-        InvalidArgumentError: The batch lacks this entry, or is no batch.
-    """
+    """Return a batch's entries by name; the first one is the model's first argument."""
     terms = read_terms(model)
-    entries = named_entries(batch, terms.arguments)
+    entries = named_entries(batch)
     first = first_entry(entries, terms.arguments, terms.name)
     return {first: entries.pop(first), **entries}
 
 
 def call_plain(model: nn.Module, entries: Mapping[str, Any]) -> Any:
-    """Return the output of a plain model for a whole batch.
-
-    Args:
-        model: The plain model.
-        entries: The entries that `entries_for` returned; labels and `loss_...` are not passed.
-    """
+    """Return the output of a plain model for the entries of `entries_for`, but those of a loss."""
     first, *others = (n for n in entries if n != LABELS and not n.startswith(OF_LOSS))
     return model(entries[first], **{name: entries[name] for name in others})
 
@@ -65,15 +51,7 @@ def plain_loss(
     row_dims: RowDims | None = None,
     sequence_dims: RowDims | None = None,
 ) -> Tensor:
-    """Return sum / count of a loss_fn for the whole batch.
-
-    Args:
-        loss_fn: As for `train_step`.
-        output: The plain model's output.
-        entries: The batch.
-        row_dims: As for `shard_global_batch`.
-        sequence_dims: As for `shard_global_batch`.
-    """
+    """Return sum / count of a loss_fn for the whole batch."""
     alone = cast(Any, OneProcess(None))
     told: Any = {"row_dims": row_dims, "sequence_dims": sequence_dims}
     (batch,) = shard_global_batch(entries, 1, alone, **told)

@@ -22,13 +22,7 @@ from ..parallel.pg_manager import IGNORED, ProcessGroupManager, describe_rank
 from .batches import Batch, Called, counts_nothing, size_of, token_count
 from .forward import terms_of
 from .loss import LossBatch, find_sharded_head, require_labels_fit
-from .loss_reads import (
-    Words,
-    number_of_next_node,
-    penalized_leaves,
-    read_beside,
-    require_no_parameters,
-)
+from .loss_reads import Words, number_of_next_node, read_loss, require_no_parameters
 
 Number = int | float | Tensor
 LossFunction = Callable[[Any, Any], tuple[Tensor, Number]]
@@ -38,30 +32,23 @@ CountFunction = Callable[[Any], Number]
 _ROUNDINGS, _MOST = 128, 1e-3
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # finest first
 _SHARES = (
-    "; with sequence_parallel, what a layer returns beside the hidden states (an auxiliary value "
-    "of each token) is of this rank's share of the tokens: sum it over tp by "
-    "scaletorch.dist.functional.reduce, or do without sequence_parallel"
+    "; with sequence_parallel, values that layers return beside the hidden states are of this "
+    "rank's share of the tokens: sum them over tp by scaletorch.dist.functional.reduce"
+)
+_HIDDEN = (
+    "loss_fn takes tensors of the model that its forward did not return, such as auxiliary losses "
+    "kept as attributes, and with pp_size={} those of other stages are missing: let layers pass "
+    "them on in a tuple with the hidden states, and let forward return them"
 )
 NOTHING_COUNTS = "no rank's micro-batches have anything that the loss counts"
-_PAIR = "loss_fn(output, micro_batch) must return (sum of the losses, how many they are)"
 
 
 class OwnLoss:
     """A loss_fn on this rank.
 
-    Args:
-        loss_fn: Returns the sum of a micro-batch's losses and their number.
-        count_fn: Returns the number from the micro-batch alone; None counts labels.
-        model: The model that `parallelize` returned.
-        manager: The grid.
-        trains: Whether there is a backward.
-
-    Attributes:
-        function: The loss_fn.
-        counts_later: Gradients are divided by an estimate of the count, and corrected when all
-            losses have been counted.
-        beside: Parameters that the loss trains and that are not the model's, by id, each with
-            whether it had no gradient before.
+    `beside` has the parameters that the loss trains and that are not the model's, by id, each with
+    whether it had no gradient before. If it `counts_later`, gradients are divided by an estimate of
+    the count, and corrected when all losses have been counted.
     """
 
     def __init__(
@@ -84,11 +71,7 @@ class OwnLoss:
         self._problem: Exception | None = None
 
     def require_functions(self) -> None:
-        """Require that loss_fn and count_fn can be called.
-
-        Raises:
-            InvalidArgumentError: One of them cannot.
-        """
+        """Require that loss_fn and count_fn can be called."""
         for name, function in (("loss_fn", self.function), ("count_fn", self._count_fn)):
             if function is not None and not callable(function):
                 raise InvalidArgumentError(
@@ -122,8 +105,7 @@ class OwnLoss:
 
     def _called(self, output: Any, batch: Called) -> tuple[Tensor, Number]:
         manager, outputs = self._manager, list(tensors_in(output))
-        cut = self._trains and manager.tp_size * manager.pp_size * manager.ep_size > 1
-        first, made = number_of_next_node(), [x.grad_fn for x in outputs]
+        first, ends = number_of_next_node(), [x.grad_fn for x in outputs]
         seen = LossBatch(batch.micro_batch, self._head, manager)
         words = Words(manager, sharded=self._head is not None)
         with words if self._first and manager.tp_size > 1 else nullcontext():
@@ -134,31 +116,16 @@ class OwnLoss:
                 raise
         total, count = _checked_pair(found, trains=self._trains)
         if self._trains:
-            self._look_beside(*read_beside(total, made, first, self._model), known=any(made))
-        if cut:
-            require_no_parameters(penalized_leaves(total, made, first), self._model, manager)
+            reads = read_loss(total, ends, first, self._model)
+            for p in reads.beside:
+                self.beside.setdefault(id(p), (p, p.grad is None))
+            if reads.hidden and any(ends) and manager.pp_size > 1:
+                raise InvalidArgumentError(f"{describe_rank()}: {_HIDDEN.format(manager.pp_size)}")
+            if manager.tp_size * manager.pp_size * manager.ep_size > 1:
+                require_no_parameters(reads.penalized, self._model, manager)
         dtypes = {x.dtype for x in (found[0], *outputs)}
         self._coarsest = max(self._coarsest, *(i for i, d in enumerate(_DTYPES) if d in dtypes))
         return total, count
-
-    def _look_beside(self, leaves: Sequence[nn.Parameter], older: bool, *, known: bool) -> None:
-        """Record parameters outside the model; refuse hidden tensors of the forward in a pipeline.
-
-        Args:
-            leaves: The parameters.
-            older: Whether the loss reads tensors that the forward made but did not return.
-            known: Whether the output has tensors with a graph.
-        """
-        for p in leaves:
-            self.beside.setdefault(id(p), (p, p.grad is None))
-        if older and known and self._manager.pp_size > 1:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: loss_fn takes tensors of the model that its forward did not "
-                "return, such as auxiliary losses that layers keep as attributes, and with "
-                f"pp_size={self._manager.pp_size} those of other stages are not here: let layers "
-                "pass them on with the hidden states, in one tuple, and let forward return them "
-                "beside its output"
-            )
 
     def _require_tokens(self, output: Any, batch: LossBatch) -> None:
         """Explain a failed loss: raise if logits have only a shard of the labels' tokens."""
@@ -170,13 +137,7 @@ class OwnLoss:
     def settle(self, total: Tensor | float) -> None:
         """Raise on every rank if a rank has found an error in this step; compare sums over tp.
 
-        Args:
-            total: The sum of this rank's losses, the same on ranks that differ in tp alone.
-
-        Raises:
-            Exception: An error that loss_fn or count_fn has raised on this rank.
-            InvalidArgumentError: The loss_fn's result is invalid.
-            MismatchError: Another rank has failed, or sums differ between tp ranks.
+        `total` is the sum of this rank's losses, the same on ranks that differ in tp alone.
         """
         note = _written(float(total), self._coarsest)
         world = self._manager.world_group
@@ -229,17 +190,12 @@ class OwnLoss:
 
 
 def checked_count(count: Any) -> float:
-    """Return a count as a float.
-
-    Raises:
-        InvalidArgumentError: The count is not a finite number of at least 0.
-    """
+    """Return a count as a float; refuse one that is not a finite number of at least 0."""
     one = isinstance(count, Tensor) and count.numel() == 1 and not count.is_complex()
     value = count.item() if one else count
     if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        came = _shown(value) if isinstance(value, Tensor) else repr(value)
         raise InvalidArgumentError(
-            f"a count of losses must be a finite number of at least 0, got {came}"
+            f"a count of losses must be a finite number of at least 0, got {_shown(value)}"
         )
     return float(value)
 
@@ -249,25 +205,29 @@ def _checked_pair(found: Any, *, trains: bool) -> tuple[Tensor, Number]:
 
     The value of the count is read later, so that the host need not wait for the device.
     """
-    if not isinstance(found, tuple | list) or len(found) != 2:
-        came = f"{len(found)} values" if isinstance(found, tuple | list) else type(found).__name__
-        raise InvalidArgumentError(f"{_PAIR}; it returned {came}")
-    total, count = found
-    if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
-        came = _shown(total) if isinstance(total, Tensor) else type(total).__name__
-        raise InvalidArgumentError(f"{_PAIR}: the sum is one floating-point element, got {came}")
+    pair = tuple(found) if isinstance(found, tuple | list) else (found,)
+    total, count = pair if len(pair) == 2 else (None, None)
+    if not (
+        isinstance(total, Tensor)
+        and total.numel() == 1
+        and total.is_floating_point()
+        and isinstance(count, int | float | Tensor)
+        and not (isinstance(count, Tensor) and (count.numel() != 1 or count.is_complex()))
+    ):
+        raise InvalidArgumentError(
+            "loss_fn(output, micro_batch) must return (sum of the losses, one floating-point "
+            f"element; their number); it returned {'; '.join(map(_shown, pair))}"
+        )
     if trains and not total.requires_grad:
-        raise InvalidArgumentError(f"{_PAIR}: the sum has no gradient; do not detach it")
-    if not isinstance(count, int | float | Tensor):
-        raise InvalidArgumentError(f"{_PAIR}: the count is a number, got {type(count).__name__}")
-    if isinstance(count, Tensor) and (count.numel() != 1 or count.is_complex()):
-        raise InvalidArgumentError(f"{_PAIR}: the count is a number, got {_shown(count)}")
+        raise InvalidArgumentError("the sum of loss_fn has no gradient: do not detach it")
     wide = torch.promote_types(total.dtype, torch.float32)
     return total.reshape(()).to(wide), count.detach() if isinstance(count, Tensor) else count
 
 
-def _shown(tensor: Tensor) -> str:
-    return f"a tensor of shape {list(tensor.shape)}, {tensor.dtype}"
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}, {value.dtype}"
+    return repr(value) if isinstance(value, int | float | None) else type(value).__name__
 
 
 def _nothing(output: Any) -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,20 +22,19 @@ from ..parallel.pipeline_parallel.building import parameter_costs, parts_of
 from ..parallel.tensor_parallel import apply_tensor_parallel
 from ..parallel.tensor_parallel.building import counts_of_ids, shares_in_layers
 from .balance import read_router_loss
-from .before.batch_norm import synchronise_batch_norms
+from .before.buffers import synchronise_batch_norms
 from .before.initial import require_one_model
 from .experts import divide_experts, expert_groups, settle_tokens
 from .forward import Counting, Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
 from .plain import Plain
 from .recompute import recompute_layers, require_way
+from .scaling import watch
 from .state import keep_whole_state, whole_shapes
-from .updates import watch
 
 
-@dataclass(frozen=True, slots=True)
-class _How:
-    """The arguments of `parallelize`; the same on every rank."""
+class _Args(NamedTuple):
+    """The arguments of `parallelize` that are the same on every rank."""
 
     sequence_parallel: bool
     loss_parallel: bool
@@ -63,9 +62,9 @@ def parallelize(
 ) -> DataParallelBucket:
     """Shard a model over every axis of a grid, in place; all ranks call it.
 
-    Every rank passes the same whole model (same seed or checkpoint). Before sharding, the ranks
-    compare arguments, and parameters and buffers over tp and pp; afterwards, each shard over cp and
-    dp. Reading the values once is the cost; `data_parallel={"init_sync": "none"}` leaves it out.
+    Every rank passes the same whole model. Before sharding, the ranks compare arguments, and values
+    over tp and pp; afterwards, each shard over cp and dp. `data_parallel={"init_sync": "none"}`
+    leaves that out.
 
     Args:
         model: A plain module; its parameters keep their names.
@@ -92,7 +91,7 @@ def parallelize(
         InvalidArgumentError: The plan does not fit, or the grid cannot train the model.
         MismatchError: Models or arguments differ between ranks; names the parameters and ranks.
     """
-    settings = _How(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse)
+    settings = _Args(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse)
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
     shapes = whole_shapes(model)
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
@@ -154,22 +153,21 @@ def _shard_layers(
     model: nn.Module,
     manager: ProcessGroupManager,
     plan: Mapping[str, Any] | None,
-    settings: _How,
+    settings: _Args,
     terms: Terms,
 ) -> None:
     """Shard the layers over tp, in place."""
-    apply_tensor_parallel(
-        model, plan, manager.tp_group, sequence_parallel=settings.sequence_parallel
-    )
+    shares = settings.sequence_parallel
+    apply_tensor_parallel(model, plan, manager.tp_group, sequence_parallel=shares)
     if settings.loss_parallel:
         keep_logits_sharded(model)
-    if settings.sequence_parallel:
+    if shares:
         settle_tokens(model, manager)
         terms.shares_in_layers = shares_in_layers(model)
 
 
 def _checked(
-    model: nn.Module, manager: ProcessGroupManager, settings: _How, init_sync: str
+    model: nn.Module, manager: ProcessGroupManager, settings: _Args, init_sync: str
 ) -> Terms:
     """Return the terms of a plain model; raise on every rank if any rank finds an error."""
     require_manager(manager, needed=True)
@@ -178,11 +176,11 @@ def _checked(
         terms = _terms(model, manager, settings)
     except Exception as error:  # `require_one_model` raises it, so that all ranks raise
         failed = error
-    require_one_model(model, asdict(settings), manager, init_sync=init_sync, error=failed)
+    require_one_model(model, settings._asdict(), manager, init_sync=init_sync, error=failed)
     return terms
 
 
-def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _How) -> Terms:
+def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Args) -> Terms:
     if not isinstance(model, nn.Module) or isinstance(model, ModuleWrapper):
         raise InvalidArgumentError(
             f"parallelize takes a plain nn.Module, got {type(model).__name__}"

@@ -24,30 +24,23 @@ from ..parallel.pg_manager.building import eagerly
 from ..parallel.tensor_parallel.building import GradientSums, Reach, find_sums, whole_parameters
 from .forward import pipeline_of
 
+_APART = (
+    "Use one parameter inside of parallel regions, or on shares of sequences, and another outside"
+)
+
 
 @dataclass(slots=True)
 class _Partial:
-    """The partial gradients of one model.
-
-    Attributes:
-        sums: The observer of the autograd graphs.
-        whole: The trainable parameters that every tp rank has whole, by name.
-        names: The parameters whose gradients are summed.
-        unknown: The parameters that no rank has reached yet.
-        compared: Whether the ranks have compared their findings.
-        shards: The shards that this rank's optimizers updated at that time.
-        same: Whether all tp ranks of a place have the same ranges of these shards.
-        pending: Whether the last step was in `no_sync`, so that its gradients are not summed.
-    """
+    """The partial gradients of one model."""
 
     sums: GradientSums
-    whole: Mapping[str, nn.Parameter]
-    names: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    compared: bool = False
-    shards: list[Shard] | None = None
-    same: bool = True
-    pending: bool = False
+    whole: Mapping[str, nn.Parameter]  # trainable, and whole on every tp rank
+    names: list[str] = field(default_factory=list)  # parameters whose gradients are summed
+    unknown: list[str] = field(default_factory=list)  # parameters that no rank has reached yet
+    compared: bool = False  # the ranks have compared their findings
+    shards: list[Shard] | None = None  # that this rank's optimizers updated at that time
+    same: bool = True  # all tp ranks of a place have the same ranges of these shards
+    pending: bool = False  # the last step was in `no_sync`, so its gradients are not summed
 
 
 _known: WeakKeyDictionary[nn.Module, _Partial | None] = WeakKeyDictionary()
@@ -55,13 +48,11 @@ _known: WeakKeyDictionary[nn.Module, _Partial | None] = WeakKeyDictionary()
 
 @contextmanager
 def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
-    """Sum partial gradients over tp at the end of the step that runs in this context.
-
-    Raises:
-        InvalidArgumentError: A gradient is whole on some stages or ranks and partial on others, or
-            it is not known which; on every rank.
-    """
-    known = _partial_of(model, manager)
+    """Sum partial gradients over tp at the end of the step that runs in this context."""
+    if model not in _known:
+        sums = find_sums(model) if manager.tp_size > 1 else None
+        _known[model] = None if sums is None else _Partial(sums, whole_parameters(model))
+    known = _known[model]
     if known is None:
         yield
         return
@@ -80,15 +71,6 @@ def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iter
     known.pending = not model.require_backward_grad_sync
     if not known.pending:
         _sum(known, model, manager)
-
-
-def _partial_of(model: DataParallelBucket, manager: ProcessGroupManager) -> _Partial | None:
-    if manager.tp_size == 1:
-        return None
-    if model not in _known:
-        sums = find_sums(model)
-        _known[model] = None if sums is None else _Partial(sums, whole_parameters(model))
-    return _known[model]
 
 
 def _parts(known: _Partial, model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:
@@ -121,15 +103,8 @@ def _compare(
 ) -> None:
     """Exchange how ranks reach each parameter, and which shards they have.
 
-    Args:
-        known: This rank's findings.
-        model: The model that `parallelize` returned.
-        manager: The grid.
-        earlier: Whether the first step has begun with gradients.
-
-    Raises:
-        InvalidArgumentError: A parameter is reached both ways; or some rank's first step has begun
-            with gradients, which may be summed or not; on every rank.
+    Raises on every rank if a parameter is reached both ways, or if some rank's first step began
+    with gradients (`earlier`), which may be summed or not.
     """
     reached = {name: known.sums.reach(each).value for name, each in known.whole.items()}
     ties = [tie.names for tie in pipeline_of(model).ties]
@@ -154,8 +129,7 @@ def _compare(
     if both:
         raise InvalidArgumentError(
             f"{describe_rank()}: {', '.join(both[:4])}: the gradient is whole on some stages or "
-            "ranks, and a term of a sum over the tensor-parallel ranks on others. Use one "
-            "parameter inside of parallel regions, or on shares of sequences, and another outside"
+            f"ranks, and a term of a sum over the tensor-parallel ranks on others. {_APART}"
         )
     for name, each in known.whole.items():
         known.sums.note(each, found[name])
@@ -180,9 +154,6 @@ def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
     """Compare how ranks reach parameters that no rank had reached before this step.
 
     All ranks of a stage come here or none, since gradients are missing on all of them or none.
-
-    Raises:
-        InvalidArgumentError: A parameter was reached both ways, or in a way that is hidden.
     """
     late = _hidden(known)
     if not late:
@@ -195,8 +166,8 @@ def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
     for name, (whole, part) in zip(late, found.tolist(), strict=True):
         if whole and part:
             raise InvalidArgumentError(
-                f"{describe_rank()}: {name} was used both inside of parallel regions, or on shares "
-                "of sequences, and outside; use one parameter inside and another outside"
+                f"{describe_rank()}: {name} was used both inside of parallel regions and outside. "
+                f"{_APART}"
             )
         if not part and not whole:
             known.sums.refuse_hidden(name)

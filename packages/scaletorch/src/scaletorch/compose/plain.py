@@ -20,23 +20,10 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 class Plain:
-    """A plain model that gets the weights of one unit at a time.
-
-    Attributes:
-        model: A copy of the model with parameters on the meta device.
-        units: The members of the model's lists of layers, by first name; see `units_of`.
-        names: All names of each parameter, by its first name.
-        owners: First names of the parameters of each unit, and of the root, "".
-        hooks: Gradient hooks of parameters that have any, by first name.
-    """
+    """A plain model that gets the weights of one unit at a time; its parameters have no memory."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Copy a model.
-
-        Raises:
-            Exception: `copy.deepcopy` fails; or a forward was replaced by a function that holds a
-                module, so the copy would call the original module.
-        """
+        """Copy a model; fail if a forward was replaced by a function that holds a module."""
         for name, module in model.named_modules():
             if _holds_module(vars(module).get("forward")):
                 raise InvalidArgumentError(
@@ -95,12 +82,7 @@ class Plain:
 
     @contextmanager
     def lent(self, owner: str, weights: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Give a unit, or the root, its weights for a while.
-
-        Args:
-            owner: Name of the unit, or "" for the root.
-            weights: Weights by first name.
-        """
+        """Give a unit, or the root "", its weights by first name for a while."""
         before = [
             (m, attribute, m._parameters[attribute]) for m, attribute, _ in self._places[owner]
         ]
@@ -118,11 +100,7 @@ class Plain:
 
     @contextmanager
     def replaced(self, call: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
-        """Replace calls of units by a function for a while.
-
-        Args:
-            call: Called with the unit's name, the unit's own call, and its arguments.
-        """
+        """Replace calls of units for a while, by `call(name, unit's own call, args, kwargs)`."""
         kinds = {unit: type(unit) for unit in self.units.values()}
         for name, unit in self.units.items():
             unit.__class__ = _answered(type(unit), partial(call, name), self._within, name)

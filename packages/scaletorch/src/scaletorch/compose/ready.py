@@ -17,21 +17,19 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
 from .batches import Batch, Called, MicroBatch, counts_nothing, size_of, token_count
-from .before.batch_norm import require_whole_batches
+from .before.buffers import require_whole_batches
 from .before.initial import require_one_batch
-from .entries import OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
+from .entries import LABELS, OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
 from .forward import Terms, pipeline_of, rehearses
 from .own_loss import Number, OwnLoss
 from .samples import Samples, samples_of
-from .scaling import scalings
+from .scaling import FACTS, scalings
 
 _ASKS = 2**20  # a rank that wants a rehearsal adds this to the count of ranks with a loss_fn
-_APART = (TOKENS, "labels")  # entries that are not passed on by name
 _OTHERWISE = (
-    "{} counts its positions from behind its padding index, and where sequences are divided it has "
-    "to be given them: let shard_global_batch ask the model, shard_global_batch(..., model=model), "
-    "put them into the global batch as position_ids [B, L], or leave sequences whole (cp_size=1, "
-    "sequence_parallel=False)"
+    "{} counts its positions from behind its padding index, and has to be given them where "
+    "sequences are divided: call shard_global_batch(..., model=model), or put position_ids [B, L] "
+    "into the global batch"
 )
 
 
@@ -45,55 +43,49 @@ def ready(
 ) -> tuple[list[Called], Number]:
     """Return the micro-batches as the model is called with them, and the count of the global batch.
 
-    One all-reduce of 136 bytes over all ranks does several things. It counts tokens, or the losses
-    of a loss_fn. It tells whether a rank cannot go on, for which the others would wait in the
-    middle of the step (its batch, a new parameter, a gradient that is not synchronised). It
-    compares last step's sample of replicated parameters, and the factors by which ranks scaled
-    their gradients.
-
-    It runs on host memory. Labels on an accelerator are counted there by a second all-reduce, since
-    reading their count would make the host wait for all queued work; the count is a 0-d tensor
-    then. If a loss_fn counts its losses later, the count is the size of the batch.
+    One all-reduce of 136 bytes over all ranks, in host memory, counts tokens or losses, tells
+    whether a rank cannot go on (the others would wait for it in the middle of the step), and
+    compares last step's samples of parameters and of the loop's changes. Labels on an accelerator
+    are counted there by a second all-reduce, so that the host does not wait for queued work; the
+    count is a 0-d tensor then. If a loss_fn counts its losses later, the count is the size of the
+    batch.
 
     Raises:
         ScaletorchError: This rank's batch or model has an error.
-        MismatchError: Another rank cannot go on; only some ranks are within `no_sync`, or have a
-            loss_fn; replicated parameters differ; or ranks scaled gradients by different factors.
+        MismatchError: Another rank cannot go on, or ranks differ.
     """
     samples = samples_of(model, manager) if trains else None
     called, count, failed = _prepared(model, micro_batches, manager, terms, own, samples, trains)
     counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
-    alone, has_own = not model.require_backward_grad_sync, own is not None
-    there = isinstance(count, Tensor)
-    facts: list[float] = [0.0 if isinstance(count, Tensor) or not counts else count, there]
-    asks = trains and terms.rehearses
-    facts += [bool(failed), alone, has_own + _ASKS * asks, len(micro_batches) > 1]
-    facts += [samples is not None and not samples.settled, own is not None and own.counts_later]
-    scaling, residue = (
-        scalings.get(model) if samples else None,
-        samples.residue if samples else None,
-    )
-    facts += (
-        scaling.told(residue)
-        if scaling
-        else [0.0 if residue is None else float(residue), *[0.0] * 8]
-    )
-    (
-        total, elsewhere, failures, unsynchronised, owners, several, unsettled, later, residues,
-        *scales,
-    ) = _sums(facts, manager)  # fmt: skip
-    terms.several = several > 0
-    askers, owners = divmod(owners, _ASKS)
+    alone, on_device = not model.require_backward_grad_sync, isinstance(count, Tensor)
+    scaling, residue = (scalings.get(model), samples.residue) if samples else (None, None)
+    facts = {
+        "count": 0.0 if isinstance(count, Tensor) or not counts else count,
+        "on device": on_device,
+        "failed": bool(failed),
+        "alone": alone,
+        "own loss": (own is not None) + _ASKS * (trains and terms.rehearses),
+        "several": len(micro_batches) > 1,
+        "unsettled": samples is not None and not samples.settled,
+        "counts later": own is not None and own.counts_later,
+        "residue": 0.0 if residue is None or scaling else float(residue),
+        **(scaling.facts(residue) if scaling else dict.fromkeys(FACTS, 0.0)),
+    }
+    sums = _sums(facts, manager)
+    terms.several = sums["several"] > 0
+    askers, sums["own loss"] = divmod(sums["own loss"], _ASKS)
     terms.rehearses = askers == manager.world_size
-    if failures:  # popped, since the error's traceback refers to this frame and thus to the list
+    if sums["failed"]:  # popped, since the traceback refers to this frame and thus to the list
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
-    _require_alike(unsynchronised, owners, later, manager, alone=alone, has_own=has_own)
+    _require_alike(sums, manager, alone=alone, has_own=own is not None)
     if scaling is not None:
-        scaling.refuse_different(scales)
+        scaling.refuse_different(sums)
     if samples is not None:
-        samples.compare(residues, unsettled)
-    number = int(total) if total.is_integer() else total
-    return called, _with_counts(number, count if counts else 0, manager) if elsewhere else number
+        samples.compare(sums["residue"], sums["unsettled"])
+    total: Number = int(sums["count"]) if sums["count"].is_integer() else sums["count"]
+    if sums["on device"]:
+        total = _with_counts(total, count if counts else 0, manager)
+    return called, total
 
 
 def _prepared(
@@ -123,22 +115,18 @@ def _prepared(
     return called, count, []
 
 
-def _sums(facts: Sequence[float], manager: ProcessGroupManager) -> list[float]:
+def _sums(facts: Mapping[str, float], manager: ProcessGroupManager) -> dict[str, float]:
     """Return the sums of numbers over all ranks.
 
     In float64, since integers are exact up to 2**53 and a loss_fn may count in fractions.
     """
-    told = torch.tensor(facts, dtype=torch.float64)
-    all_reduce(told, group=manager.world_group)
-    return told.tolist()
+    sums = torch.tensor([*facts.values()], dtype=torch.float64)
+    all_reduce(sums, group=manager.world_group)
+    return dict(zip(facts, sums.tolist(), strict=True))
 
 
 def look_first(micro_batches: Sequence[Batch], manager: ProcessGroupManager, terms: Terms) -> None:
-    """Compare, in the first step only, the batch over ranks that must hold the same one.
-
-    Raises:
-        MismatchError: Batches differ between these ranks.
-    """
+    """Compare, in the first step only, the batch over ranks that must hold the same one."""
     if not terms.looked:
         if not rehearses():  # a rehearsal has compared the batch already
             require_one_batch(micro_batches, manager)
@@ -190,11 +178,8 @@ def _called(
 def as_called(batch: Batch, terms: Terms) -> Called:
     """Return a micro-batch with the entries that the model is called with.
 
-    The entry `input_ids` of the result is the first argument of forward, whatever its name there.
-
-    Raises:
-        InvalidArgumentError: The layout of its cut is not the model's, forward does not take one of
-            its entries, or it lacks positions that the model cannot count on shards.
+    The entry `input_ids` is the first argument of forward, whatever its name there. Refused are a
+    cut in another layout, entries that forward does not take, and missing positions.
     """
     cut = batch.cut if isinstance(batch, MicroBatch) else None
     if cut is not None and terms.cp_layout not in (None, cut.layout):
@@ -219,7 +204,7 @@ def as_called(batch: Batch, terms: Terms) -> Called:
         raise InvalidArgumentError(_OTHERWISE.format(terms.name))
     if not given and (terms.counts_of_ids or not terms.takes(POSITIONS)):
         entries.pop(POSITIONS, None)  # the first step checks whether the model counts them itself
-    strangers = [name for name in entries if name not in _APART and not terms.takes(name)]
+    strangers = [name for name in entries if name not in (TOKENS, LABELS) and not terms.takes(name)]
     if strangers:
         raise InvalidArgumentError(
             f"the batch has {', '.join(strangers)}, and the forward of {terms.name} takes no "
@@ -228,7 +213,7 @@ def as_called(batch: Batch, terms: Terms) -> Called:
         )
     # A model that takes positions must get them if it sees only a shard of the tokens.
     counts = not terms.shares_sequences or terms.counts_of_ids or not terms.takes(POSITIONS)
-    if of_tokens and POSITIONS not in entries and (terms.needs(POSITIONS) or not counts):
+    if of_tokens and POSITIONS not in entries and (terms.arguments.get(POSITIONS) or not counts):
         ids = entries[TOKENS]
         entries[POSITIONS] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     return Called(entries, batch)
@@ -247,11 +232,7 @@ def _with_counts(total: Number, count: float | Tensor, manager: ProcessGroupMana
 def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> float | Tensor:
     """Return the count of all micro-batches, and record it in each of them.
 
-    Args:
-        called: The micro-batches.
-        own: The user's loss; None counts labels.
-        computes: Whether this rank computes the loss. Other ranks may lack the entries that a
-            user's loss counts, and count 0.
+    Ranks that compute no loss may lack the entries that a user's loss counts, and count 0.
     """
     for batch in called if own is None or computes else ():
         if own is None:
@@ -267,22 +248,16 @@ def has_gradients(model: DataParallelBucket) -> bool:
 
 
 def _require_alike(
-    unsynchronised: float,
-    owners: float,
-    later: float,
-    manager: ProcessGroupManager,
-    *,
-    alone: bool,
-    has_own: bool,
+    sums: Mapping[str, float], manager: ProcessGroupManager, *, alone: bool, has_own: bool
 ) -> None:
     """Raise if only some ranks are within `no_sync`, have a loss_fn, or count losses later."""
-    if 0 < unsynchronised < manager.world_size:
+    if 0 < sums["alone"] < manager.world_size:
         line = f"gradients {'stay on this rank (no_sync)' if alone else 'are summed over ranks'}"
         agree("no_sync(), which all enter and leave alike", [line], manager.world_group)
-    if 0 < owners < manager.world_size:
+    if 0 < sums["own loss"] < manager.world_size:
         line = "a loss_fn of its own" if has_own else "the loss of tokens"
         agree("the loss, which has the same function everywhere", [line], manager.world_group)
-    if 0 < later < manager.world_size:
+    if 0 < sums["counts later"] < manager.world_size:
         raise InvalidArgumentError(
             f"{describe_rank()}: gradients of several steps add up on some ranks, and none are "
             "there on others, so that losses have to be counted before: pass train_step(..., "

@@ -37,18 +37,15 @@ def recompute_layers(
     """Let every layer of `model` keep less on the device between forward and backward, in place.
 
     True: a layer drops its activations and runs again in backward, including its communication.
-    Random draws, such as dropout's, are the same in both runs. Numbers and strings in plain
-    attributes of its modules, such as a call counter, start from the same values in both runs, and
-    the second run leaves them unchanged.
+    Random draws are the same in both runs. Plain attributes of its modules, such as a call counter,
+    start from the same values in both runs, and the second run leaves them unchanged.
 
     "selective": the results of matrix products, convolutions and attention kernels are kept.
     Everything else runs again: norms, activation functions, attention written out, communication,
     and attention over several cp ranks. Values are the same bits.
 
-    "offload": activations are kept in host memory. Forward copies each one there, and backward
-    copies it back when it needs it, in the order of the device's own work; host memory is pinned on
-    CUDA. Parameters and buffers stay on the device. If the device is the host, the copies cost time
-    and save nothing.
+    "offload": activations are kept in host memory (pinned on CUDA), and copied in the order of the
+    device's own work. Parameters and buffers stay on the device.
 
     Args:
         model: A module that holds its layers in a list; already tensor and context parallel.
@@ -67,11 +64,7 @@ def recompute_layers(
 
 
 def require_way(recompute: object) -> None:
-    """Require a valid value of `recompute`.
-
-    Raises:
-        InvalidArgumentError: The value is invalid.
-    """
+    """Require a valid value of `recompute`."""
     if not isinstance(recompute, bool) and recompute not in (*_WAYS,):
         raise InvalidArgumentError(
             f'recompute must be True, False, "selective" or "offload", got {recompute!r}'

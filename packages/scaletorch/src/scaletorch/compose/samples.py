@@ -20,9 +20,8 @@ from ..dist import all_gather_object, all_reduce, get_comm_device, get_rank, gro
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pg_manager.building import digest
-from .digests import Key, Sides, keyed_pieces, parted_sides, text_hash
+from .digests import Key, Sides, keyed_pieces, parted_sides, refuse, some, text_hash
 from .forward import wait_for_parameters
-from .replicas import SHOWN, refuse
 from .scaling import scalings
 
 PERIOD = 16  # steps in which every parameter is sampled once
@@ -32,23 +31,17 @@ MEASURED = 2**26  # elements that `_gaps` compares at most
 EXACT = ("cpu",)  # devices whose kernels sum in a fixed order, so that equal inputs give equal bits
 ROUNDING = 1e-3  # allowed gap / largest value on devices whose kernels sum in no fixed order
 ADVICE = (
-    "Likely optimizers have other settings or left out a step, or values were changed or loaded on "
-    "some ranks alone, or a memory is faulty; go on from a checkpoint from before."
+    "Optimizers have other settings or left out a step, or values were changed or loaded on some "
+    "ranks alone, or a memory is faulty; go on from a checkpoint from before."
 )
 
 
 class Held(NamedTuple):
-    """A parameter of this rank, or a piece of one, that other ranks may hold too.
+    """A parameter of this rank, or a piece of one, that other ranks may hold too."""
 
-    Attributes:
-        key: The same on all ranks that hold a replica.
-        parameter: The parameter, sampled once in a period.
-        cut: Dim, start and length of the piece; None is the whole parameter.
-    """
-
-    key: Key
+    key: Key  # the same on all ranks that hold a replica
     parameter: nn.Parameter
-    cut: tuple[int, int, int] | None
+    cut: tuple[int, int, int] | None  # dim, start and length of the piece; None for all
 
     def values(self) -> Tensor:
         """Return a view of the current values."""
@@ -57,12 +50,7 @@ class Held(NamedTuple):
 
 
 class Samples:
-    """The replicated parameters of this rank, and the sample of the last step.
-
-    Args:
-        model: The model that `parallelize` returned.
-        manager: The grid.
-    """
+    """The replicated parameters of this rank, and the sample of the last step."""
 
     def __init__(self, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
         self._model, self._manager = ref(model), manager
@@ -101,7 +89,13 @@ class Samples:
                 turns[key % PERIOD].append((each, weight))
         # Move all weights to the device now: a later copy would make the host wait within a step.
         self._turns = [
-            ([each for each, _ in turn], torch.tensor([w for _, w in turn]).to(_device(turn)))
+            (
+                [each for each, _ in turn],
+                torch.tensor(
+                    [weight for _, weight in turn],
+                    device=turn[0][0].parameter.device if turn else "cpu",
+                ),
+            )
             for turn in turns
         ]
         self._turn, self.settled = 0, True
@@ -134,16 +128,9 @@ class Samples:
         self.residue = (folded * weights).sum() % MODULUS
 
     def compare(self, total: float, unsettled: float) -> None:
-        """Check the sum of the samples; compare all parameters if it shows a difference.
+        """Check the sum of all ranks' residues; compare all parameters if it shows a difference.
 
-        All ranks call it.
-
-        Args:
-            total: The sum of the residues of all ranks.
-            unsettled: The number of ranks that have to call `settle` first, or again.
-
-        Raises:
-            MismatchError: Replicas differ; on every rank.
+        All ranks call it. `unsettled` ranks have to call `settle` first, or again.
         """
         model, parted = self._model(), total % MODULUS != 0
         taken, self.taken, self.residue = dict(self.taken), [], None
@@ -165,10 +152,9 @@ class Samples:
         if unseen:
             self._unseen |= unseen
             names = sorted(unseen)
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             warnings.warn(
                 f"{describe_rank()}: train_step cannot look whether ranks still hold the same of "
-                f"{', '.join(names[:SHOWN])}{more}, which are no plain tensors "
+                f"{some(names)}, which are no plain tensors "
                 f"({type(values[names[0]]).__name__})",
                 stacklevel=4,
             )
@@ -202,10 +188,6 @@ def take_sample(model: DataParallelBucket) -> None:
         samples.take()
 
 
-def _device(turn: Sequence[tuple[Held, int]]) -> torch.device:
-    return turn[0][0].parameter.device if turn else torch.device("cpu")
-
-
 def _weights(key: int, count: int) -> list[int]:
     """Return a weight for each of `count` ranks; they sum to 0 modulo 2^32."""
     generator = Random(key)
@@ -228,18 +210,9 @@ def _refuse_parted(
     taken: Mapping[Key, Tensor],
     manager: ProcessGroupManager,
 ) -> list[Key]:
-    """Compare all replicated parameters, and raise on every rank if any differ; all ranks call it.
+    """Compare all replicated parameters; raise on every rank if any differ, by rounding or more.
 
-    Args:
-        values: This rank's parameters.
-        taken: Digests of the last sample, used in place of new ones.
-        manager: The grid.
-
-    Returns:
-        Parameters that differ only over tp, within rounding, on an accelerator; with a warning.
-
-    Raises:
-        MismatchError: Any other difference.
+    Returns the parameters that differ over tp alone, within rounding, on an accelerator.
     """
     digests = [(key, taken[key] if key in taken else digest(x)) for key, x in values.items()]
     parted = parted_sides(digests, manager)
@@ -251,10 +224,9 @@ def _refuse_parted(
     inexact = sorted({each.device.type for each in values.values()} - {*EXACT})
     devices = {d for each in all_gather_object(inexact, manager.world_group) for d in each}
     if devices and most <= ROUNDING and _over_tp(parted.values(), manager):
-        more = f" and {len(unequal) - SHOWN} more" if len(unequal) > SHOWN else ""
         warnings.warn(
             f"{describe_rank()}: tp ranks no longer hold the same of "
-            f"{', '.join(key.name for key in unequal[:SHOWN])}{more}: up to {most:.1e} of the "
+            f"{some([key.name for key in unequal])}: up to {most:.1e} of the "
             f"largest value apart, as kernels of {', '.join(sorted(devices))} do that sum in no "
             "fixed order; from now on these are not compared (check_replicas does)",
             stacklevel=4,

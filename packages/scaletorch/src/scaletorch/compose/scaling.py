@@ -1,4 +1,6 @@
-"""Compare over ranks how a training loop changes gradients and weights between steps.
+"""Check optimizers, and compare how a loop changes gradients and weights between steps.
+
+An optimizer that needs more than a rank's shards is refused before its first step.
 
 A loop may wrongly clip each rank's gradients by their own norm, or subtract a shard's own mean from
 it. Ranks then use different numbers, even if the parameters that they share stay equal. So this
@@ -11,75 +13,73 @@ whether they are right on shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, cast
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..dist import all_gather_object
 from ..dist.errors import InvalidArgumentError, MismatchError
 from ..parallel.data_parallel import Shard, parameter_shards
 from ..parallel.data_parallel.building import is_sharded
+from ..parallel.expert_parallel.building import find_expert_cuts
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
+from ..parallel.pg_manager.building import Scope, update_scope
 from ..parallel.tensor_parallel.building import find_cuts
+from .digests import some
+from .forward import terms_of
 
 TENSORS = 8  # tensors that a rank samples in a step; the next step samples others
 ELEMENTS = 256  # at most, from each tensor
 FEWEST = 16  # a tensor with fewer elements is not sampled
 LOOKS = 4  # comparisons over tp, since each costs a message, and faults show at first or never
+# What `Scaling.facts` tells: whether all gradients have one factor, this, its square and tolerance;
+# whether shards over tp were changed; whether all learning rates have one ratio, this, its square.
+FACTS = (
+    "scaled", "factor", "factor²", "tolerance", "shards changed", "rated", "ratio", "ratio²"
+)  # fmt: skip
 SAME = 1e-6  # relative tolerance; an eighth of the dtype's epsilon, if that is larger
 CLIPPED = (
-    "gradients were scaled by different factors on different ranks between train_step and the "
-    "optimizer's step: {}. Likely each rank clipped by the norm of its own shards, stage or "
-    "experts, as torch.nn.utils.clip_grad_norm_ does: use scaletorch.compose.clip_grad_norm_("
-    "model, max_norm), and go on from a checkpoint from before. To train some layers faster than "
-    "others, set the lr of the optimizer's groups"
+    "ranks scaled gradients by different factors between train_step and the optimizer's step: {}. "
+    "To clip, use scaletorch.compose.clip_grad_norm_(model, max_norm), since torch's takes the "
+    "norm of a rank's own shards; to train layers at other rates, set lr in the optimizer's groups"
 )
 OF_SHARDS = (
-    "the {} was changed differently on tp ranks, each of which has a shard of it: {}. Likely the "
-    "training loop used a statistic of it, such as its mean or norm, which of a shard is another "
-    "than of the whole: sum it over manager.tp_group, or take it of full_state_dict(model), and go "
-    "on from a checkpoint from before"
+    "the {} was changed differently on tp ranks, each of which has a shard of it: {}. A statistic "
+    "such as its mean or norm has to be of the whole: sum it over manager.tp_group, or take it of "
+    "full_state_dict(model)"
 )
 STEERED = (
-    "the learning rates of optimizers have changed otherwise on some ranks: {}. Likely they follow "
-    "a number that each rank has of its own shards or stage, such as a norm of its gradients: take "
-    "scaletorch.compose.global_grad_norm(model) or the loss of train_step, and go on from a "
-    "checkpoint from before"
+    "the learning rates of optimizers have changed otherwise on some ranks: {}. They may follow "
+    "scaletorch.compose.global_grad_norm(model) or the loss of train_step, but no norm of a rank's "
+    "own gradients"
 )
 OF_NOBODY = (
     "an optimizer has updated a parameter of shape {} that loss_fn uses and that is not the "
-    "model's, whose gradient is not summed over ranks. Make it the model's, whose forward returns "
-    "it beside its output or uses it, and go on from a checkpoint from before"
+    "model's, whose gradient is not summed over ranks: make it the model's, whose forward returns "
+    "it beside its output or uses it"
 )
+BACK = "; go on from a checkpoint from before"
 
 
 class Fit(NamedTuple):
-    """The change of a tensor: after = factor * before + offset.
+    """The change of a tensor: after = factor * before + offset."""
 
-    Attributes:
-        factor: The factor; NaN if it is not known.
-        offset: The offset, in the tensor's unit.
-        size: Root mean square of the elements after the change.
-        known: 1; 0 if the fit does not explain the change; -1 if all elements are zero before and
-            after.
-    """
-
-    factor: float
+    factor: float  # NaN if it is not known
     offset: float
-    size: float
-    known: float
+    size: float  # root mean square of the elements after the change
+    known: float  # 1; 0 if the fit does not explain the change; -1 if all elements stay zero
 
 
 class Scaling:
-    """Copies of elements of a model's gradients and weights, and fits of their later values.
-
-    Args:
-        manager: The grid.
-    """
+    """Copies of elements of a model's gradients and weights, and fits of their later values."""
 
     def __init__(self, manager: ProcessGroupManager) -> None:
         self.manager = manager
@@ -102,9 +102,7 @@ class Scaling:
     def sample(self, model: nn.Module, beside: Iterable[nn.Parameter]) -> None:
         """Copy elements of some gradients at the end of a step, if ranks hold different shards.
 
-        Args:
-            model: The model that `parallelize` returned.
-            beside: Parameters of the loss that are not the model's.
+        `beside` are parameters of the loss that are not the model's.
         """
         grads = {id(p): p.grad for p in beside if p.grad is not None}
         self._beside = {each: (ref(grad), grad._version) for each, grad in grads.items()}
@@ -119,11 +117,7 @@ class Scaling:
         self._turn += 1
 
     def before_update(self, taken: Mapping[int, Tensor]) -> None:
-        """Fit the changes of an optimizer's gradients, without waiting for the device.
-
-        Args:
-            taken: The optimizer's parameters, by id.
-        """
+        """Fit the changes of an optimizer's gradients (by id), without waiting for the device."""
         for each in self._beside.keys() & taken.keys():
             (kept, version), grad = self._beside[each], taken[each].grad
             if grad is not None and grad is kept() and grad._version == version:
@@ -133,10 +127,9 @@ class Scaling:
         self._fit("gradient", [pair for pair in mine if pair[0].tensor.grad is not None], _gradient)
 
     def note_rates(self, optimizer: Optimizer) -> None:
-        """Record the ratios of an optimizer's learning rates to those of its first step.
+        """Record the ratios of an optimizer's learning rates to its first ones other than 0.
 
-        Ratios, since groups, layers and stages may have different rates. The first rate of a group
-        is its first one other than 0.
+        Ratios, since groups, layers and stages may have different rates.
         """
         rates = [group.get("lr") for group in optimizer.param_groups]
         numbers = [x if isinstance(x, int | float) else math.nan for x in rates]
@@ -152,20 +145,14 @@ class Scaling:
         return most if most - least <= SAME * most else None
 
     def require_own(self) -> None:
-        """Refuse an update of a parameter outside the model by this rank's gradient alone.
-
-        Raises:
-            InvalidArgumentError: An optimizer has made such an update.
-        """
+        """Refuse an update of a parameter outside the model by this rank's gradient alone."""
         if self._strange:
-            raise InvalidArgumentError(f"{describe_rank()}: {OF_NOBODY.format(self._strange)}")
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {OF_NOBODY.format(self._strange)}{BACK}"
+            )
 
     def after_update(self, taken: Collection[int]) -> None:
-        """Copy elements of some weights that an optimizer has updated and tp shards.
-
-        Args:
-            taken: Ids of the optimizer's parameters.
-        """
+        """Copy elements of some weights that an optimizer has updated and tp shards."""
         if self.manager.tp_size > 1 and self._looks:
             others = [pair for pair in self._weights if id(pair[0].tensor) not in taken]
             fitted = [each for kind, shards, _ in self._fitted for each in shards]
@@ -173,20 +160,14 @@ class Scaling:
             cut = [s for s in mine if s.name in self._cut and s.tensor is s.parameter]
             self._weights = others + self._kept(cut, _weight)
 
-    def told(self, residue: Tensor | None) -> list[float]:
-        """Return this rank's numbers for the step's all-reduce.
+    def facts(self, residue: Tensor | None) -> dict[str, float]:
+        """Return this rank's numbers for the step's all-reduce, by the names of `FACTS`.
 
-        Args:
-            residue: Another integer on the device, 0-d, read in the same transfer; None is 0.
-
-        Returns:
-            Nine numbers: the residue; whether all gradients have one factor, this factor, its
-            square, the tolerance; whether shards over tp were changed, so that ranks must compare
-            the changes; whether all learning rates have one ratio, this ratio, its square.
+        `residue` is a number of `Samples` on the device, read in the same transfer.
         """
         self._fit("weight", self._weights, _weight)
         self._weights = []
-        told = self._read(residue)
+        facts = {"residue": self._read(residue)}
         factor, tolerance = self._factor(), self._tolerance()
         changed = any(
             fit.known == 1
@@ -196,42 +177,31 @@ class Scaling:
         )
         suspicious = self.manager.tp_size > 1 and self._looks > 0 and changed
         ratio, self._steered, self._ratios = self._ratio(), self._ratio(), []
-        rates = [0.0] * 3 if ratio is None else [1, ratio, ratio**2]
-        if factor is None:
-            return [told, 0, 0, 0, 0, suspicious, *rates]
-        return [told, 1, factor, factor**2, tolerance, suspicious, *rates]
+        facts |= dict.fromkeys(FACTS, 0.0) | {"shards changed": suspicious}
+        if factor is not None:
+            facts |= {"scaled": 1, "factor": factor, "factor²": factor**2, "tolerance": tolerance}
+        if ratio is not None:
+            facts |= {"rated": 1, "ratio": ratio, "ratio²": ratio**2}
+        return facts
 
-    def refuse_different(self, message: Sequence[float]) -> None:
+    def refuse_different(self, sums: Mapping[str, float]) -> None:
         """Refuse factors, offsets and rates that differ between ranks; all ranks call it.
 
-        Args:
-            message: The sum over all ranks of `told`, without the residue.
-
-        Raises:
-            MismatchError: They differ; on every rank.
+        `sums` are those of `facts` over all ranks.
         """
-        *factors, tolerance, suspicious, told, ratios, squares = message
-        count = factors[0]
-        self._require_one(CLIPPED, self._factor(), factors, tolerance / max(count, 1))
-        self._require_one(STEERED, self._steered, (told, ratios, squares), SAME)
-        if suspicious:
+        factors, ratios = ([sums[name] for name in names] for names in (FACTS[:3], FACTS[-3:]))
+        self._require_one(CLIPPED, self._factor(), factors, sums["tolerance"] / max(factors[0], 1))
+        self._require_one(STEERED, self._steered, ratios, SAME)
+        if sums["shards changed"]:
             self._looks -= 1
             self._compare_shards()
 
     def _require_one(
         self, words: str, own: float | None, sums: Sequence[float], tolerance: float
     ) -> None:
-        """Refuse a number that differs between ranks; all ranks call it.
+        """Refuse a number that varies between ranks by more than `tolerance`; all ranks call it.
 
-        Args:
-            words: The message of the error.
-            own: This rank's number; None if it has none.
-            sums: The count of ranks that have a number, the sum of the numbers and of their
-                squares.
-            tolerance: The allowed relative standard deviation.
-
-        Raises:
-            MismatchError: The numbers vary more; on every rank.
+        `sums` has the count of ranks with a number, the sum of the numbers and of their squares.
         """
         count, total, squares = sums
         mean = total / max(count, 1)
@@ -239,7 +209,7 @@ class Scaling:
             everyone = all_gather_object((own, describe_rank()), self.manager.world_group)
             known = [(number, rank) for number, rank in everyone if number is not None]
             texts = [f"by {number:.6g} on {rank}" for number, rank in (min(known), max(known))]
-            raise MismatchError(f"{describe_rank()}: {words.format(', '.join(texts))}")
+            raise MismatchError(f"{describe_rank()}: {words.format(', '.join(texts))}{BACK}")
 
     def _look_up(self, model: nn.Module) -> None:
         found = [each for each in parameter_shards(model) if _is_kept(each)]
@@ -307,11 +277,7 @@ class Scaling:
         return max(SAME, self._rounding / 8)
 
     def _compare_shards(self) -> None:
-        """Compare the fits of a parameter's shards over tp; all ranks call it.
-
-        Raises:
-            MismatchError: They differ; on every rank.
-        """
+        """Refuse fits that differ between shards of a parameter over tp; all ranks call it."""
         own = {key: fit for key, fit in self._fits.items() if key[1] in self._cut and fit.known > 0}
         place = self.manager.grid.coordinates(self.manager.global_rank)._replace(tp=0)
         told = all_gather_object((place, describe_rank(), own), self.manager.world_group)
@@ -320,23 +286,17 @@ class Scaling:
         for place, rank, fits in told:
             for key, fit in fits.items():
                 other, known = first.setdefault((place, key), (rank, fit))
-                apart = abs(fit.factor - known.factor) > tolerance * abs(known.factor)
-                if apart or abs(fit.offset - known.offset) > tolerance * known.size:
+                gap = abs(fit.factor - known.factor) > tolerance * abs(known.factor)
+                if gap or abs(fit.offset - known.offset) > tolerance * known.size:
                     texts = [
                         f"times {each.factor:.6g} plus {each.offset:.3g} on {where}"
                         for where, each in ((other, known), (rank, fit))
                     ]
                     what = OF_SHARDS.format(" ".join(key), ", ".join(texts))
-                    raise MismatchError(f"{describe_rank()}: {what}")
+                    raise MismatchError(f"{describe_rank()}: {what}{BACK}")
 
 
 scalings: WeakKeyDictionary[nn.Module, Scaling] = WeakKeyDictionary()  # of parallelized models
-
-
-def sample_gradients(model: nn.Module, beside: Iterable[nn.Parameter] = ()) -> None:
-    """Sample the gradients of a model, and of parameters outside it, at the end of a step."""
-    if model in scalings:
-        scalings[model].sample(model, beside)
 
 
 def _is_kept(shard: Shard) -> bool:
@@ -354,23 +314,86 @@ def _weight(shard: Shard) -> Tensor:
 
 
 def _fits(before: Tensor, after: Tensor, rounding: float) -> Tensor:
-    """Fit after = factor * before + offset in each row.
-
-    Args:
-        before: Elements before the change, [k, n].
-        after: Elements after the change, [k, n].
-        rounding: Epsilon of the dtype in which the change was computed.
-
-    Returns:
-        [k, 4], the numbers of a `Fit`, on the tensors' device.
-    """
+    """Fit after = factor * before + offset in each row of [k, n]; return `Fit` numbers [k, 4]."""
     exact = torch.float32 if before.device.type == "mps" else torch.float64
     before, after = before.to(exact), after.to(exact)
     x, y = before.mean(1, keepdim=True), after.mean(1, keepdim=True)
     factor = ((before - x) * (after - y)).sum(1, True) / (before - x).square().sum(1, True)
     offset = y - factor * x
     size = after.square().mean(1, True).sqrt()
-    apart = (after - factor * before - offset).square().mean(1, True).sqrt()
-    known = (apart <= 4 * rounding * size).to(exact)
+    gap = (after - factor * before - offset).square().mean(1, True).sqrt()
+    known = (gap <= 4 * rounding * size).to(exact)
     zero = (before == 0).all(1, True) & (after == 0).all(1, True)
     return torch.cat([factor, offset, size, known.masked_fill(zero, -1.0)], 1)
+
+
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # -> its number of parameters
+_hooks: list[Any] = []
+
+
+def watch(model: nn.Module, manager: ProcessGroupManager) -> None:
+    """Check optimizers of a model's parameters at their steps, if there are several ranks.
+
+    Tensor parallelism and sharded optimizers check their own shards.
+    """
+    if manager.world_size == 1:
+        return
+    scalings[model] = Scaling(manager)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Check an optimizer that is new or has more parameters; sample its gradients and rates."""
+    taken = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for model, scaling in list(scalings.items()):
+        if _checked.get(optimizer) != len(taken):
+            _require_own_parameters(optimizer, taken, model)
+            _check(optimizer, taken, model, scaling.manager)
+        scaling.before_update(taken)
+        scaling.note_rates(optimizer)
+    _checked[optimizer] = len(taken)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    """Sample the weights after an optimizer's step."""
+    taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for scaling in list(scalings.values()):
+        scaling.after_update(taken)
+
+
+def _require_own_parameters(optimizer: Optimizer, taken: Container[int], model: nn.Module) -> None:
+    """Refuse an optimizer made before `parallelize`, whose parameters are no longer the model's."""
+    now = dict(model.named_parameters(remove_duplicate=False))
+    before = {name: each() for name, each in terms_of(model).originals.items() if name in now}
+    left = [name for name, p in before.items() if p is not now[name] and id(p) in taken]
+    if left:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {type(optimizer).__name__} has {some(left)} of the plain model, "
+            "which this rank's shards have replaced since parallelize, so these would not be "
+            "trained: make the optimizer of model.parameters() after parallelize"
+        )
+
+
+def _check(
+    optimizer: Optimizer, taken: Container[int], model: nn.Module, manager: ProcessGroupManager
+) -> None:
+    """Refuse an optimizer that needs parameters or experts that this rank does not have."""
+    names = [shard.name for shard in parameter_shards(model) if id(shard.tensor) in taken]
+    if not names:
+        return
+    scope, kind = update_scope(optimizer), type(optimizer).__name__
+    if manager.pp_size > 1 and scope > Scope.PARAMETER:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {kind} {scope.words}, but the stages of a pipeline have other "
+            "parameters: take an optimizer that updates each parameter by itself, or no pipeline"
+        )
+    cuts = find_expert_cuts(model)
+    stacks = [name for name in names if name in cuts]
+    if manager.ep_size > 1 and stacks and scope is not Scope.ELEMENT:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {kind} {scope.words}, but each rank has some of the experts that "
+            f"{stacks[0]} stacks: give experts an optimizer that treats every element alike, such "
+            "as AdamW, or do without expert parallelism"
+        )

@@ -40,11 +40,7 @@ def gather_stage(
 def of_all_stages(tensors: Mapping[str, Tensor], manager: ProcessGroupManager) -> dict[str, Tensor]:
     """Return the tensors of all stages on every rank of a pipeline, on the communication device.
 
-    With one stage they are returned as they are.
-
-    Args:
-        tensors: This stage's tensors; if several stages have one, the first stage's is used.
-        manager: The grid.
+    If several stages have one, the first stage's is used.
     """
     if manager.pp_size == 1:
         return {**tensors}
@@ -126,13 +122,7 @@ def whole_shapes(model: nn.Module) -> Shapes:
 
 
 def keep_whole_state(model: nn.Module, shapes: Shapes, manager: ProcessGroupManager) -> None:
-    """Let a sharded model load whole state dicts, and refuse to save shards as a whole; in place.
-
-    Args:
-        model: The module within the wrappers.
-        shapes: The shapes of the plain model's parameters.
-        manager: The grid.
-    """
+    """Let a sharded model load whole state dicts, and refuse to save shards as whole; in place."""
     if manager.tp_size * manager.pp_size * manager.ep_size == 1:
         return
     model.register_load_state_dict_pre_hook(partial(_take_own, shapes))
@@ -146,13 +136,9 @@ def keep_whole_state(model: nn.Module, shapes: Shapes, manager: ProcessGroupMana
 def _take_own(
     shapes: Shapes, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Reduce a whole model's state to this rank's shards; leave a state of shards as it is.
+    """Reduce a whole model's state to this rank's shards, as a hook of torch's loading.
 
-    Args:
-        shapes: The shapes of the plain model's parameters.
-        module: The module that loads; torch calls this as its hook.
-        state: Torch's own copy of the state, changed in place.
-        prefix: The prefix of the module's names in `state`.
+    A state of shards stays as it is.
     """
     own, cuts = module.state_dict(keep_vars=True), find_cuts(module)
     for name in [name for name in shapes if isinstance(state.get(prefix + name), Tensor)]:
@@ -164,19 +150,14 @@ def _take_own(
 
 
 def _save(kind: type[Any], module: nn.Module, shapes: Shapes, *args: Any, **kwargs: Any) -> Any:
-    """Call `save_pretrained` if a whole `state_dict` is given.
-
-    Raises:
-        StateError: None is given, so this rank's shards would be saved as the whole model.
-    """
+    """Call `save_pretrained` with a whole `state_dict`; refuse to save this rank's shards."""
     given = kwargs.get("state_dict")
     if isinstance(given, Mapping) and all(
         name in given and given[name].shape == shape for name, shape in shapes.items()
     ):
         return kind.save_pretrained(module, *args, **kwargs)
     raise StateError(
-        f"{describe_rank()}: {kind.__name__}.save_pretrained would write this rank's shards or "
-        "stage for the whole model: call scaletorch.checkpoint.export_safetensors(model, folder) "
-        "on all ranks, and model.config.save_pretrained(folder) on one; or export_adapter for an "
-        "adapter; or pass state_dict=scaletorch.compose.full_state_dict(model), made on all ranks"
+        f"{describe_rank()}: {kind.__name__}.save_pretrained would write this rank's shards as the "
+        "whole model: call scaletorch.checkpoint.export_safetensors(model, folder), or "
+        "export_adapter, on all ranks; or pass state_dict=full_state_dict(model), made on all ranks"
     )

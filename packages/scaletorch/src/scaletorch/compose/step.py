@@ -6,7 +6,7 @@ tells all ranks whether one has failed. The first step checks more; see `train_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,18 +22,18 @@ from ..parallel.data_parallel.building import scale_gradients
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
 from .balance import router_loss
-from .batches import Batch, Called, real_positions, real_tokens, token_count
-from .before.changes import changes_followed
-from .before.failures import failures_named
+from .batches import Batch, Called, real_positions, real_tokens
+from .before.buffers import changes_followed
+from .before.initial import failures_named
 from .forward import Terms, manager_of, rehearses, terms_of
-from .loss import find_sharded_head, require_labels_fit, require_logits_alone, token_loss_sum
+from .loss import find_sharded_head, loss_of_tokens, require_logits_alone, token_loss_sum
 from .loss_reads import gradients_kept
 from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss
 from .partial_gradients import summed_once
 from .ready import has_gradients, look_first, ready
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample
-from .scaling import sample_gradients
+from .scaling import scalings
 
 
 def train_step(
@@ -51,8 +51,7 @@ def train_step(
     Before each step ranks check their batches and models, and all raise if one fails. They compare
     a sample of the parameters that they share, and the loop's changes to gradients.
 
-    The first step, and the first with another loss_fn, begins with a rehearsal (see `rehearse`). It
-    also compares batches, and refuses changes by forward that would depend on the layout.
+    The first step, and the first with another loss_fn, begins with a rehearsal (see `rehearse`).
 
     Args:
         model: The model that `parallelize` returned.
@@ -74,8 +73,7 @@ def train_step(
         it. A 0-d tensor, in float32 at least, equal on every rank.
 
     Raises:
-        InvalidArgumentError: The model or the batch does not fit the layout; or a loss_fn did not
-            return a sum and a number, or another number than count_fn.
+        InvalidArgumentError: The model, the batch or what loss_fn returned does not fit.
         RehearsalError: The layout does not compute what one process computes; see `rehearse`.
         MismatchError: Batches, shared parameters, gradient scales or losses differ between ranks
             that must have the same, or another rank has failed.
@@ -92,10 +90,12 @@ def train_step(
         return _step(model, called, count, manager, terms, scaler, own)
     with failures_named(model, manager, len(micro_batches)):
         look_first(micro_batches, manager, terms)
-        tokens = partial(_of_tokens, model, manager.tp_size)
+        tokens = partial(loss_of_tokens, with_router_loss=terms.router_loss is not None)
         own = own or OwnLoss(tokens, None, model, manager, trains=True)
-        with _first_step(model, called, manager, terms):
-            return _step(model, called, count, manager, terms, scaler, own)
+        with changes_followed(model, len(called), manager):
+            loss = _step(model, called, count, manager, terms, scaler, own)
+        terms.seen = 1 + terms.several
+        return loss
 
 
 def rehearse(
@@ -108,18 +108,16 @@ def rehearse(
 ) -> None:
     """Train a small batch, and compare everything that the layout computes with the plain model.
 
-    The small batch has up to two rows of each micro-batch, perhaps of fewer micro-batches, and at
-    most 512 positions. It trains in a real step, with buckets, schedules and ZeRO. Then each rank
-    runs the whole plain model, holding the weights of one layer at a time. Each layer gets the same
-    hidden states as in the layout's step. Its output, the gradient of its input and those of its
-    weights are compared with the layout's; so are the loss and the modules outside of layers.
+    The small batch has up to two rows of each micro-batch and at most 512 positions. It trains in a
+    real step, with buckets, schedules and ZeRO. Then ranks run the plain model, with the weights of
+    one layer at a time: each layer gets the hidden states of the layout's step, and its output, the
+    gradient of its input and those of its weights are compared; so are the loss and the modules
+    outside of layers.
 
-    A model that trains in 16 bits is rehearsed in float32 if memory allows, since 16-bit rounding
-    hides small errors. Dropout is off. Afterwards gradients, buffers, random generators and plain
-    attributes of modules are as they were before.
-
-    Rank 0 prints one line that says what was compared, and what could not be: a layer that draws at
-    random, a loss that communicates. All ranks call it, while the model has no gradients.
+    A model in 16 bits is rehearsed in float32 if memory allows. Dropout is off. Afterwards
+    gradients, buffers, random generators and plain attributes of modules are as before. Rank 0
+    prints one line that says what was compared, and what could not be. All ranks call it, while the
+    model has no gradients.
 
     Args:
         model: The model that `parallelize` returned, with `rehearse=True`.
@@ -163,11 +161,12 @@ def _proven(
 ) -> tuple[list[Called], Number]:
     """Return the result of `ready`, after a rehearsal if this is the first step with a loss_fn.
 
-    On the very first step all ranks rehearse. Later a loss_fn may be new on some ranks only, so
-    `ready` tells whether it is new on all of them, and only then they rehearse.
+    On the very first step all ranks rehearse. Later a loss_fn may be new on some ranks only, and
+    they rehearse if `ready` tells that it is new on all.
     """
     terms = terms_of(model)
-    terms.rehearses = _is_new(loss_fn, terms) and not has_gradients(model)
+    is_new = terms.plain is not None and _code_of(loss_fn) not in terms.rehearsed
+    terms.rehearses = is_new and not rehearses() and not has_gradients(model)
     if terms.rehearses and not terms.rehearsed:
         proof()
     found = ready(model, micro_batches, manager, terms, own)
@@ -175,11 +174,6 @@ def _proven(
         proof()
         found = ready(model, micro_batches, manager, terms, own)
     return found
-
-
-def _is_new(loss_fn: LossFunction | None, terms: Terms) -> bool:
-    """Return whether a plain model was kept, and was not rehearsed with this loss."""
-    return terms.plain is not None and not rehearses() and _code_of(loss_fn) not in terms.rehearsed
 
 
 def _code_of(function: Any) -> object:
@@ -245,7 +239,8 @@ def _step(
             terms.counted = _from_last_stage(terms.counted, manager)
         corrected = _corrected(model, float(count) * (terms.counted or 1.0), own, manager)
     take_sample(model)
-    sample_gradients(model, [p for p, _ in own.beside.values()] if own is not None else ())
+    if model in scalings:
+        scalings[model].sample(model, [] if own is None else [p for p, _ in own.beside.values()])
     if own is not None:
         own.settle(loss)
     total = _summed(loss, manager)
@@ -272,11 +267,7 @@ def _corrected(
 
 
 def _note_count(divisor: float, counted: Tensor, terms: Terms) -> float:
-    """Return estimate / true count, and keep this step's count for the next estimate.
-
-    Raises:
-        InvalidArgumentError: The count is 0.
-    """
+    """Return estimate / true count, and keep this step's count for the next estimate."""
     found = float(counted)  # no extra wait: the host has already waited for the loss
     if not found:
         raise InvalidArgumentError(NOTHING_COUNTS)
@@ -292,24 +283,12 @@ def _mean(total: Tensor, count: Number) -> Tensor:
     return total / max(count, 1)
 
 
-def _of_tokens(
-    model: DataParallelBucket, tp_size: int, output: Any, batch: Mapping[str, Any]
-) -> tuple[Tensor, Number]:
-    """Return the sum and the number of token losses in a first step, after checking the output."""
-    require_logits_alone(output, with_router_loss=terms_of(model).router_loss is not None)
-    labels = require_labels_fit(getattr(output, "logits", output), batch["labels"], tp_size)
-    return token_loss_sum(output, labels, find_sharded_head(model)), token_count(batch)
-
-
 @contextmanager
 def _refused_together(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
     """Raise for non-finite gradients only after the step, on all ranks together.
 
     Only the ranks that sum a gradient (those of an expert, a stage or a tp rank) see that it is not
     finite. If they raised at once, the others would wait for them in the middle of the step.
-
-    Raises:
-        NonFiniteError: On every rank, if the model checks gradients and any is not finite.
     """
     if not model.checks_finite:
         yield
@@ -335,16 +314,3 @@ def _summed(loss: Tensor, manager: ProcessGroupManager) -> Tensor:
     all_reduce(total, group=manager.cp_dp_group)
     all_reduce(total, group=manager.pp_group)  # zero on ranks without the last stage
     return total.to(loss.dtype)
-
-
-@contextmanager
-def _first_step(
-    model: DataParallelBucket,
-    micro_batches: Sequence[Called],
-    manager: ProcessGroupManager,
-    terms: Terms,
-) -> Iterator[None]:
-    """Check what the first step changes in the model, and note that this was checked."""
-    with changes_followed(model, len(micro_batches), manager):
-        yield
-    terms.seen = 1 + terms.several

@@ -14,12 +14,9 @@ ROOM = 4.0  # allowed error / (epsilon x sqrt(additions)); real runs have 0.1 to
 def chain_length(model: nn.Module, tokens: Tensor) -> int:
     """Return an upper bound of the additions between the inputs and any number compared.
 
-    Each weight matrix adds its two sizes (for the sums of forward and backward); attention and the
-    loss each add the number of tokens in the batch.
-
-    Args:
-        model: The plain module.
-        tokens: `input_ids` of a global batch, [B, L].
+    Each weight matrix of the plain model adds its two sizes (for the sums of forward and backward);
+    attention and the loss each add the number of `tokens`, the `input_ids` [B, L] of a global
+    batch.
     """
     matrices = sum(sum(p.shape) for p in model.parameters() if p.ndim > 1)
     return matrices + 2 * tokens.numel()
@@ -43,9 +40,8 @@ def root_mean_square(tensors: Iterable[Tensor]) -> float:
 def scale_of(whole: Tensor, typical: float) -> float:
     """Return the scale by which a difference from one process's tensor is divided.
 
-    It is the tensor's 2-norm, but at least that of as many elements of size `typical`. A smaller
-    tensor is the rest of terms that cancel (the gradient of a key's bias without rotary embedding
-    is zero), and rounding depends on the size of the terms.
+    It is the tensor's 2-norm, but at least that of as many elements of size `typical`: a smaller
+    tensor is the rest of terms that cancel, and rounding depends on the size of the terms.
     """
     norm = float(torch.linalg.vector_norm(widest(whole)))
     return max(norm, typical * math.sqrt(whole.numel()))

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ..dist import all_gather_object
-from ..dist.building import agree, caught
-from ..dist.errors import InvalidArgumentError, StateError
+from ..dist import all_gather_object, get_comm_device, get_rank, get_world_size
+from ..dist.building import agree, all_to_all_flat, caught
+from ..dist.errors import InvalidArgumentError, MismatchError, StateError
 from ..parallel.data_parallel import Shard, parameter_shards
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pg_manager.building import Scope, update_scope
 from ..parallel.tensor_parallel.building import ParameterCut, find_cuts
 from .forward import manager_of
-from .matrices import Exchange, exchanging_group, share_out
 
 Held = list[tuple[Shard, ParameterCut]]
-_exchanges: weakref.WeakKeyDictionary[Optimizer, list[Exchange]] = weakref.WeakKeyDictionary()
 
 
 def whole_matrices(
@@ -31,12 +31,11 @@ def whole_matrices(
 ) -> Optimizer:
     """Let an optimizer that needs whole parameters update them whole, in place; all ranks call it.
 
-    One tp rank owns each parameter that is cut over tp. The owner's optimizer has the whole
-    parameter in place of the shard, with all of its state; the other ranks' optimizers drop it. In
-    `optimizer.step()` gradient shards go to the owners in one all-to-all per dtype, and shards of
-    the new weights come back in another. Owners are chosen so that each has about the same number
-    of elements. Schedulers and clipping work as before, and `scaletorch.checkpoint` saves and loads
-    the state on any layout.
+    One tp rank owns each parameter that is cut over tp: its optimizer has the whole parameter and
+    all of its state, and the other ranks' optimizers drop it. In `optimizer.step()` gradient shards
+    go to the owners in one all-to-all per dtype, and shards of the new weights come back in
+    another. Schedulers and clipping work as before, and `scaletorch.checkpoint` saves and loads the
+    state on any layout.
 
     With ZeRO call `shard_optimizer` first: then state and work are divided over dp and tp. An
     optimizer that treats all elements the same way stays as it is; so does any without tp.
@@ -72,8 +71,8 @@ def whole_matrices(
     if scope is Scope.ELEMENT:
         return optimizer
     exchanges = [
-        Exchange(share_out(shards, group, manager), dtype, group)
-        for shards, dtype, group in _of_each_dtype(optimizer, model, manager)
+        Exchange(_share_out(held, manager.tp_group), dtype, manager.tp_group)
+        for held, dtype in _of_each_dtype(optimizer, model, manager)
     ]
     _replace(optimizer, exchanges)
     _follow(optimizer, exchanges)
@@ -110,12 +109,8 @@ def _check(optimizer: Optimizer, scope: Scope) -> None:
 
 def _of_each_dtype(
     optimizer: Optimizer, model: nn.Module, manager: ProcessGroupManager
-) -> Iterator[tuple[Held, torch.dtype, ProcessGroup | None]]:
-    """Yield an optimizer's cut parameters by dtype, each time with the group that exchanges them.
-
-    Parameters that every dp rank updates are exchanged in the tp group. So are those of a sharded
-    optimizer, if the tp ranks have the same ones; see `exchanging_group`.
-    """
+) -> Iterator[tuple[Held, torch.dtype]]:
+    """Yield an optimizer's parameters that are cut over tp, by dtype, the same on all tp ranks."""
     taken = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     cuts = find_cuts(model)
     held = [
@@ -123,13 +118,29 @@ def _of_each_dtype(
         for shard in parameter_shards(model)
         if id(shard.tensor) in taken and shard.name in cuts and cuts[shard.name].layer.tp_size > 1
     ]
-    whole = [each for each in held if each[0].replicated]
-    divided = [each for each in held if not each[0].replicated]
-    group = exchanging_group(sorted(shard.name for shard, _ in divided), manager)
-    for shards, ranks in ((whole, manager.tp_group), (divided, group)):
-        told = all_gather_object({shard.tensor.dtype for shard, _ in shards}, ranks)
-        for dtype in sorted({dtype for dtypes in told for dtype in dtypes}, key=str):
-            yield [each for each in shards if each[0].tensor.dtype == dtype], dtype, ranks
+    everyone = all_gather_object({shard.tensor.dtype for shard, _ in held}, manager.tp_group)
+    for dtype in sorted({dtype for dtypes in everyone for dtype in dtypes}, key=str):
+        yield [each for each in held if each[0].tensor.dtype == dtype], dtype
+
+
+def _share_out(held: Held, group: ProcessGroup | None) -> list[Matrix]:
+    """Choose an owner for each matrix, the same on all tp ranks; return the matrices by name."""
+    everyone = all_gather_object({shard.name: shard.parameter.numel() for shard, _ in held}, group)
+    names = {name for sizes in everyone for name in sizes}
+    incomplete = sorted(name for name in names if any(name not in sizes for sizes in everyone))
+    if incomplete:
+        raise MismatchError(
+            f"{describe_rank()}: the optimizers of some tensor-parallel ranks have "
+            f"{', '.join(incomplete[:4])}, and those of others have not: give all the same; a "
+            "sharded optimizer needs matrices that tp cuts evenly"
+        )
+    total = {name: sum(sizes[name] for sizes in everyone) for name in names}
+    loads, owners = [0] * len(everyone), dict[str, int]()
+    for name in sorted(names, key=lambda name: (-total[name], name)):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += total[name]
+    by_name = sorted(held, key=lambda each: each[0].name)
+    return [Matrix(shard, cut, owners[shard.name]) for shard, cut in by_name]
 
 
 def _replace(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
@@ -150,6 +161,7 @@ def _replace(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
 
 def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
     """Make the optimizer's `step`, `zero_grad` and state dict handle its whole matrices."""
+    names = [matrix.shard.name for exchange in exchanges for matrix, _ in exchange.wholes]
 
     def before(this: Optimizer, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -170,6 +182,13 @@ def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
         for exchange in exchanges:
             exchange.note_versions()
 
+    def refuse_others(_: Optimizer, state: Mapping[str, Any]) -> None:
+        if state.get("whole") != names:
+            raise StateError(
+                f"{describe_rank()}: this state is not of this rank's whole matrices: "
+                "state_dict() is one rank's part on one layout; use scaletorch.checkpoint instead"
+            )
+
     optimizer.register_step_pre_hook(before)
     handle = optimizer.register_step_post_hook(after)
     # Run before a sharded optimizer sends the updated shards to other ranks.
@@ -178,8 +197,8 @@ def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
     optimizer.register_step_post_hook(settled)
     # Torch's scaler would look for gradients on the shards: let it call step, which then raises.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-    optimizer.register_state_dict_post_hook(partial(_name, exchanges))
-    optimizer.register_load_state_dict_pre_hook(partial(_refuse_others, exchanges))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "whole": names})
+    optimizer.register_load_state_dict_pre_hook(refuse_others)
     inner = vars(optimizer).get("zero_grad", partial(_own_zero_grad, weakref.ref(optimizer)))
     optimizer.zero_grad = partial(_zero_grad, inner, exchanges)  # type: ignore[method-assign]
 
@@ -203,17 +222,139 @@ def _zero_grad(
                 shard.grad.zero_()
 
 
-def _names(exchanges: list[Exchange]) -> list[str]:
-    return [matrix.shard.name for exchange in exchanges for matrix, _ in exchange.wholes]
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A parameter that is cut over tp, of which this rank has a shard."""
+
+    shard: Shard  # what this rank's optimizer was given for it
+    cut: ParameterCut
+    owner: int  # the tp rank that updates the whole matrix
+
+    def shape_on(self, rank: int) -> Size:
+        """Return the shape of a tp rank's shard."""
+        shape = list(self.shard.tensor.shape)
+        shape[self.cut.dim] = self.cut.cut.sizes[rank]
+        return Size(shape)
+
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """Join the shards of all tp ranks to the whole matrix."""
+        joined = torch.cat(list(shards), self.cut.dim)
+        return self.cut.cut.arrange(joined, self.cut.dim)
+
+    def take(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a tp rank's shard of the whole matrix."""
+        return self.cut.cut.take(whole, self.cut.dim, rank)
 
 
-def _name(exchanges: list[Exchange], _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "whole": _names(exchanges)}
+class Exchange:
+    """The exchange of matrices of one dtype between tp ranks, by all-to-alls.
+
+    `wholes` are the matrices that this rank owns, each with the whole parameter that the optimizer
+    updates.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Matrix], dtype: torch.dtype, group: ProcessGroup | None
+    ) -> None:
+        self.matrices, self._dtype, self._group = list(matrices), dtype, group
+        self._rank, self._size = get_rank(group), get_world_size(group)
+        self.wholes: list[tuple[Matrix, nn.Parameter]] = []
+        for matrix in self.matrices:
+            if matrix.owner == self._rank:
+                like = matrix.shard.tensor
+                whole = like.new_empty(matrix.cut.whole(like.shape))
+                self.wholes.append((matrix, nn.Parameter(whole)))
+        self._versions: list[int] = []
+        self._read_weights()
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Record that owners have the current values of the shards."""
+        self._versions = self._current_versions()
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Send gradients to owners, and weights too if any shard has been written to."""
+        written = self._versions != self._current_versions()
+        found, anywhere = self._to_owners(lambda matrix: matrix.shard.tensor.grad, written)
+        for (_, whole), gradient in zip(self.wholes, found, strict=True):
+            whole.grad = gradient
+        if anywhere:
+            self._read_weights()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Send all ranks their shards of the owners' new weights; drop the owners' gradients."""
+        for _, whole in self.wholes:
+            whole.grad = None
+        sent = [
+            [matrix.take(whole.detach(), rank) for matrix, whole in self.wholes]
+            for rank in range(self._size)
+        ]
+        expected = [
+            [each.shard.tensor.numel() for each in self.matrices if each.owner == rank]
+            for rank in range(self._size)
+        ]
+        received = self._pass(sent, expected)
+        for matrix in self.matrices:
+            shard = matrix.shard.tensor
+            shard.copy_(received[matrix.owner].pop(0).view(shard.shape))
+
+    @torch.no_grad()
+    def _read_weights(self) -> None:
+        found, _ = self._to_owners(lambda matrix: matrix.shard.tensor)
+        for (_, whole), value in zip(self.wholes, found, strict=True):
+            if value is not None:
+                whole.copy_(value)
+
+    def _to_owners(
+        self, tensor_of: Callable[[Matrix], Tensor | None], written: bool = False
+    ) -> tuple[list[Tensor | None], bool]:
+        """Return the whole tensor of each matrix that this rank owns; None if no shard has one.
+
+        Also return whether `written` is True on any rank.
+        """
+        sent = []
+        for owner in range(self._size):
+            theirs = [each for each in self.matrices if each.owner == owner]
+            tensors = [tensor_of(each) for each in theirs]
+            head = torch.tensor([written, *(each is not None for each in tensors)])
+            filled = (
+                torch.zeros_like(each.shard.tensor) if tensor is None else tensor
+                for each, tensor in zip(theirs, tensors, strict=True)
+            )
+            sent.append([head, *filled])
+        shapes = [
+            [matrix.shape_on(rank) for matrix, _ in self.wholes] for rank in range(self._size)
+        ]
+        expected = [[1 + len(each), *(shape.numel() for shape in each)] for each in shapes]
+        received = self._pass(sent, expected)
+        heads = torch.stack([each.pop(0) for each in received]).any(0).tolist()
+        found: list[Tensor | None] = []
+        for index, (matrix, whole) in enumerate(self.wholes):
+            shards = [
+                flat[index].view(each[index]) for flat, each in zip(received, shapes, strict=True)
+            ]
+            found.append(matrix.join(shards).to(whole.device) if heads[1 + index] else None)
+        return found, heads[0]
+
+    def _pass(
+        self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[int]]
+    ) -> list[list[Tensor]]:
+        """Send each rank its tensors, and return those from each rank, flat."""
+        # Device and dtype must not depend on the tensors: a rank may have none to send.
+        device = get_comm_device(self._group)
+        flat = [each.flatten().to(device, self._dtype) for each in chain(*sent)]
+        data = torch.cat([torch.empty(0, dtype=self._dtype, device=device), *flat])
+        counts = [sum(each.numel() for each in some) for some in sent]
+        totals = [sum(sizes) for sizes in expected]
+        received = all_to_all_flat(data, counts, totals, self._group).wait()
+        parts = zip(received.split(totals), expected, strict=True)
+        return [list(part.split(list(sizes))) for part, sizes in parts]
+
+    def _current_versions(self) -> list[int]:
+        shards = [matrix.shard for matrix in self.matrices]
+        return [each for s in shards for each in (s.tensor._version, s.parameter._version)]
 
 
-def _refuse_others(exchanges: list[Exchange], _: Optimizer, state: Mapping[str, Any]) -> None:
-    if state.get("whole") != _names(exchanges):
-        raise StateError(
-            f"{describe_rank()}: this state is not of this rank's whole matrices: state_dict() is "
-            "one rank's part on one layout; use scaletorch.checkpoint instead"
-        )
+_exchanges: weakref.WeakKeyDictionary[Optimizer, list[Exchange]] = weakref.WeakKeyDictionary()

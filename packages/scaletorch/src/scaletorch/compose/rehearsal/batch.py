@@ -14,13 +14,13 @@ from torch.distributed import ProcessGroup
 from ...dist import all_gather_object
 from ...parallel.context_parallel import ShardedSequences
 from ...parallel.context_parallel.building import CU_SEQLENS
+from ...parallel.data_parallel.building import NARROW
 from ...parallel.pg_manager import IGNORED, ProcessGroupManager
 from ..batches import Batch, Called, Cut, MicroBatch, rows_of_ranks, shard_global_batch
 from ..entries import OF_LOSS, POSITIONS, row_count, sequence_shape
 from ..forward import Terms
 from ..one_process import OneProcess
 from ..ready import as_called
-from .quiet import is_narrow
 
 ROWS, LENGTH, TOKENS = 2, 512, 8192  # at most: rows per micro-batch, positions per row, tokens
 _SHARE, _FEW = 2, 64  # take 1 in 2 of a rank's tokens in the step, but at least 64 per row
@@ -28,25 +28,14 @@ _SHARE, _FEW = 2, 64  # take 1 in 2 of a rank's tokens in the step, but at least
 
 @dataclass(frozen=True, slots=True)
 class SmallBatch:
-    """Some rows of a step, with fewer positions.
+    """Some rows of a step, with fewer positions."""
 
-    Attributes:
-        whole: The rows of all ranks, in the order of one process.
-        micro_batches: This rank's micro-batches.
-        called: The whole batch, as the model of one process is called with it.
-        alone: A stand-in for the grid, with one process.
-        is_short: Whether the step has more positions.
-        rows: The number of rows over all ranks.
-        sequences: The positions that this rank holds; None if they are not known.
-    """
-
-    whole: Batch
-    micro_batches: list[Batch]
-    called: Called
+    micro_batches: list[Batch]  # this rank's
+    called: Called  # the whole batch, as the model of one process is called with it
     alone: OneProcess
-    is_short: bool
-    rows: int
-    sequences: ShardedSequences | None
+    is_short: bool  # the step has more positions
+    rows: int  # over all ranks
+    sequences: ShardedSequences | None  # this rank's positions, if they are known
 
 
 def entries_added(micro_batches: Sequence[Batch]) -> set[str] | None:
@@ -74,13 +63,8 @@ def small_batch(
 ) -> SmallBatch:
     """Return a small batch of a step's rows.
 
-    Args:
-        micro_batches: This rank's micro-batches of the step, all made by `shard_global_batch`.
-        model: The model that `parallelize` returned.
-        terms: The model's terms.
-        manager: The grid.
-        shortens: Whether to cut rows to few positions, if it is known which entries have positions.
-        wide: Whether 16-bit entries become float32.
+    `shortens` cuts rows to few positions, if it is known which entries have positions; `wide` makes
+    16-bit entries float32.
     """
     cut, count = cast(MicroBatch, micro_batches[0]).cut, len(micro_batches)
     kept = count if manager.pp_size > 1 else min(count, 2)
@@ -94,8 +78,9 @@ def small_batch(
         ranks = 1 if cut.own else manager.dp_size
         tokens = shape[0] * shape[1] // (ranks * manager.cp_size)
         short = _short(whole, shape[1], min(TOKENS, tokens // _SHARE), cut.row_dims, manager)
-        if not _counts(short):
-            short = whole
+        labels = short.get("labels")
+        if isinstance(labels, Tensor) and not bool((labels != IGNORED).any()):
+            short = whole  # nothing would count
     told = {name: dim for name, dim in cut.row_dims.items() if name in short}
     again = partial(shard_global_batch, short, row_dims=told, sequence_dims=cut.sequence_dims)
     parts = again(kept, model=model)
@@ -108,7 +93,7 @@ def small_batch(
     is_short = shape is not None and now is not None and now[1] < shape[1]
     sequences = cast(MicroBatch, parts[0]).cut.sequences
     called, rows = as_called(plain, of_one), row_count(short, told)
-    return SmallBatch(short, parts, called, alone, is_short, rows, sequences)
+    return SmallBatch(parts, called, alone, is_short, rows, sequences)
 
 
 def _unequal(few: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,6 +136,11 @@ def _rows_of(cut: Cut, count: int, kept: int, manager: ProcessGroupManager) -> d
     have, shares = row_count(picked, cut.row_dims), manager.dp_size * kept
     filled = [index % have for index in range(-(-have // shares) * shares)]
     return picked | {name: _pick(picked[name], dim, filled) for name, dim in dims.items()}
+
+
+def is_narrow(x: Any) -> bool:
+    """Return whether this is a 16-bit tensor."""
+    return isinstance(x, Tensor) and x.dtype in NARROW
 
 
 def _pick(x: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
@@ -198,11 +188,6 @@ def _most(length: int, units: int, unit: int) -> int:
     """
     whole = (n for n in range(units, max(units // 2, 2) - 1, -1) if length % (n * unit) == 0)
     return next(whole, units) * unit
-
-
-def _counts(batch: Mapping[str, Any]) -> bool:
-    labels = batch.get("labels")
-    return not isinstance(labels, Tensor) or bool((labels != IGNORED).any())
 
 
 def _group_of_one(manager: ProcessGroupManager) -> ProcessGroup | None:

@@ -14,11 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...dist.building import map_tensors, tensors_in
 from ...parallel.pg_manager.building import ModuleState
-from ..plain import Plain
-from .judging import WIDER, Judge
-from .quiet import buffers_in, without_autocast
-from .ranks import Ranks
+from .judging import WIDER
 from .recording import hidden_of
+from .training import buffers_in, without_autocast
 
 
 class Handover(torch.autograd.Function):
@@ -33,74 +31,18 @@ class Handover(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Return the gradients of the call's inputs.
-
-        Raises:
-            RuntimeError: A second derivative is wanted, as in a model that returns forces, the
-                gradient of an energy. Then the whole model has to run as one unit.
-        """
+        """Return the gradients of the call's inputs."""
         if torch.is_grad_enabled():
             raise RuntimeError(f"the model takes gradients through {ctx.call.name} in its forward")
         return None, None, *ctx.call.backward(gradients)
 
 
 @dataclass(slots=True)
-class Both:
-    """The plain model, with the tensors of the layout's ranks.
-
-    Attributes:
-        plain: The plain model.
-        ranks: Access to the ranks' tensors.
-        judge: Compares tensors.
-        random: Units that return another result in each run.
-    """
-
-    plain: Plain
-    ranks: Ranks
-    judge: Judge
-    random: set[str] = field(default_factory=set)
-    _held: tuple[str, dict[str, Tensor]] | None = None
-
-    def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-        """Return the whole weights of a unit or of the root, gathered from all ranks.
-
-        The weights of the last owner are kept, so a rank can get them again without communication.
-        """
-        if self._held is None or self._held[0] != owner:
-            self._held = None  # free these before others are gathered
-            self._held = owner, self.ranks.weights(self.plain.owners[owner])
-        found = self._held[1]
-        made = {
-            name: nn.Parameter(
-                weight if wide is None or not weight.is_floating_point() else weight.to(wide),
-                requires_grad=self.ranks.trains(name)
-                and (weight.is_floating_point() or weight.is_complex()),
-            )
-            for name, weight in found.items()
-        }
-        for name, hooks in self.plain.hooks.items():
-            for hook in hooks if name in made and made[name].requires_grad else ():
-                made[name].register_hook(hook)
-        return made
-
-    def keep(self, owner: str, weights: dict[str, Tensor]) -> None:
-        """Keep a unit's whole weights, so that `weights` returns them without communication."""
-        self._held = owner, weights
-
-
-@dataclass(slots=True)
-class Made:
-    """One run of a unit.
-
-    Attributes:
-        inputs: Leaves: the hidden states first, then other tensors that require a gradient.
-        weights: Weights by first name.
-        outputs: The hidden states first, then other tensors that require a gradient.
-        result: Everything that the unit returned.
-    """
+class UnitRun:
+    """One run of a unit: leaves and outputs have the hidden states first."""
 
     inputs: list[Tensor]
-    weights: Mapping[str, nn.Parameter]
+    weights: Mapping[str, nn.Parameter]  # by first name
     outputs: list[Tensor]
     result: Any
 
@@ -111,83 +53,66 @@ Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
 
 @dataclass(slots=True)
 class Call:
-    """One call of a unit by the plain root.
+    """One call of a unit by the plain root, on the ranks' hidden states."""
 
-    Attributes:
-        both: The plain model, with the ranks' tensors.
-        done: Takes the call and its gradients of weights.
-        name: The unit's name.
-        run: The unit's own call.
-        args: Its arguments; the hidden states among them are the ranks'.
-        kwargs: Its keyword arguments.
-        hidden: The hidden states among the arguments; None if there are none.
-        turn: The index of this call of the unit, from 0.
-        before: The unit's buffers and attributes before the call.
-        handed: The hidden states passed on to the root, then other tensors that require a gradient.
-        came: The gradients that arrived for `handed`.
-        given_out: Whether a single rank runs this call and compares its output and gradients.
-        beside: Gradients of `trained_inputs` that do not come through the unit's result, but
-            through an attribute or a tensor that a hook kept.
-    """
-
-    both: Both
-    done: Callable[[Call, Mapping[str, Tensor | None]], None]
+    replay: Any  # the `Replay` that runs the root
+    done: Callable[[Call, Mapping[str, Tensor | None]], None]  # takes the weights' gradients
     name: str
-    run: Callable[..., Any]
+    run: Callable[..., Any]  # the unit's own call
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    hidden: Tensor | None
-    turn: int
-    before: ModuleState
-    handed: list[Tensor] = field(default_factory=list)
-    came: list[Tensor | None] = field(default_factory=list)
-    given_out: bool = False
+    hidden: Tensor | None  # the hidden states among the arguments
+    turn: int  # index of this call of the unit
+    before: ModuleState  # buffers and attributes before the call
+    handed: list[Tensor] = field(default_factory=list)  # outputs, the hidden states first
+    came: list[Tensor | None] = field(default_factory=list)  # the gradients of `handed`
+    given_out: bool = False  # a single rank runs this call and compares
+    # Gradients of `trained_inputs` that come through an attribute or a tensor that a hook kept.
     beside: list[Tensor | None] = field(default_factory=list)
     _others: dict[int, Gradients] = field(default_factory=dict)
 
-    def again(self, way: int | None = None) -> Made:
+    def again(self, way: int | None = None) -> UnitRun:
         """Run the unit once more, from its state before the call; for `way` see `make`."""
-        now = ModuleState(self.both.plain.units[self.name].modules())
+        now = ModuleState(self.replay.plain.units[self.name].modules())
         self.before.put_back()
         try:
             return self.make(way)
         finally:
             now.put_back()
 
-    def make(self, way: int | None = None) -> Made:
+    def make(self, way: int | None = None) -> UnitRun:
         """Run the unit with a graph of its own.
 
-        Args:
-            way: 0 uses a wider dtype; another number is a seed that changes the hidden states by
-                their rounding; None uses the ranks' hidden states unchanged.
+        `way` 0 uses a wider dtype; another number is a seed that changes the hidden states by their
+        rounding; None uses the ranks' hidden states unchanged.
         """
         leaves: dict[int, Tensor] = {}
         wide = self._wider() if way == 0 else None
 
         def leaf(x: Tensor) -> Tensor:
             if id(x) not in leaves:
-                made = x.detach()
+                copy = x.detach()
                 if wide is not None and x.is_floating_point():
-                    made = made.to(wide)
+                    copy = copy.to(wide)
                 if way and x is self.hidden:
-                    made = _shaken(made, way)
+                    copy = _shaken(copy, way)
                 trains = x.requires_grad and torch.is_grad_enabled()
-                leaves[id(x)] = made.requires_grad_() if trains else made
+                leaves[id(x)] = copy.requires_grad_() if trains else copy
             return leaves[id(x)]
 
         args, kwargs = map_tensors(leaf, (self.args, self.kwargs))
-        weights = self.both.weights(self.name, wide)
-        unit = self.both.plain.units[self.name]
+        weights = self.replay.weights(self.name, wide)
+        unit = self.replay.plain.units[self.name]
         with (
-            self.both.plain.lent(self.name, weights),
+            self.replay.plain.lent(self.name, weights),
             buffers_in(unit, wide),
             saved_tensors_hooks(_itself, _itself),  # override hooks of a checkpoint around the call
-            self.both.judge.casts(),
+            self.replay.judge.casts(),
         ):
             result = self.run(*args, **kwargs)
         y = hidden_of(result)
         others = [x for x in tensors_in(result) if x.requires_grad and x is not y]
-        return Made(
+        return UnitRun(
             [leaves[id(x)] for x in self.trained_inputs()],
             weights,
             [*([] if y is None else [y]), *others],
@@ -209,22 +134,22 @@ class Call:
         self.came = [*gradients]
         theirs = self.came[0]
         self.came[0] = self._met(
-            "made_gradient", f"gradient that comes back to {self.name}", theirs
+            "output_gradient", f"gradient that comes back to {self.name}", theirs
         )
         if self.given_out:
             hidden = self.handed[0]  # the unit's input has the same shape
             return [
-                self.both.ranks.join(self.name, self.turn, "given_gradient", hidden.shape).tensor
+                self.replay.ranks.join(self.name, self.turn, "input_gradient", hidden.shape).tensor
             ]
         with torch.enable_grad():
-            made = self.again()
-        found, weights = self.gradients(made)
+            unit_run = self.again()
+        found, weights = self.gradients(unit_run)
         inputs = [_sum_of_both(*pair) for pair in zip_longest(found, self.beside)]
         self.done(self, weights)
         if self.hidden is not None and self.hidden.requires_grad:
             what = f"gradient of the input of {self.name}"
             other = None if any(g is not None for g in self.beside) else self.other_input
-            inputs[0] = self._met("given_gradient", what, inputs[0], other=other)
+            inputs[0] = self._met("input_gradient", what, inputs[0], other=other)
         return inputs
 
     def _met(
@@ -236,28 +161,28 @@ class Call:
         other: Callable[[int], Tensor] | None = None,
     ) -> Tensor | None:
         """Compare the ranks' tensor with `theirs`; return the ranks', or `theirs` if not known."""
-        of = self.handed[0] if kind.startswith("made") or self.hidden is None else self.hidden
-        ours, known = self.both.ranks.join(self.name, self.turn, kind, of.shape)
+        like = self.handed[0] if kind.startswith("out") or self.hidden is None else self.hidden
+        ours, known = self.replay.ranks.join(self.name, self.turn, kind, like.shape)
         if not known:
             return theirs
-        if self.both.ranks.runs(self.name) and self.name not in self.both.random:
-            self.both.judge.compare(what, ours, theirs, is_hidden=True, other=other)
-        return theirs if ours is None else ours.to(of.dtype)
+        if self.replay.ranks.runs(self.name) and self.name not in self.replay.random:
+            self.replay.judge.compare(what, ours, theirs, is_hidden=True, other=other)
+        return theirs if ours is None else ours.to(like.dtype)
 
-    def gradients(self, made: Made) -> Gradients:
+    def gradients(self, unit_run: UnitRun) -> Gradients:
         """Run a call backward; return gradients of its inputs and of its weights."""
-        trained = {name: w for name, w in made.weights.items() if w.requires_grad}
+        trained = {name: w for name, w in unit_run.weights.items() if w.requires_grad}
         pairs = [
             (y, g.to(y.dtype))
-            for y, g in zip(made.outputs, self.came, strict=False)
+            for y, g in zip(unit_run.outputs, self.came, strict=False)
             if g is not None and y.requires_grad
         ]
-        if pairs and (made.inputs or trained):
+        if pairs and (unit_run.inputs or trained):
             # Not autograd.grad, which a reentrant checkpoint refuses; all leaves are new.
-            plain = self.both.plain
-            with plain.lent(self.name, made.weights), plain.within(self.name):
+            plain = self.replay.plain
+            with plain.lent(self.name, unit_run.weights), plain.within(self.name):
                 torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
-        return [x.grad for x in made.inputs], {name: w.grad for name, w in trained.items()}
+        return [x.grad for x in unit_run.inputs], {name: w.grad for name, w in trained.items()}
 
     def other_input(self, way: int) -> Tensor:
         """Return the gradient of the hidden states, computed in another way; see `make`."""
@@ -293,7 +218,7 @@ class Call:
         self._others.clear()
 
     def _wider(self) -> torch.dtype:
-        weights = self.both.weights(self.name).values()
+        weights = self.replay.weights(self.name).values()
         dtypes = [w.dtype for w in weights if w.dtype in WIDER]
         return WIDER.get(dtypes[0] if dtypes else torch.float32, torch.float64)
 

@@ -25,38 +25,23 @@ _COARSE = 8.0  # limit in 16-bit epsilons for any tensor
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One tensor that differs between the layout and one process.
+    """One tensor that differs between the layout and one process."""
 
-    Attributes:
-        order: Its place in the run; the first difference causes the later ones.
-        what: The tensor and its unit, in words.
-        error: 2-norm of the difference over the tensor's scale; infinite if one is missing.
-        note: The form of the difference, such as a factor or its rows.
-    """
-
-    order: int
-    what: str
-    error: float
-    note: str = ""
+    order: int  # place in the run; the first difference causes the later ones
+    what: str  # the tensor and its unit, in words
+    error: float  # 2-norm of the difference / the tensor's scale; infinite if one is missing
+    note: str = ""  # the form of the difference
 
 
 @dataclass(slots=True)
 class Judge:
-    """A comparison of tensors that records the differences.
+    """A comparison of tensors that records the differences."""
 
-    Attributes:
-        chain: Upper bound of the number of additions between the inputs and any tensor.
-        findings: The differences.
-        compared: The number of tensors compared.
-        worst: The largest error within its bound.
-        coarsest: The narrowest dtype that the plain model's code has cast to.
-    """
-
-    chain: int
+    chain: int  # upper bound of the additions between the inputs and any tensor
     findings: list[Finding] = field(default_factory=list)
     compared: int = 0
-    worst: float = 0.0
-    coarsest: torch.dtype = torch.float64
+    worst: float = 0.0  # the largest error within its bound
+    coarsest: torch.dtype = torch.float64  # the narrowest that the plain model's code casts to
 
     @contextmanager
     def casts(self) -> Iterator[None]:
@@ -77,24 +62,15 @@ class Judge:
     ) -> bool:
         """Compare a layout's tensor with one process's; a missing one is zero.
 
-        Args:
-            what: The tensor's kind and unit, in words.
-            ours: The layout's whole tensor.
-            theirs: The tensor of one process, in the model's dtype.
-            typical: Size of a typical element of its kind.
-            is_hidden: Whether it has rows, positions and features, as hidden states do.
-            other: Returns the tensor of one process, computed again: for 0 in a wider dtype, for
-                other numbers from differently rounded hidden states. Called if the difference
-                exceeds the limit, since rounding may explain it (a router with close scores).
-            again: Computes the tensor of one process once more; called if the two differ.
-
-        Returns:
-            False if it cannot be compared, since each run of one process gives another result.
+        Return False if each run of one process gives another result. `typical` is the size of a
+        typical element of its kind. If the difference exceeds the limit, `other` computes one
+        process's tensor in other ways, as `Call.make` does, since rounding may explain it, and
+        `again` computes it once more.
         """
         self.compared += 1
         if ours is None or theirs is None:
-            there = theirs if ours is None else ours
-            if there is not None and bool((widest(there) != 0).any()):
+            one = theirs if ours is None else ours
+            if one is not None and bool((widest(one) != 0).any()):
                 note = "the layout has none" if ours is None else "one process has none"
                 self._find(what, math.inf, note)
             return True

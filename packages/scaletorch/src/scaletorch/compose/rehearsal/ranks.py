@@ -19,7 +19,7 @@ from ..state import gather_stage, local_gradients, of_all_stages
 from .batch import SmallBatch
 from .recording import Record, Records
 
-_KINDS = ("given", "made", "given_gradient", "made_gradient")
+_KINDS = ("input", "output", "input_gradient", "output_gradient")
 
 
 class PartedError(Exception):
@@ -27,25 +27,16 @@ class PartedError(Exception):
 
 
 class Joined(NamedTuple):
-    """A whole tensor, joined from the ranks' shards.
-
-    Attributes:
-        tensor: None if ranks have none, or if it could not be joined.
-        known: True if it could be joined, or if it is missing on the ranks.
-    """
+    """A whole tensor, joined from the ranks' shards; `known` if it was joined or no rank has it."""
 
     tensor: Tensor | None
     known: bool
 
 
 class _Form(NamedTuple):
-    """The dims of a tensor that hold rows and positions.
+    """The dims of a tensor that hold rows and positions; tokens of both if `flat`.
 
-    Attributes:
-        rows: The dim of rows.
-        positions: The dim of positions; None if there is none, or if `flat`.
-        flat: Rows and positions are one dim of tokens, the positions of each row together.
-        shared: Each tp rank has a shard of the positions.
+    If `shared`, each tp rank has a shard of the positions.
     """
 
     rows: int
@@ -56,19 +47,7 @@ class _Form(NamedTuple):
 
 @dataclass(slots=True)
 class Ranks:
-    """Access to the tensors of all ranks; every rank calls its methods in the same order.
-
-    Attributes:
-        model: The model that `parallelize` returned, with the gradients of the small step.
-        manager: The grid.
-        plain: The plain model.
-        small: The small batch.
-        records: This rank's calls of units.
-        device: The device of whole tensors.
-        compared: Weights whose gradients have been compared.
-        apart: Units whose calls differ between ranks, or whose tensors cannot be joined.
-        dtype: The coarsest dtype of weights.
-    """
+    """Access to the tensors of all ranks; every rank calls its methods in the same order."""
 
     model: nn.Module
     manager: ProcessGroupManager
@@ -76,9 +55,9 @@ class Ranks:
     small: SmallBatch
     records: Records
     device: torch.device
-    compared: set[str] = field(default_factory=set)
-    apart: dict[str, None] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float64
+    compared: set[str] = field(default_factory=set)  # weights whose gradients were compared
+    unjoined: dict[str, None] = field(default_factory=dict)  # units that cannot be joined
+    dtype: torch.dtype = torch.float64  # the coarsest of the weights
     _with_gradient: set[str] = field(default_factory=set)  # names with a gradient on any rank
     _parameters: dict[str, Tensor] = field(default_factory=dict)
     _turns: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
@@ -118,7 +97,7 @@ class Ranks:
         for name, stage in sorted({key for calls in everyone for key in calls}, key=lambda k: k[1]):
             held = [calls[name, stage] for calls in everyone if (name, stage) in calls]
             if len({len(each) for each in held}) > 1 or len(held[0]) % micro_batches:
-                self.apart[name] = None
+                self.unjoined[name] = None
                 continue
             each = len(held[0]) // micro_batches
             self._turns.setdefault(name, []).extend((stage, turn) for turn in range(each))
@@ -129,22 +108,17 @@ class Ranks:
                         self._have.add((name, stage, turn, kind))
 
     def returns_alone(self, name: str) -> bool:
-        """Return whether a unit returns hidden states and nothing else, on all ranks.
+        """Return whether all ranks saw a unit return hidden states and change nothing else.
 
-        False as well if it is called several times, has hooks, changes attributes or shares
-        weights.
+        False as well if it is called several times, has hooks or shares weights.
         """
         weights, owners = {*self.plain.owners[name]}, self.plain.owners.items()
         shares = any(weights & {*theirs} for other, theirs in owners if other != name)
-        called_once = not shares and self.turns(name) == 1 and name not in self.apart
+        called_once = not shares and self.turns(name) == 1 and name not in self.unjoined
         return called_once and self._alone.get(name, False)
 
     def meet(self, where: str, *, failed: bool = False) -> None:
         """Check that all ranks are at the same place before they communicate.
-
-        Args:
-            where: The operation that this rank is about to do.
-            failed: This rank cannot go on.
 
         Raises:
             PartedError: A rank cannot go on, or ranks are at different places; on all ranks.
@@ -180,32 +154,27 @@ class Ranks:
     def join(self, unit: str, turn: int, kind: str, shape: torch.Size) -> Joined:
         """Return a whole tensor of a unit's call, rows and positions in the order of one process.
 
-        It is not known if no choice of dims for rows and positions gives the wanted shape.
-
-        Args:
-            unit: The unit's first name.
-            turn: The index of the call in one forward.
-            kind: An attribute of `Record`.
-            shape: The tensor's shape in one process.
+        It is not known if no choice of dims for rows and positions gives `shape`, that in one
+        process.
         """
         self.meet(f"{unit} {turn} {kind}")
         turns = self._turns.get(unit, [])
         if turn >= len(turns):
-            return Joined(None, unit not in self.apart)
+            return Joined(None, unit not in self.unjoined)
         stage, own = turns[turn]
         if (unit, stage, own, kind) not in self._have:
             return Joined(None, known=True)
         each = sum(other == stage for other, _ in turns)
         records: list[Record] = self.records.get((unit, stage), [])
         stages = pipeline_of(self.model).all_stages
-        here = stage in stages[self.manager.pp_rank]
-        parts = [getattr(record, kind) for record in records[own::each]] if here else []
+        held_here = stage in stages[self.manager.pp_rank]
+        parts = [getattr(record, kind) for record in records[own::each]] if held_here else []
         sent = {str(index): part for index, part in enumerate(parts) if part is not None}
         held = of_all_stages(sent, self.manager)
         found = [held[n].contiguous() for n in map(str, range(self._micro_batches)) if n in held]
         form = self._form(found[0].shape, shape) if len(found) == self._micro_batches else None
         if form is None or len({part.shape for part in found}) > 1:
-            self.apart[unit] = None
+            self.unjoined[unit] = None
             return Joined(None, known=False)
         return Joined(self._joined(found, form, shape), known=True)
 

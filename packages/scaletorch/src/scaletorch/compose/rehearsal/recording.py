@@ -19,28 +19,18 @@ from ..plain import HOOKS, is_of_library
 
 @dataclass(slots=True)
 class Record:
-    """One call of a unit on this rank.
+    """One call of a unit on this rank."""
 
-    Attributes:
-        given: The hidden states passed in; None if no argument is a floating tensor.
-        made: The hidden states returned to the caller.
-        given_gradient: The gradient of `given` that came through the unit.
-        made_gradient: The gradient of `made`, from everything that used it.
-        again: Whether the graph is built in backward, when the unit runs again.
-        alone: Whether the unit returned only hidden states of the shape of `given`, changed no
-            attributes and has no hooks of users.
-    """
-
-    given: Tensor | None = None
-    made: Tensor | None = None
-    given_gradient: Tensor | None = None
-    made_gradient: Tensor | None = None
-    again: bool = False
-    alone: bool = False
+    input: Tensor | None = None  # the hidden states passed in
+    output: Tensor | None = None  # the hidden states returned
+    input_gradient: Tensor | None = None  # of `input`, through the unit alone
+    output_gradient: Tensor | None = None  # of `output`, from everything that used it
+    again: bool = False  # the graph is built in backward, when the unit runs again
+    alone: bool = False  # it returned hidden states alone, set nothing and has no users' hooks
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply gradients that were divided by an estimate of the count."""
-        for gradient in (self.given_gradient, self.made_gradient):
+        for gradient in (self.input_gradient, self.output_gradient):
             if gradient is not None and factor != 1:
                 gradient.mul_(factor)
 
@@ -49,13 +39,7 @@ Records = dict[tuple[str, int], list[Record]]  # unit and stage -> its calls in 
 
 
 class Recorder:
-    """A recorder of one module's calls, innermost among the wrappers of these calls.
-
-    Args:
-        name: The unit's name.
-        pipeline: The stages that it belongs to.
-        records: The dict in which its calls are recorded.
-    """
+    """A recorder of one unit's calls, innermost among the wrappers of these calls."""
 
     def __init__(self, name: str, pipeline: PipelineParallel, records: Records) -> None:
         self._name, self._pipeline, self._records = name, pipeline, records
@@ -72,11 +56,11 @@ class Recorder:
         self._open.append((record, _traces(module)))
         if record is None or x is None or type(x) is not Tensor:
             return args, kwargs
-        record.given = x.detach().clone()
+        record.input = x.detach().clone()
         if not (torch.is_grad_enabled() and x.requires_grad):
             return args, kwargs
         view = x.view_as(x)
-        view.register_hook(lambda gradient: _note(record, "given_gradient", gradient))
+        view.register_hook(lambda gradient: _note(record, "input_gradient", gradient))
         return map_tensors(lambda tensor: view if tensor is x else tensor, (args, kwargs))
 
     def after(self, module: nn.Module, output: Any) -> Any:
@@ -84,16 +68,17 @@ class Recorder:
         (record, traces), y = self._open.pop(), hidden_of(output)
         if record is None or y is None:
             return output
-        shaped = output is y and record.given is not None and record.given.shape == y.shape
-        record.alone = shaped and _traces(module) <= traces and not _has_hooks(module)
-        if record.made is None:  # keep the first run's: a layer may count its runs
-            record.made = y.detach().clone()
+        shaped = output is y and record.input is not None and record.input.shape == y.shape
+        hooks = (h for m in module.modules() for kind in HOOKS for h in getattr(m, kind).values())
+        record.alone = shaped and _traces(module) <= traces and all(map(is_of_library, hooks))
+        if record.output is None:  # keep the first run's: a layer may count its runs
+            record.output = y.detach().clone()
         if not (torch.is_grad_enabled() and y.requires_grad):
             return output
         # Uses of `y` within the call must not count. A copy, since the caller may write to its
         # tensor in place, and a view would then lose the hook.
         own = y.clone()
-        own.register_hook(lambda gradient: _note(record, "made_gradient", gradient))
+        own.register_hook(lambda gradient: _note(record, "output_gradient", gradient))
         return map_tensors(lambda tensor: own if tensor is y else tensor, output)
 
     def _record(self, x: Tensor | None) -> Record | None:
@@ -107,18 +92,13 @@ class Recorder:
         if torch._C._current_graph_task_id() == -1:
             calls.append(Record(again=not torch.is_grad_enabled()))
             return calls[-1]
-        waiting = [each for each in calls if each.again and each.made_gradient is None]
-        return next((each for each in reversed(waiting) if is_same(each.given, x)), None)
+        waiting = [each for each in calls if each.again and each.output_gradient is None]
+        return next((each for each in reversed(waiting) if is_same(each.input, x)), None)
 
 
 @contextmanager
 def recorded(pipeline: PipelineParallel, units: Mapping[str, Iterable[str]]) -> Iterator[Records]:
-    """Record all calls of units.
-
-    Args:
-        pipeline: This rank's stages.
-        units: All names of each unit, by its first name.
-    """
+    """Record all calls of units, given with all their names by first name."""
     records: Records = {}
     placed: list[tuple[nn.Module, Recorder]] = []
     modules = dict(pipeline.module.named_modules(remove_duplicate=False))
@@ -137,10 +117,10 @@ def recorded(pipeline: PipelineParallel, units: Mapping[str, Iterable[str]]) -> 
 
 
 def hidden_of(value: Any) -> Tensor | None:
-    """Return the hidden states among a call's arguments, or in its result.
+    """Return the hidden states among a call's arguments, or in its result; None without any.
 
     These are the first floating tensor of two dims or more that requires a gradient; if none does,
-    the first such tensor; None if there is none.
+    the first such tensor.
     """
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         args, kwargs = value
@@ -148,11 +128,6 @@ def hidden_of(value: Any) -> Tensor | None:
         return hidden_of([*tensors_in(kwargs)]) if found is None else found
     tensors = [x for x in tensors_in(value) if x.is_floating_point() and x.ndim > 1]
     return next((x for x in tensors if x.requires_grad), next(iter(tensors), None))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = (h for m in module.modules() for kind in HOOKS for h in getattr(m, kind).values())
-    return not all(map(is_of_library, hooks))
 
 
 def _traces(module: nn.Module) -> set[Any]:

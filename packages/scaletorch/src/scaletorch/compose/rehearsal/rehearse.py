@@ -62,16 +62,7 @@ def rehearse_step(
 ) -> None:
     """Train a small batch of a step's rows, and compare everything with the plain model.
 
-    Args:
-        model: The model that `parallelize` returned.
-        micro_batches: This rank's micro-batches of the step.
-        terms: The model's terms, with its plain model.
-        manager: The grid.
-        step: `train_step` with all arguments except the micro-batches.
-        loss_fn: The user's loss, as in `train_step`.
-
-    Raises:
-        RehearsalError: The layout does not compute what one process computes; on every rank.
+    `step` is `train_step` with all arguments except the micro-batches.
     """
     began, plain = time.perf_counter(), cast(Plain, terms.plain)
     require_one_batch(micro_batches, manager)
@@ -126,10 +117,8 @@ def _widest(
 ) -> tuple[Replay, _Found]:
     """Compare in float32; if that is not possible or fails, in the run's own dtype.
 
-    Args:
-        compared: Runs the comparison.
-        narrow: The reason not to use float32, which is reported: "" if the run is not narrower;
-            None if float32 is possible.
+    `narrow` is the reason not to use float32, which is reported: "" if the run is not narrower;
+    None if float32 is possible.
     """
     if narrow is not None:
         replay, found = compared(wide=False)
@@ -158,8 +147,7 @@ def _agreed(
 ) -> tuple[list[str] | None, str | None]:
     """Return the entries that ranks added for a loss, and `narrow` of `_widest`; all ranks agree.
 
-    The entries are None, with a warning, if `shard_global_batch` did not make the micro-batches or
-    the model is called with an added entry.
+    The entries are None, with a warning, if the batch cannot be rehearsed.
     """
     own = entries_added(micro_batches), *wish_for_float32(model, device)
     added, wished, problems = zip(*all_gather_object(own, manager.world_group), strict=True)
@@ -167,7 +155,7 @@ def _agreed(
     if None in added:
         _say(
             f"{terms.name} is not rehearsed: its micro-batches, or entries of them, do not come "
-            "from shard_global_batch, which takes a batch on its device too"
+            "from shard_global_batch"
         )
         return None, narrow
     return sorted({name for names in added for name in names or ()}), narrow
@@ -183,7 +171,7 @@ def _replayed(
     kept: list[str],
     shares: bool,
 ) -> tuple[Replay, _Found]:
-    """Run the plain model, and return the replay and the findings of all ranks.
+    """Run the plain model; return the replay and the findings of all ranks.
 
     If `shares`, the ranks first share the units. If anything differs or fails, every rank runs all
     units. If that fails, a small model runs as a whole, since its root may use the weights of
@@ -200,7 +188,8 @@ def _replayed(
         return replay, found
     if found.first is not None or found.problem is not None:
         replay, found = run()
-    if found.problem is not None and _size(plain) <= _ALL_AT_ONCE:
+    size = sum(p.numel() * p.element_size() for p in plain.model.parameters())
+    if found.problem is not None and size <= _ALL_AT_ONCE:
         plain.join_units()
         replay, found = run()
     return replay, found
@@ -221,10 +210,6 @@ def _ran(replay: Replay, run: Callable[[], None], kept: list[str], restores: boo
         with suppress(PartedError):
             ranks.meet(problem, failed=True)
     return _first_of_all(replay.judge, problem, kept, ranks.manager)
-
-
-def _size(plain: Plain) -> int:
-    return sum(p.numel() * p.element_size() for p in plain.model.parameters())
 
 
 class _Watch(TorchDispatchMode):
@@ -263,23 +248,14 @@ def _loss(
 
 
 class _Found(NamedTuple):
-    """The differences that the ranks found.
+    """The differences that the ranks found, and the reason why the plain model could not run."""
 
-    Attributes:
-        first: The first difference on any rank.
-        then: The names of other tensors that differ.
-        right: Ranks that found no difference.
-        problem: The reason why the plain model could not run, if it could not.
-        worst: The largest error within its bound.
-        kept: The attributes that a forward changed, on any rank.
-    """
-
-    first: Finding | None
-    then: list[str]
-    right: list[int]
+    first: Finding | None  # the first difference on any rank
+    then: list[str]  # other tensors that differ
+    right: list[int]  # ranks that found no difference
     problem: str | None
-    worst: float
-    kept: list[str]
+    worst: float  # the largest error within its bound
+    kept: list[str]  # attributes that a forward changed, on any rank
 
 
 def _first_of_all(
@@ -312,7 +288,7 @@ def _report(
         expect_attention(stage, replay.ranks.manager.pp_size == 1)
         _say(f"{terms.name} could not be rehearsed: its plain module failed ({found.problem})")
         return
-    without = [*replay.unasked, *(f"hidden states of {name}" for name in replay.ranks.apart)]
+    without = [*replay.unasked, *(f"hidden states of {name}" for name in replay.ranks.unjoined)]
     unasked = f"; not compared: {', '.join(without)}" if without else ""
     if get_rank() == 0:
         grid, dtype = replay.ranks.manager.grid, str(replay.ranks.dtype).removeprefix("torch.")

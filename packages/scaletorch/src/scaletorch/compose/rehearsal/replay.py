@@ -17,26 +17,29 @@ from typing import Any, cast
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...dist.building import map_tensors
 from ...parallel.pg_manager.building import ModuleState
+from ..plain import Plain
 from ..summation import root_mean_square
-from .calls import Both, Call, Handover, sum_of
+from .calls import Call, Handover, sum_of
+from .judging import Judge
+from .ranks import Ranks
 from .recording import hidden_of, is_same
 
 
 @dataclass(slots=True)
-class Replay(Both):
-    """One run of the plain model.
+class Replay:
+    """One run of the plain model; if `gives_out`, ranks run different units."""
 
-    Attributes:
-        unasked: Things that could not be compared, with the reason.
-        gives_out: Whether ranks run different units; if not, each rank runs all of them.
-    """
-
-    unasked: list[str] = field(default_factory=list)
+    plain: Plain
+    ranks: Ranks
+    judge: Judge
     gives_out: bool = False
+    unasked: list[str] = field(default_factory=list)  # what could not be compared, and why
+    random: set[str] = field(default_factory=set)  # units with another result in each run
+    _held: tuple[str, dict[str, Tensor]] | None = None  # the last owner and its whole weights
     _given_out: int = 0
     _own: Callable[[], None] | None = None
     _turns: dict[str, int] = field(default_factory=dict)
@@ -52,10 +55,7 @@ class Replay(Both):
     ) -> None:
         """Run the model forward and backward, and compare everything on the way.
 
-        Args:
-            batch: The entries that the model of one process is called with.
-            loss_of: Returns the loss of an output, or None if the loss communicates.
-            loss: The layout's loss.
+        `loss_of` returns the loss of an output, or None if the loss communicates.
         """
         entries = {n: x for n, x in batch.items() if n not in ("input_ids", "labels")}
         weights = self.weights("")
@@ -78,6 +78,28 @@ class Replay(Both):
         for owner in ("", *self.plain.units):
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
 
+    def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
+        """Return the whole weights of a unit or of the root, gathered from all ranks.
+
+        The weights of the last owner are kept, so a rank can get them again without communication.
+        """
+        if self._held is None or self._held[0] != owner:
+            self._held = None  # free these before others are gathered
+            self._held = owner, self.ranks.weights(self.plain.owners[owner])
+        found = self._held[1]
+        parameters = {
+            name: nn.Parameter(
+                weight if wide is None or not weight.is_floating_point() else weight.to(wide),
+                requires_grad=self.ranks.trains(name)
+                and (weight.is_floating_point() or weight.is_complex()),
+            )
+            for name, weight in found.items()
+        }
+        for name, hooks in self.plain.hooks.items():
+            for hook in hooks if name in parameters and parameters[name].requires_grad else ():
+                parameters[name].register_hook(hook)
+        return parameters
+
     def _add_penalties(self, loss: Tensor) -> bool:
         """Add gradients of weights that the loss reads directly; return whether there are any.
 
@@ -95,9 +117,9 @@ class Replay(Both):
     def _add_beside(self, loss: Tensor) -> None:
         """Add gradients that reach units by other ways than the results of their calls."""
         held = [
-            (call, index, name) for call, index, name, there in self._leaves if there() is not None
+            (call, index, name) for call, index, name, leaf in self._leaves if leaf() is not None
         ]
-        leaves = [leaf for *_, there in self._leaves if (leaf := there()) is not None]
+        leaves = [leaf for *_, held_leaf in self._leaves if (leaf := held_leaf()) is not None]
         if not leaves:
             return
         found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
@@ -118,7 +140,7 @@ class Replay(Both):
         before = ModuleState(self.plain.units[name].modules())
         call = Call(self, self._add_call, name, run, args, kwargs, x, turn, before)
         if x is not None:
-            ours, _ = self.ranks.join(name, turn, "given", x.shape)
+            ours, _ = self.ranks.join(name, turn, "input", x.shape)
             if ours is not None:
                 self.judge.compare(f"what {name} is given", ours, x.detach(), is_hidden=True)
                 ours = ours.to(x.dtype).requires_grad_(x.requires_grad)
@@ -131,12 +153,12 @@ class Replay(Both):
                     handed = self._give_out(call, x)
                     if handed is not None:
                         return handed
-        made = call.make()
-        y = hidden_of(made.result)
+        unit_run = call.make()
+        y = hidden_of(unit_run.result)
         if y is None:
             self.unasked.append(f"{name}, which returns no floating tensor")
-            return made.result
-        ours, known = self.ranks.join(name, turn, "made", y.shape)
+            return unit_run.result
+        ours, known = self.ranks.join(name, turn, "output", y.shape)
         runs_again = torch._C._current_graph_task_id() != -1  # a layer may count its runs
         if known and self.ranks.runs(name) and not runs_again:
             same = self.judge.compare(
@@ -146,39 +168,34 @@ class Replay(Both):
             if not same:
                 self.random.add(name)
                 self.unasked.append(f"{name}, which gives another answer each time")
-        call.handed = [y.detach() if ours is None else ours.to(y.dtype), *made.outputs[1:]]
-        if not any(each.requires_grad for each in made.outputs):
-            return map_tensors(lambda t: call.handed[0] if t is y else t, made.result)
+        call.handed = [y.detach() if ours is None else ours.to(y.dtype), *unit_run.outputs[1:]]
+        if not any(each.requires_grad for each in unit_run.outputs):
+            return map_tensors(lambda t: call.handed[0] if t is y else t, unit_run.result)
         given = [x, *call._inputs()[1:]] if x is not None else call._inputs()
         trained = [each for each in given if each is not None and each.requires_grad]
         handed = Handover.apply(call, self._anchor, *trained)  # type: ignore[no-untyped-call]
-        swapped = dict(zip(map(id, made.outputs), handed, strict=True))
-        leaves = [(index, "", leaf) for index, leaf in enumerate(made.inputs)]
-        leaves += [(0, n, weight) for n, weight in made.weights.items() if weight.requires_grad]
+        swapped = dict(zip(map(id, unit_run.outputs), handed, strict=True))
+        leaves = [(index, "", leaf) for index, leaf in enumerate(unit_run.inputs)]
+        leaves += [(0, n, weight) for n, weight in unit_run.weights.items() if weight.requires_grad]
         self._leaves += [(call, index, n, ref(leaf)) for index, n, leaf in leaves]
         self._done.setdefault(name, [])
-        return map_tensors(lambda t: swapped.get(id(t), t.detach()), made.result)
+        return map_tensors(lambda t: swapped.get(id(t), t.detach()), unit_run.result)
 
     def _give_out(self, call: Call, x: Tensor) -> Tensor | None:
         """Let the next rank run a call forward and backward.
 
-        Args:
-            call: The call, on the hidden states that the ranks had.
-            x: The hidden states that the plain root passed to the unit.
-
-        Returns:
-            The hidden states that the ranks' call returned; None if they cannot be joined.
+        Returns the hidden states that the ranks' call returned; None if they cannot be joined.
         """
         ranks, name = self.ranks, call.name
-        kinds = ("made", "made_gradient", "given_gradient")
-        made, came, went = (ranks.join(name, 0, kind, x.shape) for kind in kinds)
-        if made.tensor is None or not (came.known and went.known):
+        kinds = ("output", "output_gradient", "input_gradient")
+        output, came, went = (ranks.join(name, 0, kind, x.shape) for kind in kinds)
+        if output.tensor is None or not (came.known and went.known):
             return None
         names = self.plain.owners[name]
         trained = [each for each in names if ranks.trains(each)]
         weights, theirs = ranks.weights(names), ranks.gradients(trained)
         ranks.compared.update(trained)
-        call.given_out, call.handed = True, [made.tensor.detach()]
+        call.given_out, call.handed = True, [output.tensor.detach()]
         if self._given_out == ranks.manager.global_rank:
             own = replace(call, came=[came.tensor])
             self._own = partial(self._run_given, own, went.tensor, weights, theirs)
@@ -210,25 +227,18 @@ class Replay(Both):
         weights: dict[str, Tensor],
         theirs: Mapping[str, Tensor],
     ) -> None:
-        """Run a unit, and compare its output and gradients.
-
-        Args:
-            call: The call, with the gradient of its output.
-            went: The ranks' gradient of its input.
-            weights: The unit's weights.
-            theirs: The ranks' gradients of the weights.
-        """
+        """Run a unit, and compare its output and gradients with the ranks'."""
         name, compare = call.name, self.judge.compare
-        self.keep(name, weights)
+        self._held = name, weights
         with torch.enable_grad():
-            made = call.again()
-        output, again = made.outputs[0], call.output_again
+            unit_run = call.again()
+        output, again = unit_run.outputs[0], call.output_again
         what = f"output of {name}"
         ours = call.handed[0]
         other = call.other_output
         if not compare(what, ours, output.detach(), is_hidden=True, other=other, again=again):
             self.judge.missing(f"{name} gives another answer each time")
-        inputs, gradients = call.gradients(made)
+        inputs, gradients = call.gradients(unit_run)
         if inputs:
             what, other = f"gradient of the input of {name}", call.other_input
             compare(what, went, inputs[0], is_hidden=True, other=other)

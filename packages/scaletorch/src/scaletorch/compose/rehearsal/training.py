@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...dist import get_local_size
+from ...dist.building import tensors_in
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.data_parallel.building import NARROW, widened
 from ...parallel.pg_manager.building import eagerly, restored
 from ...parallel.pipeline_parallel.building import PassThrough, forms_cast
 from ..forward import Terms, pipeline_of, rehearsing, terms_of, wait_for_parameters
 from ..plain import Plain
-from .batch import SmallBatch
-from .quiet import (
-    buffers_in,
-    is_narrow,
-    without_autocast,
-    without_dropout,
-)
+from .batch import SmallBatch, is_narrow
 from .recording import Records, recorded
 
 Step = Callable[..., Tensor]
@@ -34,9 +32,9 @@ def as_for_a_rehearsal(
 ) -> Iterator[None]:
     """Run a step as a rehearsal, in float32 or not, and restore the model afterwards.
 
-    Routing counts stay as they are, gradients are summed even in `no_sync`, and dropout is off.
-    Parameters that are zero, such as a gate or a branch's last projection, get other values, since
-    they would hide errors in the values that they multiply.
+    Routing counts stay, gradients are summed even in `no_sync`, and dropout is off. Parameters that
+    are zero, such as a gate or a branch's last projection, get other values, since they would hide
+    errors in the values that they multiply.
     """
     before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
     stage = pipeline_of(model).module
@@ -59,8 +57,7 @@ def trained(
 ) -> tuple[SmallBatch, Tensor, Records]:
     """Train a small batch with few positions; if that fails, with all positions.
 
-    Returns:
-        The batch, the loss, and the recorded calls of units.
+    Returns the batch, the loss, and the recorded calls of units.
     """
 
     def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records]:
@@ -146,10 +143,6 @@ def in_float32(model: DataParallelBucket, plain: nn.Module) -> Iterator[None]:
 
     The stand-ins for other stages' modules change dtype too, since a model's code may take the
     dtype of its rotary embedding from them.
-
-    Args:
-        model: The model that `parallelize` returned.
-        plain: The plain model, whose buffers are widened.
     """
     device = next(model.parameters(), torch.empty(0)).detach()
     pipeline = pipeline_of(model)
@@ -162,3 +155,67 @@ def in_float32(model: DataParallelBucket, plain: nn.Module) -> Iterator[None]:
         undo.enter_context(forms_cast(passing, lambda x: x.float() if is_narrow(x) else x))
         undo.enter_context(without_autocast(device))
         yield
+
+
+_DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+_OWNERS: tuple[Any, ...] = (torch._VF, torch)
+
+
+class _AttendWithoutDropout(TorchFunctionMode):
+    """A mode that turns dropout of attention off, except in a backward that recomputes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if len(args) < 5 else {}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Turn dropout off for a while, in modules, functions and attention.
+
+    This replaces the kernels that `torch.nn.functional` calls: code may have imported its functions
+    by name, and torch's function modes are off while a backward recomputes.
+    """
+    places = [
+        (place, each) for name in _DROPPING for each in (name, f"{name}_") for place in _OWNERS
+    ]
+    own = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
+    for place, name, _ in own:
+        setattr(place, name, lambda x, *_args, **_kwargs: x)
+    try:
+        with _AttendWithoutDropout():
+            yield
+    finally:
+        for place, name, function in own:
+            setattr(place, name, function)
+
+
+@contextmanager
+def buffers_in(
+    unit: nn.Module, dtype: torch.dtype | None, narrow: Collection[torch.dtype] = ()
+) -> Iterator[None]:
+    """Convert a unit's floating buffers, or those of dtypes in `narrow`, to `dtype` for a while."""
+    before = [
+        (module, name, buffer)
+        for module in unit.modules()
+        for name, buffer in module._buffers.items()
+        if dtype is not None and buffer is not None and buffer.is_floating_point()
+        if not narrow or buffer.dtype in narrow
+    ]
+    for module, name, buffer in before:
+        module._buffers[name] = buffer.to(dtype)
+    try:
+        yield
+    finally:
+        for module, name, buffer in before:
+            module._buffers[name] = buffer
+
+
+def without_autocast(args: Any) -> Any:
+    """Return a context without autocast, on the device of a call's arguments."""
+    device = next((x.device.type for x in tensors_in(args)), "cpu")
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()

@@ -1,4 +1,4 @@
-"""Refuse forwards that change parameters, or change buffers in a way that depends on the layout.
+"""Refuse forwards that change parameters, or buffers unlike one process; join batch norms' rows.
 
 Numbers and strings in plain attributes are not compared: the rehearsal shows if they change the
 results. Attributes that count forwards may matter only in later steps, so they cause a warning.
@@ -11,12 +11,15 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...dist import all_gather_object
+from ...dist import all_gather_object, functional
 from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
@@ -107,15 +110,10 @@ def _looks(named: Iterable[tuple[str, Tensor]]) -> Looks:
 def changes_followed(
     model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
 ) -> Iterator[None]:
-    """Check, around a step, that forwards change no parameter, and buffers as in one process.
+    """Refuse, around a step, a forward that changes parameters, or buffers unlike one process.
 
-    It reads the model before and after the step and the buffers after each forward, and exchanges
-    the digests of changed buffers.
-
-    Raises:
-        InvalidArgumentError: A parameter has changed, or a changed buffer differs between ranks
-            that should hold the same, or depends on the number of micro-batches; on every rank, at
-            the end of the step.
+    It reads the model before and after the step and the buffers after each forward, and compares
+    the digests of changed buffers: over ranks that should hold the same, and over micro-batches.
     """
     wait_for_parameters(model)  # a sharded optimizer may still be fetching them
     changes = _Changes(model)
@@ -130,13 +128,18 @@ def changes_followed(
     if one and (counters := changes.counters()):
         warnings.warn(
             f"the forward counts in attribute {counters[0]}, and {_runs(model, num_micro_batches)} "
-            "it several times for one batch: what begins or ends by that count does so earlier "
-            "than in one process. Count steps in the training loop",
+            "it several times for one batch: count steps in the training loop",
             RuntimeWarning,
             stacklevel=4,
         )
     looks, again = changes.of_buffers()
-    shards = frozenset(_buffers_of_shards(model)) if manager.tp_size > 1 else frozenset()
+    divided = {*divided_modules(model)}
+    shards = {
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if isinstance(module, TensorParallelLayer) or module in divided
+        for own in module._buffers
+    }
     unlike = _unlike(looks, shards, expert_names(model), manager)
     runs = _runs(model, num_micro_batches)
     wrong = [f"parameter {name}. {_PARAMETER}" for name in changes.of_parameters()]
@@ -176,14 +179,6 @@ def _unlike(
     return found
 
 
-def _buffers_of_shards(model: nn.Module) -> Iterator[str]:
-    """Yield the names of buffers in modules that tp shards."""
-    divided = {*divided_modules(model)}
-    for name, module in model.named_modules():
-        if isinstance(module, TensorParallelLayer) or module in divided:
-            yield from (f"{name}.{own}" for own in module._buffers)
-
-
 def _runs(model: nn.Module, num_micro_batches: int) -> str:
     """Return the reason why a forward runs several times, for a message."""
     if num_micro_batches > 1:
@@ -191,3 +186,95 @@ def _runs(model: nn.Module, num_micro_batches: int) -> str:
     if len(pipeline_of(model).stages) > 1:
         return "the stages of a rank run"
     return "a backward that recomputes runs"
+
+
+_GROUP = "_scaletorch_rows"  # attribute of a norm: the group whose rows its statistics cover
+_KNOWN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def synchronise_batch_norms(model: nn.Module, manager: ProcessGroupManager) -> None:
+    """Make batch norms take their statistics over the rows of all dp ranks, in place.
+
+    A norm with a custom forward stays as it is.
+    """
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for norm in norms if manager.dp_size > 1 else ():
+        if type(norm).forward in _KNOWN and "forward" not in vars(norm):
+            vars(norm)[_GROUP] = manager.dp_group
+            vars(norm)["forward"] = MethodType(_forward, norm)
+
+
+def require_whole_batches(
+    model: nn.Module,
+    num_micro_batches: int,
+    manager: ProcessGroupManager,
+    *,
+    recompute: bool,
+    shares: bool,
+) -> None:
+    """Refuse batch norms whose statistics would not cover the whole batch.
+
+    Norms in eval mode that have running statistics pass, since they use only these.
+    """
+    norms = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and _of_batch(m)]
+    alone = [(name, norm) for name, norm in norms if _GROUP not in vars(norm)]
+    own = manager.dp_size > 1 and alone
+    refused = {
+        "recompute=True would count them twice": recompute,
+        "sequence_parallel=True divides its tokens": shares,
+        f"{num_micro_batches} micro-batches would each have their own": num_micro_batches > 1,
+        f"cp_size={manager.cp_size} divides its positions": manager.cp_size > 1,
+        f"dp_size={manager.dp_size} divides its rows, which parallelize joins only for norms of "
+        "torch.nn without a forward of their own": own,
+    }
+    why = next((words for words, wrong in refused.items() if wrong), None)
+    if norms and why:
+        name, norm = (alone or norms)[0]
+        raise InvalidArgumentError(
+            f"module {name} ({type(norm).__name__}) takes statistics of a whole batch, and {why}: "
+            "do without that, use another norm (LayerNorm, GroupNorm), or put it into eval mode"
+        )
+
+
+def _of_batch(norm: _BatchNorm) -> bool:
+    return norm.training or norm.running_mean is None
+
+
+def _forward(self: _BatchNorm, x: Tensor) -> Tensor:
+    """Normalise as `torch.nn.functional.batch_norm` would on the rows of all ranks."""
+    self._check_input_dim(x)
+    if not _of_batch(self):
+        own: Tensor = type(self).forward(self, x)
+        return own
+    group: ProcessGroup | None = vars(self)[_GROUP]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    mean, variance, count = _statistics(wide, group)
+    if self.training and self.running_mean is not None:
+        _follow(self, mean.detach(), variance.detach(), count)
+    y = (wide - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
+    if self.weight is not None:
+        y = y * self.weight.to(y.dtype).view(shape) + self.bias.to(y.dtype).view(shape)
+    return y.to(x.dtype)
+
+
+def _statistics(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean, variance and element count of each channel over all ranks' rows."""
+    dims = [dim for dim in range(x.ndim) if dim != 1]
+    count = x.new_tensor([x.numel() / x.shape[1]])
+    sums = functional.all_reduce(torch.cat((x.sum(dims), count)), group)
+    count = sums[-1:].detach()
+    mean = sums[:-1] / count
+    centred = x - mean.view(1, -1, *[1] * (x.ndim - 2))
+    variance = functional.all_reduce(centred.square().sum(dims), group) / count
+    return mean, variance, count
+
+
+def _follow(norm: _BatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+    """Update running statistics as torch does, with the unbiased variance."""
+    held: Any = norm.num_batches_tracked, norm.running_mean, norm.running_var
+    batches, running_mean, running_var = held
+    batches.add_(1)
+    momentum = 1.0 / float(batches) if norm.momentum is None else norm.momentum
+    running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    running_var.lerp_((variance * count / (count - 1)).to(running_var.dtype), momentum)
