@@ -110,7 +110,7 @@ def train(job: Job, layout: Layout, steps: int) -> list[float]:
 def predicted(job: Job, clusters: dict[int, Cluster]) -> list[Time]:
     """Return the planned time of each layout."""
     cuts = [layout.cut for layout in job.layouts]
-    description = describe(lambda: built(job.config), job.length, cuts=cuts)
+    description = describe(lambda: built(job.config), job.length, cuts=cuts, kernels="cpu")
     return [
         planned(description, layout, clusters[layout.grid.world_size]) for layout in job.layouts
     ]

@@ -44,7 +44,6 @@ RAW = {
     f"{DIST}/transport/ways.py": "asks",
     f"{DIST}/mpi/group.py": "a backend",
     f"{DIST}/world/hosts.py": "a float32 of the host, below the collectives",
-    "packages/scaletorch/src/scaletorch/plan/describing/world.py": "torch's own call, described",
 }
 REDUCTION = re.compile(
     r"\b(?:c10d|torch\.distributed)\.(?:all_reduce|reduce|reduce_scatter)\w*\b"

@@ -16,7 +16,6 @@ from test_any_batch import (
 
 from scaletorch.bisect import bisect
 from scaletorch.plan import Cut, describe
-from scaletorch.plan.__main__ import main as plan
 from scaletorch.verify import assert_trains_alike
 from scaletorch.verify.__main__ import main
 from scaletorch.verify.compare import compare_tensor
@@ -108,12 +107,3 @@ def test_descriptions_take_a_loss():
     found = describe(Denoiser, 8, batch=of_rows, cuts=cuts, **DENOISING)
     assert not found.refused
     assert {*found.cuts} == {Cut(), *cuts}
-
-
-def test_the_plan_command_takes_a_loss(capsys, monkeypatch):
-    monkeypatch.chdir(__file__.rpartition("/")[0])
-    named = {"model": "Denoiser", "loss": "of_noise", "plan": "PLAN"}
-    words = [word for n, x in named.items() for word in (f"--{n}", f"test_any_batch:{x}")]
-    words += ["--batch", "test_other_tasks:of_rows", "--sequence-dims", "latents=1", "loss_noise=1"]
-    assert plan([*words, "--length", "8", "--ranks", "2", "--rows", "4", "--cp", "2"]) == 0
-    assert "1x1x2x1" in capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -26,11 +28,11 @@ from scaletorch.plan import (
     Refused,
     Sent,
     Work,
+    cluster_named,
     legal,
     plan,
     time,
 )
-from scaletorch.plan.clusters import device_named
 from scaletorch.plan.known import Known
 from scaletorch.plan.memory import memory, peak
 from scaletorch.plan.options import ladder
@@ -115,7 +117,7 @@ def test_communicators_are_part_of_a_ranks_memory() -> None:
     """Each distinct group of a layout holds memory, which the fewest groups leave to the model."""
     nccl = entry_of_backend("nccl")
     assert nccl is not None
-    assert device_named("A100-SXM-80GB").group_memory == nccl.group_memory
+    assert cluster_named("A100-SXM-80GB", 1).device.group_memory == nccl.group_memory
     plain = plan(model(), 24, cluster(8, 2**30))
     device = replace(cluster(8, 2**30).device, group_memory=2**26)
     held = plan(model(), 24, replace(cluster(8, 2**30), device=device))
@@ -124,11 +126,9 @@ def test_communicators_are_part_of_a_ranks_memory() -> None:
     for each in held.estimates:
         assert each.communicators == 2**26 * count_communicators(each.layout.grid)
         assert each.peak == each.memory[each.fullest].total + each.communicators
-        assert each.as_json()["communicators"] == each.communicators
     tight = replace(device, memory=2 * 2**26)  # room for one group, and not for three
     few = plan(model(), 24, replace(cluster(8, 2**30), device=tight))
     assert {count_communicators(each.layout.grid) for each in few.estimates} == {1}
-    assert any("before a step" in each.why for each in few.refused)
     assert min(each.peak for each in few.over) > 2 * 2**26
 
 
@@ -177,3 +177,8 @@ def test_a_step_takes_what_it_takes_at_the_least_or_more() -> None:
             Grid(pp=pp, dp=8 // pp), schedule=name, chunks=chunks, micro_batches=batches
         )
         assert 0 < steps.least(layout) <= steps.exact(layout).step, layout
+
+
+def test_a_search_imports_no_torch() -> None:
+    program = "import sys, scaletorch.plan.search; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)

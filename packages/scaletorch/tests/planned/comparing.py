@@ -9,7 +9,7 @@ import torch
 
 from scaletorch.plan import Layout, Optimizer
 from scaletorch.plan.known import Known
-from scaletorch.plan.memory import chunks_of, memory
+from scaletorch.plan.memory import memory
 from scaletorch.plan.stages import SPLIT, alive
 
 from .drawing import Case
@@ -39,15 +39,12 @@ def close(planned: int, found: int) -> bool:
 
 
 def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
-    """Yield what autograd keeps on ranks otherwise than planned, and peaks that are too far off."""
+    """Yield ranks whose peak is too far from the planned one."""
     layout = case.layout
     known = Known(described(case), Optimizer(native=False))
     planned = memory(known.description, layout, known=known)
     for rank, own in enumerate(ranks):
         place = layout.grid.coordinates(rank).pp
-        kept = kept_by_autograd(known, layout, place)
-        if own.kept is not None and not close(kept, own.kept):
-            yield f"{case}: autograd keeps {own.kept} bytes on rank {rank}, planned {kept}"
         found = planned[place].total + random_states(known, layout, place)
         most = sum(own.held) + own.taken
         # What is full of buckets is known less well, and when gloo frees what it gathers.
@@ -56,15 +53,6 @@ def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
         more = HALVES if halves else off
         if not (1 - off) * (most - own.rest) - ROOM <= found <= (1 + more) * most + ROOM:
             yield f"{case}: rank {rank} holds {own}, planned {planned[place]}: {found}"
-
-
-def kept_by_autograd(known: Known, layout: Layout, place: int) -> int:
-    """Return the most bytes that autograd keeps: none of what halves of backwards leave."""
-    chunks = chunks_of(known, layout, known.numbers(layout)[place])
-    return max(
-        sum(n * own.kept for n, own in zip(moment.whole, chunks, strict=True))
-        for moment in alive(layout, place)
-    )
 
 
 def random_states(known: Known, layout: Layout, place: int) -> int:

@@ -42,4 +42,4 @@ def described(case: Case) -> Description:
 def _described(case: Case, cut: Cut) -> Description:
     real = ways.route
     with patch.object(ways, "route", lambda *of: replace(real(*of), backend="gloo")):
-        return describe(lambda: model_of(case), case.length, cuts=[cut])
+        return describe(lambda: model_of(case), case.length, cuts=[cut], kernels="cpu")

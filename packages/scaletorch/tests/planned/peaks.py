@@ -69,13 +69,11 @@ class Peak(NamedTuple):
     """Bytes of a rank in a step.
 
     Attributes:
-        kept: The most that autograd keeps; None if that was not looked at.
         held: Of parameters, gradients and the optimizer's state, before a step.
         taken: The most that the allocator gave beside that.
         rest: What it did not get back: gloo's threads hold tensors until their next call.
     """
 
-    kept: int | None
     held: list[int]
     taken: int
     rest: int
@@ -98,15 +96,12 @@ def _peak(case: Case, manager: ProcessGroupManager) -> Peak:
             module.register_forward_hook(_share_out)
     state = held(model, optimizer)
     batch = batch_of(case, manager)
-    kept = Kept(model)
 
     def train() -> None:
-        with kept:
-            train_step(model, batch, manager)
+        train_step(model, batch, manager)
         optimizer.zero_grad()
 
-    taken, rest = most_taken(train)
-    return Peak(kept.most, state, taken, rest)
+    return Peak(state, *most_taken(train))
 
 
 def most_taken(train: Callable[[], None]) -> tuple[int, int]:

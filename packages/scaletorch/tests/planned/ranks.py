@@ -15,7 +15,6 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.plan.stages import schedule_of
 
 from .drawing import Case
 from .models import model_of
@@ -42,17 +41,11 @@ def prepared(case: Case, manager: ProcessGroupManager):
     """Return the model of a case on the grid, and its optimizer."""
     layout = case.layout
     torch.manual_seed(0)
+    grad_type = {None: None, 4: torch.float32, 8: torch.float64}[case.sum_item]
     model = parallelize(
-        model_of(case),
-        manager,
-        schedule=schedule_of(layout) if layout.chunks > 1 else layout.schedule,
-        recompute=layout.arguments()["recompute"],
-        sequence_parallel=layout.sequence_parallel,
-        data_parallel={
-            "grad_type": {None: None, 4: torch.float32, 8: torch.float64}[case.sum_item]
-        },
+        model_of(case), manager, **layout.arguments(), data_parallel={"grad_type": grad_type},
         rehearse=False,
-    )
+    )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters())
     if layout.zero:
         shard_optimizer(optimizer, model, stage=layout.zero)

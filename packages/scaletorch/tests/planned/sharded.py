@@ -53,7 +53,7 @@ def _peak(case: Case, manager: ProcessGroupManager) -> Peak:
         optimizer.zero_grad()
 
     # What gloo's threads still hold of calls before is there at some peaks, and not at others.
-    return Peak(None, held, *min(most_taken(train) for _ in range(3)))
+    return Peak(held, *min(most_taken(train) for _ in range(3)))
 
 
 def _prepared(case: Case, manager: ProcessGroupManager):

@@ -1,36 +1,34 @@
-"""The command line's arguments, and the cluster, options and cuts that they select."""
+"""The command line's arguments, and the cluster, options and description that they select."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import SCHEDULES
-from .clusters import CLUSTERS, Cluster, Link, cluster_named, device_named
-from .description import Cut
-from .files import read_cluster
+from .clusters import DEVICES, Cluster, cluster_named, read_cluster
+from .description import Description, Kernels
 from .layout import CHUNKS
 from .options import Options
-from .units import BYTES, BYTES_A_SECOND, SECONDS, quantity
+from .units import bytes_in
 
-DEFAULT = "dgx-a100"
-OTHERS = "The model was described with kernels of {}, and these devices run those of {}."
-ASSUMED = f"No --device and no --cluster: figures are those of {DEFAULT} nodes."
+DEFAULT = "A100-SXM-80GB"
 AXES = ("dp", "pp", "cp", "tp", "ep")
 EPILOG = """\
+`python -m scaletorch.plan calibrate --out FILE` measures this machine, for --cluster.
 Options that restrict layouts take one or more values: --tp 4 8 --recompute none full.
 Exit status: 0 a layout fits, 1 none does, 2 what is asked for cannot be planned."""
 
 
-def subcommand(given: Sequence[str]) -> tuple[str, Any]:
+def parsed(given: Sequence[str]) -> tuple[str, Any]:
     """Return the name of the subcommand and its parsed arguments."""
-    prog, parsers = f"python -m {__package__}", {"describe": _describing, "calibrate": _calibrating}
-    if given and (parser := parsers.get(given[0])):
-        return given[0], parser(f"{prog} {given[0]}").parse_args(given[1:])
+    prog = f"python -m {__package__}"
+    if given and given[0] == "calibrate":
+        return "calibrate", _calibrating(f"{prog} calibrate").parse_args(given[1:])
     return "plan", _planning(prog).parse_args(given)
 
 
@@ -40,34 +38,28 @@ def _planning(prog: str) -> argparse.ArgumentParser:
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     say = parser.add_argument
-    say("--description", type=Path, metavar="FILE", help="as `describe` wrote it; for --model")
+    model = "folder with a config.json of transformers, or package.module:function"
+    say("--model", required=True, help=model)
+    say("--length", type=_count, required=True, metavar="N", help="tokens of a sequence")
     say("--ranks", type=_count, required=True, metavar="N", help="how many devices")
     say("--rows", type=_count, required=True, metavar="N", help="sequences of a global batch")
+    say("--device", choices=DEVICES, metavar="NAME", help=", ".join(DEVICES))
+    say("--cluster", type=Path, metavar="FILE", help="as `calibrate` or you wrote it")
     say("--memory", metavar="SIZE", help="of a device, such as 80GiB; else as the device has")
-    say("--device", metavar="NAME", help="of the table, such as H100-SXM")
-    files = f"as `calibrate` or you wrote it, or one of {', '.join(CLUSTERS)}"
-    say("--cluster", metavar="FILE", help=files)
-    links = "for --device, the innermost first, such as 8:3us:300GB/s 64:8us:25GB/s"
-    say("--link", nargs="+", default=[], metavar="RANKS:LATENCY:BANDWIDTH", help=links)
-    _model(parser, AXES)
+    say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
+    say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
+    say("--plan", help="package.module:name of a tensor parallel plan")
+    for axis in AXES:
+        say(f"--{axis}", type=_count, nargs="+", metavar="N", help="these sizes alone")
     say("--micro-rows", type=_count, nargs="+", metavar="N", help="rows of a micro-batch")
     say("--zero", type=int, nargs="+", choices=range(4), help="stages of ZeRO")
+    say("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
     say("--schedule", nargs="+", choices=[name for name in SCHEDULES if name != "forward_only"])
+    say("--sequence-parallel", nargs="+", choices=("off", "on"))
+    say("--cp-method", dest="cp_methods", nargs="+", metavar="NAME", help="as for `parallelize`")
     say("--top", type=_count, default=10, metavar="N", help="layouts in the table (10)")
-    say("--explain", metavar="LAYOUT", help="show one in full: DPxPPxCPxTP, as 2x4x1x8")
     for name in ("json", "html"):
         say(f"--{name}", type=Path, metavar="FILE", help=f"write the plan as {name.upper()}")
-    return parser
-
-
-def _describing(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog, description="Write what plans need to know of a model to a file."
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--ranks", type=_count, default=64, metavar="N", help="at most (64)")
-    parser.add_argument("--kernels", default="cuda", choices=("cuda", "cpu"), help="whose (cuda)")
-    _model(parser, ("tp", "cp", "ep"))
     return parser
 
 
@@ -80,85 +72,28 @@ def _calibrating(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _model(parser: argparse.ArgumentParser, axes: Sequence[str]) -> None:
-    """Add the options that name a model and the cuts to describe."""
-    say = parser.add_argument
-    say("--model", help="folder with a config.json of transformers, or package.module:function")
-    say("--length", type=_count, metavar="N", help="tokens of a sequence")
-    say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
-    say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
-    say("--loss", help="package.module:function of an output and a micro-batch, its loss_fn")
-    say("--row-dims", nargs="+", default=[], help="dims of rows, such as pixels=1 table=None")
-    say("--sequence-dims", nargs="+", default=[], help="dims of positions, such as latents=1")
-    say("--plan", help="package.module:name of a tensor parallel plan")
-    say("--split", help="package.module:name of a Split, if the layers are not one nn.ModuleList")
-    for axis in axes:
-        say(f"--{axis}", type=_count, nargs="+", metavar="N", help="these sizes alone")
-    say("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
-    say("--sequence-parallel", nargs="+", choices=("off", "on"))
-    say("--cp-method", dest="cp_methods", nargs="+", metavar="NAME", help="as for `parallelize`")
-
-
 def _count(text: str) -> int:
-    try:
-        count = int(text)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return count
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def cluster_of(arguments: Any) -> Cluster:
-    """Return the cluster to plan for.
+    """Return the cluster that the arguments select; without any, nodes of `DEFAULT` devices.
 
     Raises:
-        InvalidArgumentError: A device, cluster or unit is unknown, or links do not join all ranks.
+        InvalidArgumentError: The file is no cluster, or both a device and a file are named.
     """
-    ranks, named = arguments.ranks, arguments.cluster
-    if named and (arguments.device or arguments.link):
-        raise InvalidArgumentError(
-            "--cluster has a device and links: leave out --device and --link"
-        )
-    if arguments.link or arguments.device:
-        cluster = _of_device(arguments.device, arguments.link, ranks)
-    elif named and Path(named).exists():
-        cluster = read_cluster(Path(named), ranks)
-    elif named and Path(named).suffix:
-        raise InvalidArgumentError(f"--cluster {named}: there is no such file")
+    if arguments.cluster and arguments.device:
+        raise InvalidArgumentError("--cluster has a device: leave out --device")
+    if arguments.cluster:
+        cluster = read_cluster(arguments.cluster, arguments.ranks)
     else:
-        cluster = cluster_named(named or DEFAULT, ranks)
+        cluster = cluster_named(arguments.device or DEFAULT, arguments.ranks)
     if arguments.memory is None:
         return cluster
-    memory = int(quantity(arguments.memory, BYTES, "--memory"))
+    memory = bytes_in(arguments.memory)
     return replace(cluster, device=replace(cluster.device, memory=memory))
-
-
-def _of_device(name: str | None, links: Sequence[str], ranks: int) -> Cluster:
-    if name is None:
-        raise InvalidArgumentError("--link is for --device: say which")
-    device = device_named(name)
-    if links or ranks == 1:
-        return Cluster(ranks, device, tuple(map(_link, links)))
-    for each in CLUSTERS:
-        cluster = cluster_named(each, ranks)
-        if cluster.device == device:
-            return cluster
-    raise InvalidArgumentError(
-        f"links of {name} are not known: say --link 8:3us:300GB/s {ranks}:8us:25GB/s with those of "
-        "yours, the innermost first"
-    )
-
-
-def _link(text: str) -> Link:
-    words = text.split(":")
-    if len(words) != 3 or not words[0].isdecimal():
-        raise InvalidArgumentError(
-            f"--link {text!r} is not RANKS:LATENCY:BANDWIDTH, such as 8:3us:300GB/s"
-        )
-    latency = quantity(words[1], SECONDS, f"latency of --link {text}")
-    bandwidth = quantity(words[2], BYTES_A_SECOND, f"bandwidth of --link {text}")
-    return Link(int(words[0]), latency, bandwidth)
 
 
 def options_of(arguments: Any) -> Options:
@@ -171,29 +106,44 @@ def options_of(arguments: Any) -> Options:
         found["schedules"] = tuple((name, CHUNKS.get(name, 1)) for name in arguments.schedule)
     if arguments.sequence_parallel:
         found["sequence_parallel"] = tuple(each == "on" for each in arguments.sequence_parallel)
-    return Options(**found, sizes=sizes_of(arguments))
+    sizes = {axis: given for axis in AXES if (given := getattr(arguments, axis))}
+    return Options(**found, sizes=sizes)
 
 
-def sizes_of(arguments: Any) -> dict[str, list[int]]:
-    """Return the sizes to which the arguments restrict each axis."""
-    return {axis: sizes for axis in AXES if (sizes := getattr(arguments, axis))}
-
-
-def cuts_of(arguments: Any, experts: int) -> list[Cut]:
-    """Return the cuts to describe.
+def description_of(arguments: Any, kernels: Kernels) -> Description:
+    """Return the description of the model, made by running its layers hollow.
 
     Args:
-        arguments: Parsed arguments with `ranks`, and sizes if any are named.
-        experts: Number of experts in a layer; 1 for a dense model.
-    """
-    from .describing.describe import MOST, usual_cuts
+        arguments: Parsed command-line arguments.
+        kernels: The device type whose kernels run the model.
 
-    ranks = arguments.ranks
-    shares = tuple(each == "on" for each in arguments.sequence_parallel or ("off", "on"))
-    eps = arguments.ep or [n for n in range(1, MOST + 1) if ranks % n == 0 and experts % n == 0]
-    tried = arguments.recompute or ["none"]
-    selective = [False] * (tried != ["selective"]) + [True] * ("selective" in tried)
-    return usual_cuts(
-        ranks, tp=arguments.tp, cp=arguments.cp, ep=eps, sequence_parallel=shares,
-        methods=arguments.cp_methods or ("ring",), selective=selective,
+    Raises:
+        InvalidArgumentError: There is no such model, or it cannot be described.
+    """
+    # These import torch, which the help and errors of arguments do without.
+    from .describing import describe, model_named, usual_cuts
+
+    name, build, experts = model_named(arguments.model, arguments.dtype)
+    recompute = arguments.recompute or ["none"]
+    cuts = usual_cuts(
+        arguments.ranks, tp=arguments.tp, cp=arguments.cp, ep=arguments.ep, experts=experts,
+        methods=arguments.cp_methods or ("ring",),
+        selective=[name == "selective" for name in recompute],
     )  # fmt: skip
+    return describe(
+        build, arguments.length, cuts=cuts, batch=_loaded(arguments.batch, Callable, "batch"),
+        plan=_loaded(arguments.plan, Mapping, "plan"), name=name, kernels=kernels,
+    )  # fmt: skip
+
+
+def _loaded(given: str | None, kind: Any, option: str) -> Any:
+    if given is None:
+        return None
+    from ..compose.naming import load
+
+    found = load(given)
+    if not isinstance(found, kind):
+        raise InvalidArgumentError(
+            f"--{option} {given} has to name a {kind.__name__}, and names a {type(found).__name__}"
+        )
+    return found

@@ -8,9 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time as clock
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,17 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
-from ..compose import parallelize, shard_global_batch, train_step
 from ..dist import barrier, launch
 from ..dist.devices import current_device, entry_of_backend
 from ..dist.errors import InvalidArgumentError
-from ..models import Llama, LlamaConfig
-from ..parallel.pg_manager import Grid, setup_process_group_manager
-from .clusters import Cluster, Device, Link
-from .describing import describe
-from .files import read_bench
-from .layout import Layout
-from .timing import time
+from .clusters import Cluster, Device, Link, read_bench
 
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
 HEADS, WIDTH = 4, 64  # attention heads and head size
@@ -40,8 +31,6 @@ SIZES = {
     "cuda": (4096, (256, 2048, 8192), (256, 1024, 8192), (2**14, 2**20, 2**26)),
 }
 UPDATED, TENSORS = 2**19, 16  # elements in each tensor that AdamW updates, number of tensors
-MODEL = LlamaConfig(2048, 384, 1056, 3, 8, 8)  # the model of the trial steps
-LENGTH, ROWS, STEPS, WARMING = 160, 8, 9, 2
 
 
 def calibrate(
@@ -52,10 +41,6 @@ def calibrate(
     backend: str = "gloo",
 ) -> Cluster:
     """Measure this machine with all ranks computing and sending at the same time.
-
-    Single operations and messages are timed first. Then a small model is trained for a few steps.
-    If its step takes longer than planned from the single operations, the device's figures are
-    slowed by that ratio.
 
     Args:
         ranks: Number of ranks that will train; ranks beyond the number of cores share them.
@@ -69,22 +54,8 @@ def calibrate(
     """
     if ranks < 1:
         raise InvalidArgumentError(f"at least 1 rank is to be measured, got {ranks}")
-    device, took = launch(_measure, ranks, seconds, dtype, backend, backend=backend)[0]
-    links = (_link(ranks, seconds, backend),) if ranks > 1 else ()
-    return _as_trained(Cluster(ranks, device, links), dtype, took)
-
-
-def _as_trained(cluster: Cluster, dtype: torch.dtype, took: float) -> Cluster:
-    """Return the cluster, slowed if necessary to match the measured step of the small model."""
-    layout, device = Layout(Grid(dp=cluster.ranks), micro_rows=ROWS), cluster.device
-    known = describe(lambda: Llama(MODEL).to(dtype), LENGTH, cuts=[], kernels=device.kernels)
-    planned = time(known, layout, cluster)
-    times = 1 + max(0.0, took - planned.step + planned.update) / planned.computing
-    slower = replace(
-        device, flops={name: each / times for name, each in device.flops.items()},
-        moving=device.moving / times, overhead=device.overhead * times,
-    )  # fmt: skip
-    return replace(cluster, device=slower)
+    device = launch(_measure, ranks, seconds, dtype, backend, backend=backend)[0]
+    return Cluster(ranks, device, (_link(ranks, seconds, backend),) if ranks > 1 else ())
 
 
 def _link(ranks: int, seconds: float, backend: str) -> Link:
@@ -102,8 +73,8 @@ def _link(ranks: int, seconds: float, backend: str) -> Link:
         return read_bench(file)
 
 
-def _measure(seconds: float, dtype: torch.dtype, backend: str) -> tuple[Device, float]:
-    """Return this rank's device, measured by all ranks at once, and the seconds of a step."""
+def _measure(seconds: float, dtype: torch.dtype, backend: str) -> Device:
+    """Return this rank's device, measured by all ranks at once."""
     ranks, device = torch.distributed.get_world_size(), current_device()
     cpu, spreads = device.type == "cpu", list[float]()
 
@@ -140,14 +111,13 @@ def _measure(seconds: float, dtype: torch.dtype, backend: str) -> tuple[Device, 
         for sort, pairs in rates.items()
     }
     updating, entry = _updating(gauge, make), entry_of_backend(backend)
-    found = Device(
+    return Device(
         f"{platform.node()} {device}", _memory(device) // (ranks if cpu else 1),
         {str(dtype).removeprefix("torch."): peak}, moving, overhead, shares, updating,
         hides=0.0 if cpu else 1.0, spread=max(0.05, statistics.median(spreads)),
         source=f"measured with {ranks} ranks, torch {torch.__version__}",
         group_memory=0 if entry is None else entry.group_memory, kernels="cpu" if cpu else "cuda",
     )  # fmt: skip
-    return found, statistics.median(_train(dtype, device))
 
 
 def _operations(
@@ -178,21 +148,3 @@ def _memory(device: torch.device) -> int:
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _train(dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Return the seconds of each `train_step` on this rank, without the warm-up steps."""
-    manager = setup_process_group_manager(dp_size=torch.distributed.get_world_size())
-    torch.manual_seed(0)
-    model = parallelize(Llama(MODEL).to(device, dtype), manager, rehearse=False)
-    ids = torch.randint(MODEL.vocab_size, (ROWS * manager.dp_size, LENGTH + 1), device=device)
-    whole = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-    batch = shard_global_batch(whole, 1, manager, model=model)
-    found = []
-    for _ in range(WARMING + STEPS):
-        barrier()
-        begin = clock.perf_counter()
-        train_step(model, batch, manager)
-        found.append(clock.perf_counter() - begin)
-        model.reset()
-    return found[WARMING:]

@@ -1,4 +1,4 @@
-"""Clusters as data: devices, links by level, and their measured or published figures.
+"""Clusters as data: devices, links by level, and their figures from data sheets or files.
 
 The table's peaks are for dense matrix products. Data sheets do not say which share of the peak a
 program reaches: `ASSUMED` is a guess for all devices, and `spread` is its uncertainty. The
@@ -8,14 +8,18 @@ and 8 key/value heads of size 128 in bfloat16 took 1.01 ms forward and 2.97 ms b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from ..dist.errors import InvalidArgumentError
 from .description import Kernels
 
 Shares = tuple[tuple[float, float], ...]
+FIELDS = '"ranks", "device" and "links"'  # of a file with a cluster
+_DOUBTFUL = 1.0  # constants of a bench with a larger relative error are ignored as noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class Link:
 
     def __post_init__(self) -> None:
         for latency, bandwidth in ((self.latency, self.bandwidth), *self.calls.values()):
-            if latency < 0 or bandwidth <= 0:
+            if not _are_numbers(latency, bandwidth) or latency < 0 or bandwidth <= 0:
                 raise InvalidArgumentError(
                     f"a link has a latency from 0 and a bandwidth above 0, got {latency} seconds "
                     f"and {bandwidth} bytes a second"
@@ -86,14 +90,12 @@ class Device:
     kernels: Kernels = "cuda"
 
     def __post_init__(self) -> None:
-        if min(self.memory, self.moving, *self.flops.values()) <= 0:
-            raise InvalidArgumentError(f"{self.name} has no memory, bandwidth or flops")
-        for sort, pairs in self.efficiency.items():
-            sizes = [size for size, _ in pairs]
-            if sizes != sorted({*sizes}) or any(share <= 0 for _, share in pairs):
-                raise InvalidArgumentError(
-                    f"efficiency of {sort} must have ascending sizes and shares above 0"
-                )
+        needed = self.memory, self.moving, *self.flops.values()
+        others = self.overhead, self.updating, self.hides, self.spread, self.group_memory
+        if not _are_numbers(*needed, *others) or min(needed) <= 0:
+            raise InvalidArgumentError(
+                f"{self.name} has no memory, bandwidth or flops above 0, or a figure is no number"
+            )
 
     def peak(self, dtype: str) -> float:
         """Return the peak flops a second of matrix products in a dtype.
@@ -106,6 +108,10 @@ class Device:
                 f"{self.name} has no flops of {dtype}: known are {', '.join(self.flops)}"
             )
         return self.flops[dtype]
+
+
+def _are_numbers(*values: object) -> bool:
+    return all(isinstance(value, int | float) for value in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +164,7 @@ _SPREAD = 0.3
 _NCCL_GROUP = 512 * 2**20  # bytes of each communicator, as in the table of devices
 
 
-def _device(name: str, gib: int, half: float, single: float, moving: float, source: str) -> Device:
+def _row(name: str, gib: int, half: float, single: float, moving: float, source: str) -> Device:
     flops = {"float16": half, "bfloat16": half, "float32": single}
     if "V100" in name:
         del flops["bfloat16"]
@@ -173,54 +179,117 @@ def _device(name: str, gib: int, half: float, single: float, moving: float, sour
 DEVICES: dict[str, Device] = {
     each.name: each
     for each in (
-        _device("V100-SXM2-32GB", 32, 125e12, 15.7e12, 900e9, "NVIDIA V100 data sheet, 2020"),
-        _device("A100-SXM-40GB", 40, 312e12, 19.5e12, 1555e9, "NVIDIA A100 data sheet, 2021"),
-        _device("A100-SXM-80GB", 80, 312e12, 19.5e12, 2039e9, "NVIDIA A100 data sheet, 2021"),
-        _device("H100-SXM", 80, 989e12, 67e12, 3350e9, "NVIDIA H100 data sheet, 2023"),
-        _device("H200", 140, 989e12, 67e12, 4800e9, "NVIDIA H200 data sheet, 2024"),
-        _device("MI300X", 192, 1307e12, 163.4e12, 5300e9, "AMD Instinct MI300X data sheet, 2023"),
+        _row("V100-SXM2-32GB", 32, 125e12, 15.7e12, 900e9, "NVIDIA V100 data sheet, 2020"),
+        _row("A100-SXM-40GB", 40, 312e12, 19.5e12, 1555e9, "NVIDIA A100 data sheet, 2021"),
+        _row("A100-SXM-80GB", 80, 312e12, 19.5e12, 2039e9, "NVIDIA A100 data sheet, 2021"),
+        _row("H100-SXM", 80, 989e12, 67e12, 3350e9, "NVIDIA H100 data sheet, 2023"),
+        _row("H200", 140, 989e12, 67e12, 4800e9, "NVIDIA H200 data sheet, 2024"),
+        _row("MI300X", 192, 1307e12, 163.4e12, 5300e9, "AMD Instinct MI300X data sheet, 2023"),
     )
 }
 
-# Device, ranks of a node, and a rank's one-way bytes a second: inside the node, by its adapter.
-_NODES: dict[str, tuple[str, int, float, float]] = {
-    "dgx-a100": ("A100-SXM-80GB", 8, 300e9, 25e9),  # NVLink 3, 8 adapters of 200 Gbit/s
-    "dgx-h100": ("H100-SXM", 8, 450e9, 50e9),  # NVLink 4, 8 adapters of 400 Gbit/s
-    "dgx-h200": ("H200", 8, 450e9, 50e9),
+# Nodes of 8 devices: a rank's one-way bytes a second inside the node, and by its adapter.
+_NODES: dict[str, tuple[float, float]] = {
+    "V100-SXM2-32GB": (150e9, 6.25e9),  # NVLink 2, 4 adapters of 100 Gbit/s
+    "A100-SXM-40GB": (300e9, 25e9),  # NVLink 3, 8 adapters of 200 Gbit/s
+    "A100-SXM-80GB": (300e9, 25e9),
+    "H100-SXM": (450e9, 50e9),  # NVLink 4, 8 adapters of 400 Gbit/s
+    "H200": (450e9, 50e9),
+    "MI300X": (448e9, 50e9),  # 7 links of Infinity Fabric, 8 adapters of 400 Gbit/s
 }
-CLUSTERS = tuple(_NODES)
+_SIZE = 8  # ranks of a node
 _INSIDE, _BETWEEN = 3e-6, 8e-6  # latency in seconds inside and between nodes; assumed
 
 
-def device_named(name: str) -> Device:
-    """Return a device of the table.
+def cluster_named(name: str, ranks: int) -> Cluster:
+    """Return a cluster of devices of the table `DEVICES`, in nodes of 8 as they are usually sold.
 
     Raises:
         InvalidArgumentError: The name is not in the table.
     """
     if name not in DEVICES:
-        raise InvalidArgumentError(_unknown("device", name, DEVICES))
-    return DEVICES[name]
+        raise InvalidArgumentError(f"device {name!r} is not one of {', '.join(DEVICES)}")
+    inside, between = _NODES[name]
+    links = [Link(_SIZE, _INSIDE, inside)] if ranks > 1 else []
+    if ranks > _SIZE:
+        links.append(Link(ranks, _BETWEEN, between))
+    return Cluster(ranks, DEVICES[name], tuple(links))
 
 
-def cluster_named(name: str, ranks: int) -> Cluster:
-    """Return a cluster of one of the node types in `CLUSTERS`, with enough nodes for the ranks.
+def write_cluster(cluster: Cluster, path: Path) -> None:
+    """Write a cluster as JSON, in bytes and seconds."""
+    path.write_text(json.dumps(asdict(cluster), indent=1) + "\n")
+
+
+def read_cluster(path: Path, ranks: int | None = None) -> Cluster:
+    """Read a cluster: `{"ranks": 16, "device": "H100-SXM", "links": [{"ranks": 8, ...}, ...]}`.
+
+    Args:
+        path: A file in the format of `write_cluster`, in bytes and seconds. The device may be a
+            name of the table.
+        ranks: Number of ranks of the job; None for all ranks in the file.
 
     Raises:
-        InvalidArgumentError: The name is not in `CLUSTERS`.
+        InvalidArgumentError: The file does not exist, a field is missing, unknown or of the wrong
+            type, or the links do not join all ranks.
     """
-    if name not in _NODES:
-        raise InvalidArgumentError(_unknown("cluster", name, _NODES))
-    device, size, inside, between = _NODES[name]
-    links = [Link(size, _INSIDE, inside)]
-    if ranks > size:
-        links.append(Link(ranks, _BETWEEN, between))
-    return Cluster(ranks, DEVICES[device], tuple(links))
+    content = _json_of(path)
+    try:
+        device, size = content["device"], int(content["ranks"])
+        links = tuple(_link(**each) for each in content["links"])
+        made = cluster_named(device, 1).device if isinstance(device, str) else _device(**device)
+        found = Cluster(size, made, links)
+    except KeyError as error:
+        raise InvalidArgumentError(f"{path} has no {error}: a cluster needs {FIELDS}") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgumentError(f"{path} is no cluster: {error}") from None
+    if ranks is not None and ranks > found.ranks:
+        raise InvalidArgumentError(f"{path} has {found.ranks} ranks, and the job {ranks}")
+    return found if ranks is None else replace(found, ranks=ranks)
 
 
-def _unknown(what: str, name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    close = [each for each in names if name and each.lower().startswith(name.lower())]
-    close = close or get_close_matches(name, names, 1, 0.4)
-    meant = f"; did you mean {close[0]}?" if close else ""
-    return f"{what} {name!r} is not in the table: {', '.join(names)}{meant}"
+def _device(efficiency: Mapping[str, Any] | None = None, **fields: Any) -> Device:
+    shares = {sort: tuple(map(tuple, pairs)) for sort, pairs in (efficiency or {}).items()}
+    return Device(**fields, efficiency=shares)
+
+
+def _link(calls: Mapping[str, Any] | None = None, **fields: Any) -> Link:
+    return Link(**fields, calls={name: tuple(pair) for name, pair in (calls or {}).items()})
+
+
+def read_bench(path: Path) -> Link:
+    """Read a file of `python -m scaletorch.dist.bench --json FILE` as the link between its ranks.
+
+    Raises:
+        InvalidArgumentError: It is another file, or has neither all_reduce nor send_recv.
+    """
+    content = _json_of(path)
+    try:
+        ranks = int(content["conditions"]["ranks"])
+        calls = {
+            "send" if name == "send_recv" else name:
+            (each["alpha_step"], 1 / max(each["beta_bus"], 1e-15))
+            for name, each in content["constants"].items()
+            if each["error"] <= _DOUBTFUL
+        }  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise InvalidArgumentError(
+            f"{path} is none of `python -m scaletorch.dist.bench --json FILE`: it has no "
+            "conditions and constants"
+        ) from None
+    plain = calls.get("send") or calls.get("all_reduce")
+    if plain is None:
+        raise InvalidArgumentError(f"{path} measured neither all_reduce nor send_recv")
+    return Link(ranks, *plain, calls=calls)
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidArgumentError(f"{path} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidArgumentError(f"{path} must be a JSON object")
+    return content

@@ -1,4 +1,4 @@
-"""The description of a model: a small JSON file, made once with torch and read without it.
+"""The description of a model, made with torch and read without it.
 
 A model is a sequence of blocks: the modules before the layers, the layers, and the modules after
 them. Equal blocks share a kind. The work and memory of a kind on a rank are measured for each cut
@@ -181,7 +181,6 @@ class Description:
         source: Origin: library versions, or a paper.
         early: Whether pipeline messages start early and gradients are allocated late, as in
             this library. Other programs (False) hold one received and one outgoing message.
-        kernels: Device type whose kernels the description assumes.
     """
 
     name: str
@@ -193,7 +192,6 @@ class Description:
     tied: tuple[tuple[str, ...], ...] = ()
     source: str = ""
     early: bool = True
-    kernels: Kernels = "cpu"
 
     def behaviours(self, cut: Cut) -> tuple[Behaviour, ...]:
         """Return the behaviour of each kind in a cut.

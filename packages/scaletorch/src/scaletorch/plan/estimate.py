@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
-from ..dist.errors import InvalidArgumentError
 from .layout import Layout
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ..parallel.data_parallel import DataParallelBucket
-    from ..parallel.pg_manager import ProcessGroupManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,28 +87,3 @@ class Estimate:
     def peak(self) -> int:
         """Bytes on the fullest rank, including its communicators."""
         return self.memory[self.fullest].total + self.communicators
-
-    def parallelize(
-        self, model: nn.Module, manager: ProcessGroupManager, **options: Any
-    ) -> DataParallelBucket:
-        """Parallelize a plain model with this layout; see `compose.parallelize`.
-
-        Args:
-            model: As for `compose.parallelize`.
-            manager: Process groups of the layout's grid.
-            options: Further arguments of `compose.parallelize`.
-
-        Raises:
-            InvalidArgumentError: The manager has another grid, or `compose.parallelize` refuses.
-        """
-        from ..compose import parallelize  # the rest of this module needs no torch
-
-        if manager.grid != self.layout.grid:
-            raise InvalidArgumentError(
-                f"the plan is for {self.layout.grid}, and the manager has {manager.grid}"
-            )
-        return parallelize(model, manager, **{**self.layout.arguments(), **options})
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the estimate as plain containers and numbers."""
-        return asdict(self)

@@ -188,12 +188,6 @@ def peak(known: Known, layout: Layout, room: int | None = None) -> int:
     return found
 
 
-def before(known: Known, layout: Layout) -> int:
-    """Return the most that a rank holds before a step begins."""
-    each = (state(known, layout, number) for number in {*known.numbers(layout)})
-    return max(own.parameters + own.gradients + own.optimizer for own in each)
-
-
 def _fullest(known: Known, layout: Layout, number: int, rank: int) -> Memory:
     """Return the memory of a rank at its peak moment."""
     own = state(known, layout, number)

@@ -2,26 +2,26 @@
 
 from .calibration import calibrate
 from .clusters import (
-    CLUSTERS,
     DEVICES,
     Cluster,
     Device,
     Link,
     cluster_named,
-    device_named,
+    read_bench,
+    read_cluster,
+    write_cluster,
 )
 from .describing import describe, usual_cuts
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
 from .estimate import Estimate, Memory, Time
-from .files import read_bench, read_cluster, write_cluster
 from .known import Optimizer
 from .layout import Layout
 from .options import Options, Refused, legal
 from .search import Plan, plan
+from .showing import page, table
 from .timing import time
 
 __all__ = [
-    "CLUSTERS",
     "DEVICES",
     "Affine",
     "Behaviour",
@@ -45,11 +45,12 @@ __all__ = [
     "calibrate",
     "cluster_named",
     "describe",
-    "device_named",
     "legal",
+    "page",
     "plan",
     "read_bench",
     "read_cluster",
+    "table",
     "time",
     "usual_cuts",
     "write_cluster",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import islice
@@ -15,13 +15,10 @@ from .description import Description
 from .estimate import Estimate
 from .known import Known, Optimizer
 from .layout import Layout
-from .memory import before, memory, peak
+from .memory import memory, peak
 from .options import Options, Refused, ladder, legal
 from .timing import Steps
 from .units import in_bytes
-
-# Sort key after the time of a queued layout: kind of lower bound, or peak bytes if exact.
-FLOOR, LEAST = -2, -1
 
 
 class Plan:
@@ -31,8 +28,9 @@ class Plan:
         description: The model.
         rows: Sequences of a step, over all ranks.
         cluster: The cluster it runs on.
-        optimizer: State of the optimizer.
-        illegal: Grids without a layout, and why.
+        fitting: Layouts that fit, in no order.
+        over: The smallest estimate of each layout that does not fit, by increasing memory.
+        refused: Refused grids and layouts, and why.
     """
 
     def __init__(
@@ -41,70 +39,57 @@ class Plan:
     ) -> None:  # fmt: skip
         self.description, self.rows, self.cluster = description, rows, cluster
         self._known = Known(description, optimizer)
-        self.optimizer = self._known.optimizer
         self._steps = Steps(description, cluster, self._known)
-        self._peak = cache(lambda layout: peak(self._known, layout) + self._groups(layout.grid))
-        self._groups = cache(self._communicators)
+        self._communicators = cache(self._communicators_of)
+        self._peak = cache(
+            lambda layout: peak(self._known, layout) + self._communicators(layout.grid)
+        )
         self._time = cache(self._steps.exact)
-        self._options = options
-        self._fitting = cache(self._try)
-        self.illegal: list[Refused] = []
-        self._legal: list[Layout] = []
+        self.fitting: list[Layout] = []
+        self._tried: list[list[Layout]] = []  # variants of each layout that does not fit
+        self._illegal: list[Refused] = []
         for each in legal(description, rows, cluster.ranks, options):
             if isinstance(each, Refused):
-                self.illegal.append(each)
+                self._illegal.append(each)
             else:
-                self._legal.append(each)
+                self._fit(each, options)
 
-    def _communicators(self, grid: Grid) -> int:
+    def _communicators_of(self, grid: Grid) -> int:
         size = self.cluster.device.group_memory
         return size * count_communicators(grid) if size else 0
 
-    def _try(self, layout: Layout) -> tuple[list[Layout], list[Layout]]:
-        """Return the variants of a layout that fit with the least savings, and all variants."""
-        room = self.cluster.device.memory - self._groups(layout.grid)
-        found: list[Layout] = []
-        tried: list[Layout] = []
+    def _fit(self, layout: Layout, options: Options) -> None:
+        """Add the variants of a layout that fit with the least savings, or those tried."""
+        room = self.cluster.device.memory - self._communicators(layout.grid)
         enough: list[tuple[int, int]] = []
-        for (recompute, zero), own in ladder(layout, self._options):
+        tried: list[Layout] = []
+        for (recompute, zero), variant in ladder(layout, options):
             if any(a <= recompute and b <= zero for a, b in enough):  # fewer savings fit already
                 continue
-            if own.cut not in self.description.cuts:  # not described with this recomputation
+            if variant.cut not in self.description.cuts:  # not described with this recomputation
                 continue
-            tried.append(own)
-            if peak(self._known, own, room) <= room:
-                found.append(own)
+            if peak(self._known, variant, room) <= room:
+                self.fitting.append(variant)
                 enough.append((recompute, zero))
-        return found, tried
-
-    @cached_property
-    def fitting(self) -> list[Layout]:
-        """Layouts that fit, in no order."""
-        return [own for each in self._legal for own in self._fitting(each)[0]]
-
-    @cached_property
-    def tried(self) -> list[list[Layout]]:
-        """For each layout that does not fit, the variants that were tried."""
-        each = map(self._fitting, self._legal)
-        return [tried for found, tried in each if tried and not found]
+            tried.append(variant)
+        if tried and not enough:
+            self._tried.append(tried)
 
     def ranked(self) -> Iterator[Estimate]:
         """Yield the estimates that fit, fastest first.
 
-        Layouts wait in a queue by a lower bound of their step time, which is refined when they
-        reach the front. So only as many layouts are fitted into memory and simulated as needed to
-        find the next best.
+        Layouts wait in a queue by a lower bound of their step time, and are simulated when they
+        reach the front.
         """
-        steps = self._steps
-        queue = [(steps.floor(each), FLOOR, (at, 0), each) for at, each in enumerate(self._legal)]
+        queue = [
+            (self._steps.least(layout), -1, number, layout)
+            for number, layout in enumerate(self.fitting)
+        ]
         heapify(queue)
         while queue:
-            _, stage, at, layout = heappop(queue)
-            if stage == FLOOR:
-                for way, own in enumerate(self._fitting(layout)[0]):
-                    heappush(queue, (steps.least(own), LEAST, (at[0], way), own))
-            elif stage == LEAST:
-                heappush(queue, (self._time(layout).step, self._peak(layout), at, layout))
+            _, simulated, number, layout = heappop(queue)
+            if simulated < 0:
+                heappush(queue, (self._time(layout).step, self._peak(layout), number, layout))
             else:
                 yield self.estimate(layout)
 
@@ -120,25 +105,26 @@ class Plan:
     @cached_property
     def over(self) -> tuple[Estimate, ...]:
         """The smallest estimate of each layout that does not fit, by increasing memory."""
-        return tuple(map(self.estimate, sorted(map(self._nearest, self.tried), key=self._peak)))
+        return tuple(map(self.estimate, sorted(self._large, key=self._peak)))
+
+    @cached_property
+    def _large(self) -> list[Layout]:
+        return [min(tried, key=self._peak) for tried in self._tried]
 
     @cached_property
     def refused(self) -> tuple[Refused, ...]:
         """Refused grids and layouts, and why."""
-        full = [Refused(own.grid, self._why(own), own) for own in map(self._nearest, self.tried)]
-        return (*self.illegal, *full)
-
-    def _nearest(self, tried: Sequence[Layout]) -> Layout:
-        return min(tried, key=self._peak)
-
-    def _why(self, layout: Layout) -> str:
-        """Return the reason why a layout needs too much memory."""
-        room, how = self.cluster.device.memory, f"with zero {layout.zero}"
-        early = before(self._known, layout) + self._groups(layout.grid)
-        if early > room:
-            return f"needs {in_bytes(early)} of {in_bytes(room)} before a step, {how}"
-        needs = in_bytes(self._peak(layout))
-        return f"needs {needs} of {in_bytes(room)}, {how} and recompute {layout.recompute}"
+        room = in_bytes(self.cluster.device.memory)
+        large = (
+            Refused(
+                layout.grid,
+                f"needs {in_bytes(self._peak(layout))} of {room}, with zero {layout.zero} and "
+                f"recompute {layout.recompute}",
+                layout,
+            )
+            for layout in self._large
+        )
+        return (*self._illegal, *large)
 
     def estimate(self, layout: Layout) -> Estimate:
         """Return the cost of a layout.
@@ -147,12 +133,7 @@ class Plan:
             InvalidArgumentError: The model cannot have this cut, or has fewer layers than stages.
         """
         held = memory(self.description, layout, known=self._known)
-        return Estimate(layout, held, self._time(layout), self._groups(layout.grid))
-
-    @cached_property
-    def first(self) -> Estimate | None:
-        """The fastest estimate that fits, or None."""
-        return next(self.ranked(), None)
+        return Estimate(layout, held, self._time(layout), self._communicators(layout.grid))
 
     def best(self) -> Estimate:
         """Return the fastest estimate that fits.
@@ -160,8 +141,8 @@ class Plan:
         Raises:
             InvalidArgumentError: No layout is legal and fits; the message has up to three reasons.
         """
-        if self.first is not None:
-            return self.first
+        if (first := next(self.ranked(), None)) is not None:
+            return first
         reasons = dict.fromkeys(f"{each.grid}: {each.why}" for each in self.refused)
         raise InvalidArgumentError(
             f"no layout of {self.cluster.ranks} ranks can train {self.description.name}: "
@@ -196,9 +177,7 @@ def plan(
     collecting = gc.isenabled()
     gc.disable()  # a search makes no reference cycles, but very many long-lived objects
     try:
-        found = Plan(description, rows, cluster, options or Options(), optimizer)
-        _ = found.first  # compute it now
+        return Plan(description, rows, cluster, options or Options(), optimizer)
     finally:
         if collecting:
             gc.enable()
-    return found

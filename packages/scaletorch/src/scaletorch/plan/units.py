@@ -1,52 +1,35 @@
-"""Numbers with units: parse text such as "80GiB" or "3us", and format with few digits."""
+"""Numbers with units: parse a size such as "80GiB", and format with few digits."""
 
 from __future__ import annotations
 
-import math
 import re
 
 from ..dist.errors import InvalidArgumentError
 
-_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_SIZES = {**_DECIMAL, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-BYTES = {f"{prefix}B": factor for prefix, factor in _SIZES.items()}
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-BYTES_A_SECOND = {
-    **{f"{prefix}B/s": factor for prefix, factor in _SIZES.items()},
-    **{f"{prefix}bit/s": factor / 8 for prefix, factor in _DECIMAL.items()},
-}
+_SIZES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
+          "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}  # fmt: skip
 
 
-def quantity(given: str, units: dict[str, float], name: str) -> float:
-    """Parse a number with a unit; a number without one is in the base unit.
+def bytes_in(given: str) -> int:
+    """Return the bytes of a size.
 
     Args:
-        given: Text such as "80GiB".
-        units: Factor of each unit: `BYTES`, `SECONDS` or `BYTES_A_SECOND`.
-        name: Name of the quantity, for error messages.
+        given: A number with a unit, such as "80GiB" or "1.5 GB"; without one, of bytes.
 
     Raises:
-        InvalidArgumentError: The number is not above 0, or the unit is unknown.
+        InvalidArgumentError: It is no number above 0, or its unit is unknown.
 
     Example:
-        >>> quantity("20us", SECONDS, "latency")
-        2e-05
+        >>> bytes_in("80GiB") == 80 * 2**30
+        True
     """
-    known = ", ".join(sorted(units, key=lambda unit: (len(unit), unit)))
-    found = re.fullmatch(r"\s*([\d.]+(?:[eE][+-]?\d+)?)\s*(\S*)\s*", given)
-    try:
-        number = float(found[1]) if found else 0.0
-    except ValueError:
-        number = 0.0
-    if found is None or not 0 < number < math.inf:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(\w*)\s*", given)
+    if found is None or float(found[1]) <= 0 or found[2] not in ("", *_SIZES):
+        known = ", ".join(_SIZES)
         raise InvalidArgumentError(
-            f"{name} must be a number above 0 with a unit of {known}, got {given!r}"
+            f"a size must be a number above 0 with a unit of {known}, got {given!r}"
         )
-    if found[2] and found[2] not in units:
-        raise InvalidArgumentError(
-            f"{name} {given!r} has the unknown unit {found[2]!r}: it may be {known}"
-        )
-    return number * units.get(found[2], 1.0)
+    return int(float(found[1]) * _SIZES.get(found[2], 1.0))
 
 
 def in_bytes(size: float) -> str:

@@ -1,6 +1,6 @@
 """Describe a model by running it on hollow tensors: without its memory and without ranks."""
 
 from .describe import describe, usual_cuts
-from .named import experts_of, named
+from .named import model_named
 
-__all__ = ["describe", "experts_of", "named", "usual_cuts"]
+__all__ = ["describe", "model_named", "usual_cuts"]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 
 import torch
+import torch.distributed as c10d
 from torch import Tensor, nn
 
 from ...compose import parallelize, shard_global_batch, train_step
@@ -23,18 +23,21 @@ from ...compose.forward import terms_of
 from ...compose.own_loss import LossFunction
 from ...dist.errors import InvalidArgumentError, ScaletorchError
 from ...parallel.context_parallel.building import expect_attention
-from ...parallel.pg_manager import Grid, ProcessGroupManager
+from ...parallel.pg_manager import (
+    Grid,
+    ProcessGroupManager,
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 from ...parallel.pipeline_parallel import Split, meta_parameters
 from ..description import Behaviour, Block, Cut, Description, Kernels, Parameter
 from .blocks import block_of, blocks_of, fill, inner, thin_out
 from .hollow import Hollow
 from .kernels import kernels_of
 from .meter import Meter, behaviour
-from .world import pretended
 
-MOST = 8  # largest size of tp and of cp that is tried by default
+MOST = 8  # largest size of tp, cp and ep that is tried by default
 ROWS = (2, 3)  # two row counts determine an affine function of rows
-OURS = ("torch", "scaletorch", "contextlib")  # packages that are not the model's own code
 REPLICAS = 2  # replicas of sharded parameters, so that no two axes have the same groups
 Batch = Mapping[str, Tensor]
 
@@ -51,7 +54,7 @@ def describe(
     sequence_dims: RowDims | None = None,
     loss_fn: LossFunction | None = None,
     name: str = "",
-    kernels: Kernels = "cpu",
+    kernels: Kernels = "cuda",
 ) -> Description:
     """Describe a model for planning, without computing and without allocating its memory.
 
@@ -77,14 +80,15 @@ def describe(
         InvalidArgumentError: The model needs data to be built, has no list of layers, or cannot run
             in one process. Cuts that it cannot have go to `Description.refused` instead.
     """
-    model = _built(build)
+    model = built(build)
     blocks, chosen = blocks_of(model, split)
     known: dict[Cut, tuple[Behaviour, ...]] = {}
     refused: dict[Cut, str] = {}
-    given = batch or _tokens(length)
     dims = {"row_dims": row_dims, "sequence_dims": sequence_dims}
-    made = partial(_built, build)
-    job = _Job(made, model, blocks, chosen, given, plan, split, dims, loss_fn, kernels)
+    job = _Job(
+        partial(built, build), model, blocks, chosen, batch or partial(_tokens, length), plan,
+        split, dims, loss_fn, kernels,
+    )  # fmt: skip
     for cut in dict.fromkeys((Cut(), *(usual_cuts(8) if cuts is None else cuts))):
         try:
             # Torch's settings set new context variables at each call and never remove them.
@@ -93,10 +97,10 @@ def describe(
             if cut == Cut():
                 raise
             refused[cut] = str(error).partition("\n")[0]
-    first = next(p for p in model.parameters())
+    first = next(model.parameters())
     return Description(
         name or type(model).__name__, length, str(first.dtype).removeprefix("torch."), blocks,
-        known, refused, _tied(model, blocks), f"torch {torch.__version__}", kernels=kernels,
+        known, refused, _tied(model, blocks), f"torch {torch.__version__}",
     )  # fmt: skip
 
 
@@ -105,8 +109,8 @@ def usual_cuts(
     *,
     tp: Sequence[int] | None = None,
     cp: Sequence[int] | None = None,
-    ep: Sequence[int] = (1,),
-    sequence_parallel: Sequence[bool] = (False, True),
+    ep: Sequence[int] | None = None,
+    experts: int = 1,
     methods: Sequence[str] = ("ring",),
     selective: Sequence[bool] = (False,),
 ) -> list[Cut]:
@@ -116,16 +120,17 @@ def usual_cuts(
         ranks: Largest number of ranks.
         tp: Sizes; None for all up to 8 that divide the ranks.
         cp: Sizes; None as for tp.
-        ep: Sizes.
-        sequence_parallel: Values to combine.
+        ep: Sizes; None for those up to 8 that divide the ranks and the experts.
+        experts: Number of experts in a layer.
         methods: Attention methods of context parallelism.
         selective: Values of selective recomputation to combine.
     """
     sizes = [size for size in range(1, min(ranks, MOST) + 1) if ranks % size == 0]
-    every = product(tp or sizes, cp or sizes, ep, sequence_parallel, methods, selective)
+    shared = [size for size in sizes if experts % size == 0]
+    every = product(tp or sizes, cp or sizes, ep or shared, (False, True), methods, selective)
     found = (
-        Cut(tp, cp, ep, shares and tp > 1, method if cp > 1 else "", again)
-        for tp, cp, ep, shares, method, again in every
+        Cut(tp, cp, ep, sequence and tp > 1, method if cp > 1 else "", again)
+        for tp, cp, ep, sequence, method, again in every
         if tp * cp <= ranks and ep <= ranks
     )
     return list(dict.fromkeys(found))
@@ -143,7 +148,7 @@ class _Job:
     model: nn.Module
     blocks: Sequence[Block]
     chosen: Mapping[int, str]
-    batch: Callable[[int], Mapping[str, Tensor]]
+    batch: Callable[[int], Batch]
     plan: Mapping[str, Any] | None
     split: Split | None
     dims: Mapping[str, Any]
@@ -154,23 +159,34 @@ class _Job:
         """Return the behaviour of each kind in a cut.
 
         Raises:
-            ScaletorchError: The model cannot have this cut.
+            ScaletorchError: The model cannot have this cut, or its own code fails.
         """
         pair = []
-        with _own_code(cut), pretended(_grid(cut)) as manager:
-            for rows in ROWS:
-                seen, model = self._run(cut, manager, rows)
-                pair.append(seen)
-            parameters = self._parameters(model)
+        try:
+            with _simulated(_grid(cut)) as manager:
+                for rows in ROWS:
+                    meter, model = self._run(cut, manager, rows)
+                    pair.append(meter)
+                parameters = self._parameters(model)
+        except ScaletorchError:
+            raise
+        except Exception as error:  # raised by the model's own code
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if cut != Cut():
+                raise InvalidArgumentError(f"with {cut} its code fails: {why}") from error
+            raise InvalidArgumentError(
+                f"the model cannot run on the batch: {why}; a model that takes something else "
+                "than input_ids and labels needs a batch of its own (--batch)"
+            ) from error
         kinds = range(self.blocks[-1].kind + 1)
         return tuple(behaviour(kind, ROWS, pair, parameters[kind]) for kind in kinds)
 
     def _run(self, cut: Cut, manager: ProcessGroupManager, rows: int) -> tuple[Meter, nn.Module]:
         model = self.build()
-        like = thin_out(model, self.blocks, self.chosen)
+        latest = thin_out(model, self.blocks, self.chosen)
         axes = {"tp": manager.tp_group, "cp": manager.cp_group, "ep": manager.ep_group}
-        seen = Meter(axes, self.blocks[-1].kind, selective=cut.selective)
-        hollow = Hollow(seen)
+        meter = Meter(axes, self.blocks[-1].kind, selective=cut.selective)
+        hollow = Hollow(meter)
         fill(model, hollow.make)
         with hollow, kernels_of(self.kernels):
             parallel = parallelize(
@@ -182,11 +198,11 @@ class _Job:
             expect_attention(model, False)
             terms_of(parallel).seen = 2
             batch = self.batch(rows * manager.dp_size)
-            watched = seen.watch(model, self.chosen, like)
+            watched = meter.watch(model, self.chosen, latest)
             with parallel.no_sync(), watched:
-                parts = shard_global_batch(batch, 1, manager, model=parallel, **self.dims)
-                train_step(parallel, parts, manager, **self._loss())
-        return seen, model
+                shares = shard_global_batch(batch, 1, manager, model=parallel, **self.dims)
+                train_step(parallel, shares, manager, **self._loss())
+        return meter, model
 
     def _loss(self) -> dict[str, Any]:
         """Return the loss arguments of `train_step`; 1 replaces the hollow token count."""
@@ -210,16 +226,21 @@ class _Job:
         return found
 
 
-def _built(build: Callable[[], nn.Module]) -> nn.Module:
+def built(build: Callable[[], nn.Module]) -> nn.Module:
+    """Return the model that a function builds, with its parameters on the meta device.
+
+    Raises:
+        InvalidArgumentError: The function fails, or returns something else.
+    """
     try:
         with meta_parameters():
             model = build()
     except ScaletorchError:
         raise
     except Exception as error:  # raised by the caller's code
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise InvalidArgumentError(
-            "the model cannot be built without data: its parameters are on the meta device while "
-            f"it is described ({type(error).__name__}: {str(error).partition(chr(10))[0]}); give a "
+            f"the model cannot be built on the meta device, where it is described: {why}; give a "
             "function that makes the module, loads nothing and moves it nowhere"
         ) from error
     if not isinstance(model, nn.Module):
@@ -229,12 +250,9 @@ def _built(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def _tokens(length: int) -> Callable[[int], Batch]:
-    def batch(rows: int) -> Batch:
-        ids = torch.zeros(rows, length, dtype=torch.long)
-        return {"input_ids": ids, "labels": ids}
-
-    return batch
+def _tokens(length: int, rows: int) -> Batch:
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
 
 
 def _tied(model: nn.Module, blocks: Sequence[Block]) -> tuple[tuple[str, ...], ...]:
@@ -254,38 +272,26 @@ def _grid(cut: Cut) -> Grid:
 
 
 @contextmanager
-def _own_code(cut: Cut) -> Iterator[None]:
-    """Turn an error of the model's own code into one that names the cut, the line and the remedy.
-
-    Args:
-        cut: The cut in which the model runs; `Cut()` is the whole model.
+def _simulated(grid: Grid) -> Iterator[ProcessGroupManager]:
+    """Become rank 0 of a grid of simulated ranks: collectives return at once.
 
     Raises:
-        InvalidArgumentError: On any error that is not one of this library's.
+        InvalidArgumentError: This process has a process group.
     """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if c10d.is_initialized():
+        raise InvalidArgumentError(
+            "a model is described before init_dist, in a process without a process group: "
+            "describe it first, or in a process of its own"
+        )
+    excepthook = sys.excepthook  # torch wraps it each time a process group is created
+    c10d.init_process_group("fake", rank=0, world_size=grid.world_size, store=FakeStore())
     try:
-        yield
-    except ScaletorchError:
-        raise
-    except Exception as error:
-        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}{_place(error)}"
-        if cut == Cut():
-            raise InvalidArgumentError(
-                f"the model cannot run on the batch: {what}; a model that takes something else "
-                "than input_ids and labels needs a batch of its own (--batch)"
-            ) from error
-        sizes = [
-            f"{axis} {size}" for axis in ("tp", "cp", "ep") if (size := getattr(cut, axis)) > 1
-        ]
-        raise InvalidArgumentError(f"with {', '.join(sizes)} its code fails: {what}") from error
-
-
-def _place(error: Exception) -> str:
-    """Return the last line of the model's code in the traceback, or ""."""
-    frames = [
-        (frame.f_code.co_filename, line)
-        for frame, line in walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in OURS
-    ]
-    entered = frames[1:] if frames and frames[0][0].endswith("runpy>") else frames
-    return f" ({Path(entered[-1][0]).name}:{entered[-1][1]})" if entered else ""
+        sizes = {f"{axis}_size": getattr(grid, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
+        yield setup_process_group_manager(**sizes)
+    finally:
+        sys.excepthook = excepthook
+        destroy_process_group_manager()
+        if c10d.is_initialized():
+            c10d.destroy_process_group()
