@@ -60,13 +60,12 @@ SENTENCES = {
     "zeros here and there": (
         1,
         of_rank(2, lambda x: filled(x, 0, [0, 3], [1, 2], [3, 9])),
-        "rank 2 has all zeros at 2 of 192 elements "
-        "(columns 3 and 9 of positions 9 and 10 of rows 0 and 3)",
+        "rank 2 has all zeros at columns 3 and 9 of positions 9 and 10 of rows 0 and 3",
     ),
     "not a number": (
         1,
         of_rank(2, lambda x: filled(x, math.nan, 0, 1)),
-        "rank 2 has NaN at position 9 of row 0",
+        "rank 2 has NaN or infinity at position 9 of row 0, unlike the reference",
     ),
     "twice": (None, lambda r, x, i: 2 * x, "every rank has 2 times the right values"),
     "a half": (None, lambda r, x, i: x / 2, "every rank has 1/2 of the right values"),
@@ -102,7 +101,7 @@ SENTENCES = {
     "the shard of another rank": (
         1,
         of_rank(1, lambda x: WHOLE[:, :4]),
-        "rank 1 has positions that belong elsewhere: at 4-7 is what 0-3 should have",
+        "rank 1 has positions from elsewhere: at 4-7 is what 0-3 should have",
     ),
     "shifted": (
         None,
@@ -119,14 +118,14 @@ SENTENCES = {
     "one slice for all": (
         1,
         of_rank(1, lambda x: x[:, :1].expand_as(x)),
-        "rank 1 has positions that belong elsewhere: "
+        "rank 1 has positions from elsewhere: "
         "at 5 is what 4 should have, at 6 what 4 should have, at 7 what 4 should have",
     ),
     "few elements": (
         1,
         of_rank(3, lambda x: filled(x, torch.tensor([7.0, 8.0]).double(), [0, 3], [1, 2], [3, 9])),
-        "rank 3 has values that differ at 2 of 192 elements "
-        "(columns 3 and 9 of positions 13 and 14 of rows 0 and 3), by ",
+        "rank 3 has values that differ at columns 3 and 9 of positions 13 and 14 of rows 0 and 3, "
+        "by ",
     ),
 }
 
@@ -144,7 +143,7 @@ def test_two_faults_are_two_sentences_and_nan_comes_first():
         return (2 * x, 2 * x, filled(x.clone(), math.nan, 0), 0 * x)[rank]
 
     assert explain(pieces(WHOLE, 1, 4, change), WHOLE, 1e-9, axes=AXES) == [
-        "rank 2 has NaN at positions 8-11 of row 0",
+        "rank 2 has NaN or infinity at positions 8-11 of row 0, unlike the reference",
         "ranks 0 and 1 have 2 times the right values",
         "rank 3 has all zeros at positions 12-15",
     ]
@@ -164,13 +163,11 @@ def test_micro_batches_are_named():
     zeros = {
         "every rank (micro-batch 1) has all zeros": lambda r, m: m == 1,
         "rank 1 (micro-batch 0) has all zeros at rows 0 and 1": lambda r, m: (r, m) == (1, 0),
-        "every rank (not in all micro-batches) has all zeros": lambda r, m: r == m,
     }
     for sentence, there in zeros.items():
         assert explained(lambda r, m, x, there=there: 0 * x if there(r, m) else x) == sentence
     assert explained(lambda r, m, x: WHOLE[:2] if m else x) == (
-        "every rank (micro-batch 1) has rows that belong elsewhere: "
-        "at 2 and 3 is what 0 and 1 should have"
+        "every rank (micro-batch 1) has rows from elsewhere: at 2 and 3 is what 0 and 1 should have"
     )
 
 
@@ -215,9 +212,7 @@ def test_replicas_are_compared_each():
 def test_numbers_alone():
     number = torch.tensor(3.0)
     said = explain([Piece(0, 0, number / 2, ())], number, 1e-6)
-    assert said == [
-        "rank 0 has values that differ, by 0.5 of their size; most at rank 0 (1.5, right: 3)"
-    ]
+    assert said == ["rank 0 has values that differ, by 0.5 of their size"]
 
 
 def test_zeros_that_are_right():
@@ -229,8 +224,8 @@ def test_zeros_that_are_right():
         return explain(held, whole, 1e-9, axes=AXES[1:])[0]
 
     assert said(WHOLE[0] * second).startswith("rank 0 has values that differ")
-    assert re.fullmatch(r"rank 0 has values that differ; most at .*, right: -?0\)", said(WHOLE[0]))
-    assert said(torch.where(first, math.inf, 0.0).double()).startswith("rank 0 has infinity")
+    assert said(WHOLE[0]).startswith("rank 0 has values that differ")
+    assert said(torch.where(first, math.inf, 0.0).double()).startswith("rank 0 has NaN or infinity")
 
 
 def rough(tensor, size, dtype, seed):
@@ -288,7 +283,9 @@ def numbered(name, first, count, size):
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
-    st.sampled_from([("all zeros", 0.0), ("NaN", math.nan), ("3 times the right values", 3.0)]),
+    st.sampled_from(
+        [("all zeros", 0.0), ("NaN or infinity", math.nan), ("3 times the right values", 3.0)]
+    ),
     st.sampled_from(
         [torch.float64, torch.float32]
     ),  # a small corner passes for bfloat16's rounding
@@ -315,7 +312,8 @@ def test_where_it_was_planted_is_said(kind, dtype, box, noise, seed):
         for name, first, (_, count), size in zip(AXES, starts, box, whole.shape, strict=True)
     ]
     place = " of ".join(filter(None, reversed(named)))
-    assert said == [f"rank 1 has {words} at {place}"]
+    unlike = ", unlike the reference" * math.isnan(factor)
+    assert said == [f"rank 1 has {words} at {place}{unlike}"]
 
 
 shapes = st.lists(st.integers(0, 3), max_size=3)

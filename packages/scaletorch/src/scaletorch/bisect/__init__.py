@@ -1,12 +1,12 @@
 """Search for the first tensor that differs between two runs."""
 
-from .between import bisect
 from .compare import compare
 from .comparing.judge import Judged
 from .keys import Key
+from .locate import bisect
 from .recording.described import Axis, Description
 from .recording.ours import describe_grid
-from .recording.tape import Tape, record, trainer_callback
+from .recording.tape import Tape, record
 from .report import Found, Report
 
 __all__ = [
@@ -21,5 +21,4 @@ __all__ = [
     "compare",
     "describe_grid",
     "record",
-    "trainer_callback",
 ]

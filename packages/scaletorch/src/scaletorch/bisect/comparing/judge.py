@@ -32,7 +32,6 @@ class Judged:
         error: The largest relative difference of a rank's shard, in the 2-norm.
         bound: The largest error that rounding explains.
         wrong: (rank, micro-batch) of the shards beyond the bound.
-        derived: Whether several places fitted the shards, so that values decided.
         why: Why it could not be compared, or why it is wrong without a comparison.
     """
 
@@ -41,7 +40,6 @@ class Judged:
     error: float = 0.0
     bound: float = 0.0
     wrong: list[tuple[int, int]] = field(default_factory=list)
-    derived: bool = False
     why: str = ""
 
 
@@ -72,14 +70,12 @@ class Met:
         whole: The full tensor of the reference.
         ways: The sharding of its dims.
         errors: The error of each piece, see `Judged.error`.
-        derived: As in `Judged`.
     """
 
     pieces: list[Piece]
     whole: Tensor
     ways: tuple[Way, ...]
     errors: list[float]
-    derived: bool
 
     @property
     def error(self) -> float:
@@ -158,8 +154,7 @@ def meet(
         weighed: Whether they are gradients of each rank's own loss, see `Description.weight`.
     """
     best: Met | None = None
-    tried = 0
-    for tried, way in enumerate(ways([*theirs, *ours])):
+    for way in ways([*theirs, *ours]):
         whole = assemble(
             pieces_of(theirs, way, weighed=weighed), way, sums=any(h.line.sums for h in theirs)
         )
@@ -168,7 +163,7 @@ def meet(
             errors = [_error(assemble(pieces, way, sums=True), whole, whole, typical)]
         else:
             errors = [_error(p.tensor, part_of(whole, p), whole, typical) for p in pieces]
-        met = Met(pieces, whole, way, errors, tried > 0)
+        met = Met(pieces, whole, way, errors)
         if best is None or met.error < best.error:
             best = met
         if met.error <= NEAR:
@@ -206,7 +201,7 @@ def _judge(
     if key.kind == GRADIENT and (none := _without(key, run)):
         wrong += [(rank, 0) for rank in none]
         why = f"ranks {none} have the parameter and no gradient of it"
-        return Judged(key, BAD, INFINITE, limit, wrong, met.derived, why)
+        return Judged(key, BAD, INFINITE, limit, wrong, why)
     if (
         wrong
         and key.kind == BACKWARD
@@ -217,7 +212,7 @@ def _judge(
     if wrong and not limit and key.kind == FORWARD and measured.chooses:
         return Judged(key, UNSEEN, why="whole numbers, and rounding alone chose others")
     state = GOOD if met.error <= limit else BAD
-    return Judged(key, state, met.error, limit, wrong, met.derived)
+    return Judged(key, state, met.error, limit, wrong)
 
 
 def _without(key: Key, run: Run) -> list[int]:

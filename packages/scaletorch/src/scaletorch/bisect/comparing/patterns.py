@@ -1,24 +1,23 @@
-"""Explanations of a wrong tensor: a wrong factor, slices in other places, or a missing sum."""
+"""Explanations of a wrong tensor: a wrong factor, a missing sum, or slices in wrong places."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from ...compose.naming import RUNS, listed, ranges
-from .parts import (
+from ...compose.naming import RUNS, ranges
+from .places import Piece
+from .wrong_shards import (
     HUGE,
-    MOST,
+    UNEXPLAINED,
     Case,
-    Finding,
-    Part,
-    beside,
+    Shard,
     box_of,
     has,
     norm,
@@ -26,13 +25,11 @@ from .parts import (
     pick,
     plain,
     plural,
+    ranks_of,
+    shard_of,
     slices,
-    some,
-    told,
     where,
-    who,
 )
-from .places import Piece
 
 SENTENCES = 3
 FINEST = 1e-14  # smallest bound: float64 itself rounds
@@ -43,11 +40,19 @@ LARGEST = 2**20  # largest number of pairs of slices to compare
 WIDTH = 16  # size of the random projection of slices, to find the nearest one
 SHOWN = 3  # ranges of a new order to name in a sentence
 BATCHES = "micro-batches"
-ODD = {
-    "NaN": torch.isnan,
-    "infinity": torch.isinf,
-    "finite values, where the right ones are not,": torch.isfinite,
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A guess that holds.
+
+    Attributes:
+        covers: Indices in `Case.wrong` of the pieces that it explains.
+        sentence: The guess in words.
+    """
+
+    covers: frozenset[int]
+    sentence: str
 
 
 def explain(
@@ -79,12 +84,16 @@ def explain(
     scale = scale if scale is not None and 0 < scale < HUGE else norm(finite)
     case = Case((), (), finite, bound, scale, axes, groups or {})
     # If no piece is beyond the bound, only their sum was: then look for pieces beyond half of it.
-    for each in (case, replace(case, bound=bound / 2)):
-        parts = [beside(piece, each, right) for piece in pieces]
-        if any(bool(p.mask.any() or p.odd.any()) for p in parts):
+    for tried in (case, replace(case, bound=bound / 2)):
+        shards = [shard_of(piece, tried, right) for piece in pieces]
+        if any(bool(shard.mask.any() or shard.odd.any()) for shard in shards):
             break
-    case = replace(case, parts=parts, wrong=[p for p in parts if bool(p.mask.any())])
-    return [*_not_finite(case), *_guessed(case)][:SENTENCES]
+    case = replace(case, shards=shards, wrong=[s for s in shards if bool(s.mask.any())])
+    sentences = []
+    if odd := [shard for shard in shards if bool(shard.odd.any())]:
+        place = where(case, odd, [shard.odd for shard in odd])
+        sentences.append(f"{has(ranks_of(case, odd))} NaN or infinity{place}, unlike the reference")
+    return [*sentences, *_guessed(case)][:SENTENCES]
 
 
 def _guessed(case: Case) -> Iterator[str]:
@@ -92,85 +101,56 @@ def _guessed(case: Case) -> Iterator[str]:
     left = set(range(len(case.wrong)))
     found = [finding for guess in GUESSES if left for finding in guess(case)]
     while left:
-        best = max(found, key=lambda each: len(each.covers & left), default=None)
+        best = max(found, key=lambda finding: len(finding.covers & left), default=None)
         if best is None or not best.covers & left:
-            yield _unexplained(case, [case.wrong[i] for i in sorted(left)])
+            shards = [case.wrong[i] for i in sorted(left)]
+            had, due = (torch.cat([getattr(s, n) for s in shards]) for n in ("had", "due"))
+            by = f", by {norm(had - due) / norm(due):.4g} of their size" if norm(due) else ""
+            yield f"{has(ranks_of(case, shards))} values that differ{where(case, shards)}{by}"
             return
         yield best.sentence
         left -= best.covers
 
 
-def _not_finite(case: Case) -> Iterator[str]:
-    """Yield the ranks that have NaN or infinity where the right tensor has not, or the reverse."""
-    for kind, test in ODD.items():
-        parts = [p for p in case.parts if bool((p.odd & test(p.raw)).any())]
-        if parts:
-            masks = [p.odd & test(p.raw) for p in parts]
-            yield f"{has(who(case, parts))} {kind}{where(case, parts, masks)}"
-
-
-def _unexplained(case: Case, parts: Sequence[Part]) -> str:
-    """Return a sentence with the place and size of a difference, and its largest element."""
-    had, due = torch.cat([p.had for p in parts]), torch.cat([p.due for p in parts])
-    text = f"{has(who(case, parts))} values that differ{where(case, parts)}"
-    if norm(due):
-        text += f", by {norm(had - due) / norm(due):.4g} of their size"
-    worst = max(parts, key=lambda p: float((p.had - p.due).abs().max()))
-    most = int((worst.had - worst.due).abs().argmax())
-    at = zip(worst.piece.index, worst.mask.nonzero()[most], strict=True)
-    named = "".join(f"{some(case, d, [int(index[x])])}, " for d, (index, x) in enumerate(at))
-    values = f"{float(worst.had[most]):.4g}, right: {float(worst.due[most]):.4g}"
-    return f"{text}; most at {named}{who(case, [worst])} ({values})"
-
-
 # Factors
+
+
+def _told(case: Case, what: str, test: Callable[[Shard], bool]) -> Iterator[Finding]:
+    """Yield one finding for the wrong shards that pass a test, if there are any."""
+    covers = [i for i, shard in enumerate(case.wrong) if test(shard)]
+    if covers:
+        shards = [case.wrong[i] for i in covers]
+        text = f"{has(ranks_of(case, shards))} {what}{where(case, shards)}"
+        yield Finding(frozenset(covers), text)
 
 
 def zeros(case: Case) -> Iterator[Finding]:
     """Find pieces that are all zeros."""
-    yield from told(case, "all zeros", lambda part: not bool(part.had.any()))
+    yield from _told(case, "all zeros", lambda shard: not bool(shard.had.any()))
 
 
 def scaled(case: Case) -> Iterator[Finding]:
-    """Find one factor for all elements; integers and their inverses are tried first."""
-    fits = [_factor(part) for part in case.wrong]
-    plain = [each for fit in fits for each in _plain_factors(fit)]
-    for each in list(dict.fromkeys([*plain, *fits]))[:CANDIDATES]:
-        yield from told(case, _times(each, case.bound), partial(_is_scaled, case, each))
+    """Find factors, each for all elements of a piece; integers and inverses are tried first."""
+    fits = [_factor(shard) for shard in case.wrong]
+    simple = [factor for fit in fits for factor in _simple_factors(fit)]
+    for factor in list(dict.fromkeys([*simple, *fits]))[:CANDIDATES]:
+        yield from _told(case, _times(factor, case.bound), partial(_is_scaled, case, factor))
 
 
-def each_scaled(case: Case) -> Iterator[Finding]:
-    """Find a different factor for each piece, e.g. because each was divided by its own size."""
-    fits = {i: _factor(part) for i, part in enumerate(case.wrong)}
-    covers = [i for i, fit in fits.items() if _is_scaled(case, fit, case.wrong[i])]
-    said: dict[str, list[Part]] = {}
-    for i in covers:
-        said.setdefault(f"{fits[i]:.4g}", []).append(case.wrong[i])
-    if len(said) > 1:
-        each = [f"{who(case, parts)} {factor}" for factor, parts in said.items()]
-        more = ", and so on" if len(each) > RUNS else ""
-        yield Finding(
-            frozenset(covers),
-            f"{has(who(case, [case.wrong[i] for i in covers]))} the right values times a factor of "
-            f"its own ({listed(each[:RUNS])}{more}): "
-            "a mean of means, or a norm of each part alone?",
-        )
+def _factor(shard: Shard) -> float:
+    square = float((shard.due * shard.due).sum())
+    return float((shard.had * shard.due).sum()) / square if square else 0.0
 
 
-def _factor(part: Part) -> float:
-    square = float((part.due * part.due).sum())
-    return float((part.had * part.due).sum()) / square if square else 0.0
-
-
-def _plain_factors(fit: float) -> list[float]:
+def _simple_factors(fit: float) -> list[float]:
     """Return the nearest integer and the nearest inverse of one, if they are within `NEAR`."""
     inverse = round(1 / fit) if fit else 0
     found = [float(round(fit)), 1 / inverse if inverse else 0.0]
-    return [each for each in found if each not in (0.0, 1.0) and abs(each - fit) < NEAR * abs(each)]
+    return [f for f in found if f not in (0.0, 1.0) and abs(f - fit) < NEAR * abs(f)]
 
 
-def _is_scaled(case: Case, factor: float, part: Part) -> bool:
-    return factor != 0 and case.agrees(part.had, factor * part.due, part.due, fitted=1)
+def _is_scaled(case: Case, factor: float, shard: Shard) -> bool:
+    return factor != 0 and case.agrees(shard.had, factor * shard.due, shard.due, fitted=1)
 
 
 def _times(factor: float, bound: float) -> str:
@@ -193,60 +173,59 @@ def moved(case: Case) -> Iterator[Finding]:
     """Find slices that are in the wrong places."""
     for dim in range(case.whole.ndim):
         found: dict[str, list[int]] = {}
-        for i, part in enumerate(case.wrong):
-            if (pairs := _sources(case, part, dim)) is not None:
-                at, source = pairs.tolist()
-                same = sorted(at) == sorted(source)
-                what = "in another order" if same else "that belong elsewhere"
-                said = f"{plural(case, dim)} {what}: {_runs(list(zip(at, source, strict=True)))}"
-                found.setdefault(said, []).append(i)
-        for said, covers in found.items():
-            parts = [case.wrong[i] for i in covers]
-            yield Finding(frozenset(covers), f"{has(who(case, parts))} {said}")
+        for i, shard in enumerate(case.wrong):
+            if (pairs := _sources(case, shard, dim)) is not None:
+                place, source = pairs.tolist()
+                what = "in another order" if sorted(place) == sorted(source) else "from elsewhere"
+                moves = _moves(list(zip(place, source, strict=True)))
+                found.setdefault(f"{plural(case, dim)} {what}: {moves}", []).append(i)
+        for words, covers in found.items():
+            ranks = ranks_of(case, [case.wrong[i] for i in covers])
+            yield Finding(frozenset(covers), f"{has(ranks)} {words}")
 
 
-def _sources(case: Case, part: Part, dim: int) -> Tensor | None:
+def _sources(case: Case, shard: Shard, dim: int) -> Tensor | None:
     """Return the indices of wrong slices and their right indices, [2, n], or None.
 
     Up to a third of the wrong slices may belong nowhere, e.g. after a shift over an edge.
     """
-    box = box_of(part.mask)
-    at, size = part.piece.index[dim][box[dim]], case.whole.shape[dim]
-    if len(at) * size > LARGEST:
+    box = box_of(shard.mask)
+    place, size = shard.piece.index[dim][box[dim]], case.whole.shape[dim]
+    if len(place) * size > LARGEST:
         return None
-    others = [x[here] for x, here in zip(part.piece.index, box, strict=True)]
-    others[dim] = torch.arange(size)
-    have, want = (slices(pick(each, box), dim) for each in (part.have, part.want))
-    pool = slices(pick(case.whole, others), dim)
-    nearest = _nearest(have, pool, at)
+    index = [whole[local] for whole, local in zip(shard.piece.index, box, strict=True)]
+    index[dim] = torch.arange(size)
+    have, want = (slices(pick(tensor, box), dim) for tensor in (shard.have, shard.want))
+    pool = slices(pick(case.whole, index), dim)
+    nearest = _nearest(have, pool, place)
     guess = pool[nearest]
-    fits = (have - guess).norm(dim=1) <= MOST * (have - want).norm(dim=1)
-    enough, ways = 3 * int(fits.sum()) >= 2 * len(at), len(at) * math.log(size)
-    if enough and case.agrees(have[fits], guess[fits], want[fits], ways=ways):
-        return torch.stack((at, nearest))[:, fits]
+    fits = (have - guess).norm(dim=1) <= UNEXPLAINED * (have - want).norm(dim=1)
+    enough, choices = 3 * int(fits.sum()) >= 2 * len(place), len(place) * math.log(size)
+    if enough and case.agrees(have[fits], guess[fits], want[fits], choices=choices):
+        return torch.stack((place, nearest))[:, fits]
     return None
 
 
-def _nearest(have: Tensor, pool: Tensor, at: Tensor) -> Tensor:
+def _nearest(have: Tensor, pool: Tensor, place: Tensor) -> Tensor:
     """Return, for each slice of [n, elements], the nearest slice of a pool, except at its place."""
     if have.shape[1] > WIDTH:
         generator = torch.Generator().manual_seed(0)
         sketch = torch.randn(have.shape[1], WIDTH, generator=generator, dtype=have.dtype)
         have, pool = have @ sketch, pool @ sketch
     mode = "donot_use_mm_for_euclid_dist"  # matmul would lose digits by cancellation
-    apart = torch.cdist(have, pool, compute_mode=mode)
-    apart[torch.arange(len(at)), at] = torch.inf  # known to be wrong at its own place
-    return apart.argmin(1)
+    distance = torch.cdist(have, pool, compute_mode=mode)
+    distance[torch.arange(len(place)), place] = torch.inf  # known to be wrong at its own place
+    return distance.argmin(1)
 
 
-def _runs(pairs: list[tuple[int, int]]) -> str:
+def _moves(pairs: list[tuple[int, int]]) -> str:
     """Return text such as 'at 0-3 is what 4-7 should have, at 4-7 what 0-3 should have'."""
-    said: list[str] = []
+    texts: list[str] = []
     for _, run in groupby(pairs, key=lambda pair: pair[0] - pair[1]):
-        here, there = zip(*run, strict=True)
-        verb = "" if said else " is"
-        said.append(f"at {ranges(here)}{verb} what {ranges(there)} should have")
-    return ", ".join(said[:SHOWN]) + (" ..." if len(said) > SHOWN else "")
+        places, sources = zip(*run, strict=True)
+        verb = "" if texts else " is"
+        texts.append(f"at {ranges(places)}{verb} what {ranges(sources)} should have")
+    return ", ".join(texts[:SHOWN]) + (" ..." if len(texts) > SHOWN else "")
 
 
 # Missing sums
@@ -257,48 +236,44 @@ def sums(case: Case) -> Iterator[Finding]:
     for over, clusters in _clusters(case):
         found: dict[str, list[list[int]]] = {}
         for cluster in clusters:
-            parts = [case.wrong[i] for i in cluster]
-            total = torch.stack([p.have for p in parts]).sum(0)
+            shards = [case.wrong[i] for i in cluster]
+            total = torch.stack([shard.have for shard in shards]).sum(0)
             guesses = {
                 "parts that add up to the right one: a sum": total,
-                "parts whose mean is the right one: a mean": total / len(parts),
+                "parts whose mean is the right one: a mean": total / len(shards),
             }
-            for said, guess in guesses.items():
-                if all(case.agrees(guess, p.want, p.have) for p in parts):
-                    found.setdefault(said, []).append(cluster)
+            for words, guess in guesses.items():
+                if all(case.agrees(guess, shard.want, shard.have) for shard in shards):
+                    found.setdefault(words, []).append(cluster)
                     break
-        for said, right in found.items():
+        for words, right in found.items():
             covers = frozenset(i for cluster in right for i in cluster)
-            yield Finding(covers, f"{_owners(case, right, over)} {said} over {over} is missing")
+            yield Finding(covers, f"{_owners(case, right, over)} {words} over {over} is missing")
 
 
 def _clusters(case: Case) -> Iterator[tuple[str, list[list[int]]]]:
     """Yield, for each axis, the lists of wrong pieces that a sum over it would add."""
-    for name, groups in _axes(case).items():
-        found: dict[object, list[int]] = {}
-        for i, part in enumerate(case.wrong):
-            group = next((at for at, g in enumerate(groups) if part.piece.rank in g), None)
-            batch = None if name == BATCHES else part.piece.micro_batch
-            if group is not None:
-                found.setdefault((part.place, batch, group), []).append(i)
-        yield name, [cluster for cluster in found.values() if len(cluster) > 1]
-
-
-def _axes(case: Case) -> dict[str, list[set[int]]]:
-    """Return the groups of each axis, one of all ranks, and one of each rank for micro-batches."""
     axes = {n: [set(g) for g in gs] for n, gs in case.groups.items() if any(len(g) > 1 for g in gs)}
-    ranks = {p.piece.rank for p in case.parts}
-    if [ranks] not in axes.values():
-        axes["all ranks"] = [ranks]
-    return axes | {BATCHES: [{rank} for rank in ranks]}
+    everyone = {shard.piece.rank for shard in case.shards}
+    if [everyone] not in axes.values():
+        axes["all ranks"] = [everyone]
+    for name, groups in (axes | {BATCHES: [{rank} for rank in everyone]}).items():
+        found: dict[object, list[int]] = {}
+        for i, piece in enumerate(shard.piece for shard in case.wrong):
+            group = next((n for n, ranks in enumerate(groups) if piece.rank in ranks), None)
+            if group is not None:
+                place = tuple(tuple(index.tolist()) for index in piece.index)
+                batch = None if name == BATCHES else piece.micro_batch
+                found.setdefault((place, batch, group), []).append(i)
+        yield name, [cluster for cluster in found.values() if len(cluster) > 1]
 
 
 def _owners(case: Case, clusters: Sequence[Sequence[int]], over: str) -> str:
     """Return text such as 'ranks 0 and 1 (tp) have', or the ranks of several groups."""
     ranks = [[case.wrong[i].piece.rank for i in cluster] for cluster in clusters]
     if over == BATCHES:
-        ranks = [[rank for each in ranks for rank in each]]
-    groups = list(dict.fromkeys(numbered("rank", each) for each in ranks))
+        ranks = [[rank for group in ranks for rank in group]]
+    groups = list(dict.fromkeys(numbered("rank", group) for group in ranks))
     more = "; and so on" if len(groups) > RUNS else ""
     return has(f"{'; '.join(groups[:RUNS])}{more} ({over})")
 
@@ -306,6 +281,4 @@ def _owners(case: Case, clusters: Sequence[Sequence[int]], over: str) -> str:
 # If two guesses explain the same number of pieces, the first of this list is chosen: it leaves less
 # to chance, or says more. A mean in place of a sum is 1/n of the right values, and n of them also
 # add up to these. Pieces that add up may be zeros if another rank's are not (a sharded embedding).
-GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (
-    scaled, each_scaled, sums, zeros, moved,
-)  # fmt: skip
+GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (scaled, sums, zeros, moved)

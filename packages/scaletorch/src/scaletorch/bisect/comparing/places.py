@@ -51,11 +51,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The sharding of a tensor's dim: along an axis, in blocks of `unit`; `total` blocks in all."""
+    """The sharding of a tensor's dim: along an axis of length `total`."""
 
     name: str
     total: int
-    unit: int = 1
 
 
 def ways(held: Sequence[Held]) -> list[tuple[Way, ...]]:
@@ -111,7 +110,7 @@ def _index(held: Held, dim: int, way: Way) -> Tensor:
     if not known:
         return torch.arange(way.total)
     if len(parts) == 1:
-        return known[0][1] if way.unit == 1 else known[0][1][:: way.unit] // way.unit
+        return known[0][1]
     rest = way.total // known[0][0]  # length of the other axis, if only one is described
     (_, rows), (length, inner) = (part or (rest, torch.arange(rest)) for part in parts)
     # Row-major index of (row, position). Padding positions get an index from `total` on.
@@ -164,37 +163,16 @@ def _named(held: Sequence[Held], dim: int) -> Iterator[Way]:
     axes: dict[str, int] = {}
     for each in held:
         axes |= {name: total for name, (total, _) in each.recording.header["axes"].items()}
-    for name, total in axes.items():
-        if not name.startswith(_COLUMNS):
-            yield Way(name, total)
+    yield from (Way(name, total) for name, total in axes.items() if not name.startswith(_COLUMNS))
     for pair in _PAIRS:
         if all(name in axes for name in pair):
             yield Way(" x ".join(pair), axes[pair[0]] * axes[pair[1]])
+    yield from (Way(name, total) for name, total in axes.items() if name.startswith(_COLUMNS))
     largest = max(each.line.shape[dim] for each in held)
-    for name, total in axes.items():
-        if name.startswith(_COLUMNS):
-            for unit in _units(held, name, total, largest):
-                yield Way(name, total // unit, unit)
     yield Way(WHOLE, largest)
     if largest > 1 and any(each.line.shape[dim] == 1 for each in held):
         yield Way(ALIKE, 1)
     yield from (Way(name, largest) for name in (INNER, OUTER))
-
-
-def _units(held: Sequence[Held], name: str, total: int, largest: int) -> Iterator[int]:
-    """Yield the block sizes in which an axis may be sharded along a dim, such as the head size."""
-    if largest and total % largest == 0:
-        unit = total // largest
-        parts = [part[1] for each in held if (part := _part(each, name)) is not None]
-        if all(len(part) % unit == 0 and _aligned(part, unit) for part in parts):
-            yield unit
-
-
-def _aligned(indices: Tensor, unit: int) -> bool:
-    blocks = indices.view(-1, unit)
-    return bool(
-        (blocks == blocks[:, :1] + torch.arange(unit)).all() and (blocks[:, 0] % unit == 0).all()
-    )
 
 
 def _given(held: Held, dim: int) -> list[Any] | None:

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from ...compose.forward import rehearses
 from ...dist import get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError
 from ...verify.precision import model_precision
@@ -44,9 +49,7 @@ from .described import (
     tensors_of,
 )
 from .folder import Line, Writer, first_name
-from .hooks import backward_to, calls_to, follow_gradient, followed
 from .lineage import Lineage, Use
-from .stages import Stages, stages_of
 
 
 class Tape:
@@ -69,7 +72,6 @@ class Tape:
         self._done: set[str] = set()
         self._followed: set[tuple[Any, int]] = set()
         self._uses = Counter[int]({-1: 2})  # of each tensor's line; -1, for parameters, always > 1
-        self._losses: list[tuple[Tensor, list[int]]] = []  # roots of backward, with their parents
         if model is not None:
             self._know(model)
 
@@ -133,19 +135,6 @@ class Tape:
         """Record all weights as they are now; called at the end if an optimizer made a step."""
         if self._model is not None and WEIGHT not in self._done:
             self.put_all(WEIGHT, dict(self._model.named_parameters(remove_duplicate=False)))
-
-    def backwarded(self, loss: Tensor) -> None:
-        """Add a loss to those of this rank, see `hooks.backward_to`."""
-        parents = [*(use.of for use in self._lineage.parents(loss)[0]), *self._unlinked[0]]
-        self._losses.append((loss.detach().clone(), parents))
-
-    def own_loss(self) -> bool:
-        """Record this rank's loss, unless the program has put one; return True if recorded."""
-        losses, parents = zip(*self._losses, strict=True) if self._losses else ((), ())
-        if own := bool(losses) and LOSS not in self._done:
-            line = Line(LOSS, "", "", 0, "", [], parents=sorted({p for e in parents for p in e}))
-            self._add(line, sum(losses[1:], losses[0]))
-        return own
 
     def tied(self) -> dict[str, str]:
         """Return other name -> first name, for parameters that have several names."""
@@ -218,7 +207,7 @@ class Tape:
                 line.parents = list(dict.fromkeys([*line.parents, *unlinked]))
             number = self._add(line, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                follow_gradient(tensor, partial(self._came, number))
+                _follow_gradient(tensor, partial(self._came, number))
         self._lineage.note(tensor, number)
         return number
 
@@ -297,9 +286,69 @@ def _unlinked(seen: Iterable[tuple[Tensor, int]]) -> list[int]:
 
 
 @contextmanager
+def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
+    """Replace every call of a module by `called(original, module, *args, **kwargs)`."""
+    kind: Any = nn.Module
+    original = kind.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Compiled code is one unit, and a rehearsal is not part of the training.
+        if torch.compiler.is_compiling() or rehearses():
+            return original(self, *args, **kwargs)
+        return called(original, self, *args, **kwargs)
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = original
+
+
+def _follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> None:
+    """Call `came` with a tensor's gradient, by a hook on the leaf or on the node that made it."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    if node is None:
+        tensor.register_hook(came)
+    else:
+        node.register_prehook(lambda gradients: came(gradients[number]))
+
+
+@contextmanager
+def _following(tape: Tape) -> Iterator[None]:
+    """Let a `Tape` record gradients before clipping and optimizer steps, and the new weights."""
+    stepped = False
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def clipped(*args: Any, **kwargs: Any) -> Tensor:
+        tape.gradients()
+        total = clip(*args, **kwargs)
+        tape.norm(getattr(total, "full_tensor", lambda: total)())
+        return total
+
+    def before(*_: Any) -> None:
+        tape.gradients()
+
+    def after(*_: Any) -> None:
+        nonlocal stepped
+        stepped = True
+
+    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    torch.nn.utils.clip_grad_norm_ = clipped
+    try:
+        yield
+        tape.gradients()
+        if stepped:
+            tape.weights()
+    finally:
+        torch.nn.utils.clip_grad_norm_ = clip
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def record(
     folder: str | Path,
-    model: Any = None,
+    model: nn.Module | None = None,
     *,
     describe: Mapping[str, Any] | Description | None = None,
     step: int = 0,
@@ -313,8 +362,6 @@ def record(
     Args:
         folder: The same for all ranks of a run; created if missing.
         model: The module whose names are recorded, wrapped or not; None is the first one called.
-            For `torch.distributed.pipelining` pass this rank's stage, a list of its stages, or the
-            schedule that has them.
         describe: This rank's shard of the global batch, if it has not all of it: name of an axis
             -> (indices, total), such as `{"rows": (range(4, 8), 8)}`; for several micro-batches,
             a list of indices. DTensors describe themselves.
@@ -326,58 +373,23 @@ def record(
     Raises:
         InvalidArgumentError: `describe` is not a mapping of this form.
     """
-    said, model = description_of(describe), stages_of(model)
+    said = description_of(describe)
     header: dict[str, Any] = {
         "step": step, "world_size": get_world_size(), "torch": torch.__version__,
         "micro_batches": said.micro_batches, "groups": said.groups, "weight": said.weight,
         "shared": said.shared,
         "axes": {name: [axis.total, axis.parts] for name, axis in said.axes.items()},
     }  # fmt: skip
-    if isinstance(model, Stages):
-        said, header["pipeline"] = replace(said, chunk=lambda: model.running), model.ranks
     writer = Writer(Path(folder), get_rank(), header)
     try:
         with ExitStack() as stack:
             tape = Tape(writer, model, said, stack)
             stack.callback(tape._forget)
-            back = model.followed if isinstance(model, Stages) else backward_to
-            stack.enter_context(back(tape.backwarded))
-            stack.enter_context(calls_to(tape.called))
-            stack.enter_context(followed(tape))
+            stack.enter_context(_calls_to(tape.called))
+            stack.enter_context(_following(tape))
             yield tape
-            writer.header["own_loss"] = tape.own_loss()
         writer.header["tied"] = tape.tied()
     except BaseException as error:
         writer.close(f"{type(error).__name__}: {error}"[:500] or "stopped")
         raise
     writer.close()
-
-
-def trainer_callback(folder: str | Path) -> Any:
-    """Return a callback that records the first step of a `transformers.Trainer`.
-
-    It records all micro-batches of the first update, on each rank.
-
-    Args:
-        folder: The same for all ranks of a run; created if missing.
-
-    Example:
-        >>> trainer.add_callback(trainer_callback("runs/one"))
-    """
-    from transformers import TrainerCallback
-
-    class Records(TrainerCallback):  # type: ignore[misc]
-        """Records from the start of the first step until its update."""
-
-        stack: ExitStack | None = None
-
-        def on_step_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
-            if self.stack is None:
-                self.stack = ExitStack()
-                self.stack.enter_context(record(folder, model))
-
-        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-            if self.stack is not None:
-                self.stack.close()
-
-    return Records()
