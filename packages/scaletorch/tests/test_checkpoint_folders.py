@@ -22,7 +22,7 @@ from scaletorch.checkpoint import (
     save,
 )
 from scaletorch.checkpoint.format import files, folders
-from scaletorch.checkpoint.format.lock import LOCK
+from scaletorch.checkpoint.format.folders import LOCK
 from scaletorch.dist import RankFailedError, get_rank, launch
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import setup_process_group_manager

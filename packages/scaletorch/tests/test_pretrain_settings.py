@@ -47,9 +47,6 @@ def config(tmp_path):
         ({"backend": "gllo"}, "gllo"),
         ({"out": None, "resume": "auto"}, "checkpoints need a folder: pass --out"),
         ({"keep": 3}, "keep=3 has no checkpoints to keep: pass --save-every"),
-        ({"pp": 3}, "makes 3 stages, and the model has 2 layers"),
-        ({"pp": 2, "schedule": "zb_v"}, "makes 4 stages, and the model has 2 layers"),
-        ({"tp": 9}, "tp sizes up to 4 are legal"),
         ({"data": (Path("/nowhere"),)}, "data path /nowhere is neither a file nor a folder"),
         ({"tokenizer": Path("/nowhere")}, "tokenizer /nowhere is not a file"),
         ({"tokenizer": Path(__file__)}, r"tokenizer .*\.py cannot be read as a tokenizer.json"),
@@ -184,14 +181,16 @@ def test_a_resumed_run_is_compared_in_the_steps_that_it_has_done(config):
     assert len(result.losses) == 2
     assert list(logged_losses(config.out)) == [1, 2, 3, 4]
     assert result.worst_difference() < 1e-6
-    again = pretrain(replace(config, resume="auto", compare=True))
+    again = pretrain(replace(config, resume="auto", compare=True, decay_steps=2))
     assert (again.losses, again.reference) == ([], None)
 
 
 def test_a_finished_run_goes_on_at_its_lowest_rate(config):
     config = replace(config, save_every=2, steps=4)
     pretrain(config)
-    more = pretrain(replace(config, steps=6, resume="auto"))
+    with pytest.raises(StateError, match=r"in 4 steps, and this one in 6: .*--decay-steps 4, or"):
+        pretrain(replace(config, steps=6, resume="auto"))
+    more = pretrain(replace(config, steps=6, decay_steps=4, resume="auto"))
     assert len(more.losses) == 2
     rates = [json.loads(line)["lr"] for line in (config.out / "log.jsonl").read_text().splitlines()]
     lowest = config.lr / 10
@@ -227,10 +226,8 @@ def test_ctrl_c_says_how_to_go_on(config, monkeypatch, capsys):
 
 def test_what_there_is_to_say_before_the_first_step(config):
     device = torch.device("cpu")
-    said = list(steps.notes(replace(config, zero=2), device, 2e11))
-    assert said[0].startswith("MFU, in percent, is against 200 GFLOP/s: a measured float32 matmul")
-    assert said[1] == "--zero 2 has nothing to share out: dp x cp is 1"
-    assert len(list(steps.notes(replace(config, zero=2, dp=2), device, 2e11))) == 1
+    (said,) = steps.notes(config, device, 2e11)
+    assert said.startswith("MFU, in percent, is against 200 GFLOP/s: a measured float32 matmul")
 
 
 def test_help_says_what_the_program_does(capsys):

@@ -96,8 +96,6 @@ def test_a_fault_is_named_and_can_be_repeated():
     content = json.loads(report.to_json())
     assert not content["passed"]
     assert content["cases"][0]["failures"][0]["what"] == "loss"
-    assert str(report) in report.to_markdown()
-    assert f"torch {torch.__version__}" in report.to_markdown()
 
 
 USER = """

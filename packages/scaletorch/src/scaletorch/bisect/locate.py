@@ -30,7 +30,7 @@ from ..parallel.pipeline_parallel import Split
 from ..parallel.tensor_parallel import load_full_state_dict
 from ..verify import dropout, runner
 from ..verify.cases import Case
-from ..verify.lost import off
+from ..verify.compare import score_error
 from ..verify.precision import model_precision
 from ..verify.problem import (
     PHASES,
@@ -249,7 +249,7 @@ def prepare(
     rounded = one_process(subject, saved, low, watch=recording(folder / "noise"))
     made = [] if dtype == EXACT else [choice for step in rounded for choice in step.choices]
     exact = one_process(subject, saved, EXACT, made, recording(folder / "exact"))
-    limits = [off(r.choices, e.choices) for r, e in zip(rounded, exact, strict=True)]
+    limits = [score_error(r.choices, e.choices) for r, e in zip(rounded, exact, strict=True)]
     torch.save(moved(saved | doubts(rounded, limits, dtype), "cpu"), folder / "start.pt")
     reference = load(folder / "exact")
     lost = measure(load(folder / "noise"), reference)

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..dist import get_default_group, get_rank
+from ..dist import get_rank
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
 from .format import folders
-from .format.lock import hold
 from .format.metadata import METADATA, Saved, from_json, require_whole, seal, to_json
 from .format.values import canonical, encode, kind_of
 from .state.entries import Entry, Index, Record, share_out, stage
@@ -95,7 +94,7 @@ def save(
 
     The folder `step-<zero-padded step>` appears once everything is on the disk, and not before. A
     save waits for an earlier one in the background, and raises its error. From the first save
-    until this job ends, no other job can save into `folder`.
+    until the model or this process ends, no other job can save into `folder`.
 
     Args:
         folder: Holds the checkpoints; shared by all machines.
@@ -134,7 +133,7 @@ def save(
     except Exception as error:  # any kind: the other ranks must know
         failed = error
     agree("the checkpoint to save", lines, group, error=failed)
-    on_first_rank(lambda: hold(root, next(model.parameters(), model), get_default_group()), group)
+    on_first_rank(lambda: folders.lock(root, model), group)
     write = partial(_write, entries, record.notes, root, keep, document, group)
     return _started(Saving(folders.step_folder(root, step)), write, asynchronous)
 

@@ -23,10 +23,8 @@ from ..dist import (
 from ..dist.building import agree, caught, relative_error, worst
 from ..dist.errors import InvalidArgumentError, StateError
 from ..verify.compare import bound
-from .checks import check_config
-from .config import PretrainConfig, plain_model, sizes_of
+from .config import PretrainConfig, check_config, plain_model, sizes_of
 from .data import vocabulary_size
-from .resume import planned
 from .train import train
 
 # Largest relative difference between a layout's loss curve and one process's. A step's loss may
@@ -127,28 +125,21 @@ def pretrain(config: PretrainConfig) -> Result | None:
     """
     init_dist(backend=config.backend)  # does nothing if no launcher started this process
     agree("the settings of the run", [], error=caught(prepare, config))
-    config, out = agree_on_plan(config)
+    folder = [""]
+    if is_main_process():
+        folder = [str(config.out or tempfile.mkdtemp(prefix="scaletorch-"))]
+    broadcast_object_list(folder)
+    config = replace(config, out=Path(folder[0]))
     if is_distributed():
-        losses = train(replace(config, out=out))
+        losses = train(config)
         main = is_main_process()
         cleanup_dist()
         if not main:
             return None
     else:
-        losses = train_locally(replace(config, out=out))
+        losses = train_locally(config)
     reference = one_process_losses(config, len(losses)) if config.compare and losses else None
-    return Result(losses, out, reference)
-
-
-def agree_on_plan(config: PretrainConfig) -> tuple[PretrainConfig, Path]:
-    """Return rank 0's settings and output folder on every rank."""
-    found = [("", 0)]
-    if is_main_process():
-        out = config.out or tempfile.mkdtemp(prefix="scaletorch-")
-        found = [(str(out), planned(config).decay_steps)]
-    broadcast_object_list(found)
-    folder, decay_steps = found[0]
-    return replace(config, decay_steps=decay_steps), Path(folder)
+    return Result(losses, Path(folder[0]), reference)
 
 
 def prepare(config: PretrainConfig) -> None:

@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -95,40 +96,18 @@ REDUCED = (
 
 
 @contextmanager
-def full_precision(device: str) -> Iterator[dict[str, bool]]:
+def full_precision(device: str) -> Iterator[None]:
     """Switch off TF32 and 16-bit reductions within the context, on CUDA.
 
-    Torch has no such settings for other devices.
-
-    Args:
-        device: Kind of device, as in `torch.device`.
-
-    Yields:
-        The settings in force, by name; empty for devices other than CUDA.
+    Torch has no such settings for other kinds of `device`.
     """
-    if device != "cuda":
-        yield {}
-        return
     with ExitStack() as undo:
-        _switch_tf32_off(undo)
-        matmul = torch.backends.cuda.matmul
-        known = [name for name in REDUCED if hasattr(matmul, name)]
-        for name in known:
-            _set(undo, matmul, name, False)
-        yield {
-            "matmul.tf32": False,
-            "cudnn.tf32": False,
-            **{f"matmul.{name}": getattr(matmul, name) for name in known},
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-        }
-
-
-def in_words(settings: dict[str, bool]) -> str:
-    """Return the settings as words for a report; '' if there are none."""
-    if not settings:
-        return ""
-    deterministic = "on" if settings["deterministic"] else "off"
-    return f"; TF32 and reductions in 16 bits off, deterministic algorithms {deterministic}"
+        if device == "cuda":
+            _switch_tf32_off(undo)
+            matmul = torch.backends.cuda.matmul
+            for name in filter(partial(hasattr, matmul), REDUCED):
+                _set(undo, matmul, name, False)
+        yield
 
 
 def _switch_tf32_off(undo: ExitStack) -> None:

@@ -15,10 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .compare import Difference
-
-REPLAYED = "routing"  # name of the difference that reports replayed choices
-
 
 class Choice(NamedTuple):
     """One call of `topk`: the scores, [T, E], and whether each was chosen."""
@@ -144,14 +140,3 @@ def by_scores(choices: Sequence[Choice], limit: float, sent: list[float]) -> Dec
         return chosen
 
     return decide
-
-
-def replayed(sent: Sequence[float], step: int, limit: float) -> Iterator[Difference]:
-    """Yield a difference that reports the number of replayed choices, if there are any."""
-    if sent:
-        note = (
-            f"{len(sent)} choices were made as in one process, where rounding chose other experts: "
-            f"their last score and the next are up to {max(sent):.1e} of the largest apart, and "
-            f"rounding may come to {limit:.1e}"
-        )
-        yield Difference(REPLAYED, step, 0.0, limit, note=note)
