@@ -10,13 +10,12 @@ import pytest
 import torch
 from pretrained import settings
 
-from scaletorch.dist import RankFailedError, devices
+from scaletorch.dist import RankFailedError
 from scaletorch.dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from scaletorch.models import LlamaConfig
 from scaletorch.pretrain import pretrain, train
 from scaletorch.pretrain.__main__ import main, one_line
 from scaletorch.pretrain.report import logged_losses
-from scaletorch.pretrain.run import train_locally
 from scaletorch.pretrain.train import learning_rate
 
 steps = sys.modules["scaletorch.pretrain.train"]
@@ -62,29 +61,6 @@ def test_wrong_settings_are_known_before_ranks_start(config, monkeypatch, change
     monkeypatch.setattr("scaletorch.pretrain.run.train_locally", never)
     with pytest.raises(InvalidArgumentError, match=message):
         pretrain(replace(config, **change))
-
-
-@pytest.mark.parametrize(
-    ("asked", "usable", "taken"),
-    [
-        ("nccl", True, "nccl"),
-        ("nccl", False, None),
-        ("gloo", True, "gloo"),
-        ("hccl", False, "hccl"),
-    ],
-)
-def test_local_ranks_take_the_backend_that_is_asked_for(config, monkeypatch, asked, usable, taken):
-    backends = []
-
-    def launched(*_, backend):
-        backends.append(backend)
-        return [[0.5]]
-
-    problem = None if usable else "none here"
-    monkeypatch.setattr(devices, "backend_problem", lambda name: problem)
-    monkeypatch.setattr("scaletorch.pretrain.run.launch", launched)
-    assert train_locally(replace(config, dp=2, backend=asked)) == [0.5]
-    assert backends == [taken]
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ def save(
         CheckpointError: A rank could not write, or another job writes into the folder; the same on
             every rank.
     """
+    global _last
     group, root = control_group(), Path(folder).absolute()
     lines: list[str] = []
     failed: Exception | None = None
@@ -125,7 +126,9 @@ def save(
         folders.check_keep(keep)
         manager = find_manager(manager)
         document = _document(manager, step, optimizer, scheduler, extra)
-        lines = _told(document, folder=folder, keep=keep, asynchronous=asynchronous)
+        options = {"folder": folder, "keep": keep, "asynchronous": asynchronous}
+        lines = [f"{key}: {canonical(value)}" for key, value in document.items() if key != "seed"]
+        lines += [f"{name}: {value}" for name, value in options.items()]
         record = _record(model, optimizer, manager)
         entries = share_out(record, manager)
         if asynchronous:
@@ -135,13 +138,8 @@ def save(
     agree("the checkpoint to save", lines, group, error=failed)
     on_first_rank(lambda: folders.lock(root, model), group)
     write = partial(_write, entries, record.notes, root, keep, document, group)
-    return _started(Saving(folders.step_folder(root, step)), write, asynchronous)
-
-
-def _started(saving: Saving, write: Callable[[], None], asynchronous: bool) -> Saving:
-    """Write now, or in a thread: no daemon and no executor, so that programs and ranks wait."""
-    global _last
-    if asynchronous:
+    saving = Saving(folders.step_folder(root, step))
+    if asynchronous:  # in a thread, no daemon and no executor, so that programs and ranks wait
         name = f"checkpoint {saving.folder.name}"
         threading.Thread(target=saving._run, args=(write,), name=name, daemon=False).start()
         _last = saving
@@ -207,12 +205,6 @@ def _sizes(folder: Path, saved: Mapping[str, Saved]) -> dict[str, int]:
                 "checkpoints need a folder that all machines share"
             ) from error
     return sizes
-
-
-def _told(document: Mapping[str, Any], **options: Any) -> list[str]:
-    """Return lines that must be the same on all ranks, for `agree` to compare."""
-    lines = [f"{key}: {canonical(value)}" for key, value in document.items() if key != "seed"]
-    return lines + [f"{name}: {value}" for name, value in options.items()]
 
 
 def _document(

@@ -83,8 +83,8 @@ class PretrainConfig:
     """Last checkpoints to keep; 0 keeps all."""
     resume: Literal["no", "auto"] = "no"
     """auto goes on from the last good checkpoint in `out`, of whatever layout, if there is one."""
-    backend: str = "nccl"
-    """Communication backend; a machine without it uses its device's own."""
+    backend: str | None = None
+    """Communication backend; the device's own when absent."""
     compare: bool = False
     """Train once more in one process and compare the two loss curves."""
 
@@ -127,7 +127,8 @@ def check_config(config: PretrainConfig) -> None:
     _check_words(config)
     _check_numbers(config)
     _check_folders(config)
-    _check_backend(config.backend)
+    if config.backend is not None:
+        _check_backend(config.backend)
     _check_experts(config)
     check_paths(config.data, config.tokenizer)
 

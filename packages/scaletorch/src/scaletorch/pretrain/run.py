@@ -123,7 +123,8 @@ def pretrain(config: PretrainConfig) -> Result | None:
         InvalidArgumentError: A setting cannot work; raised before any rank starts.
         StateError: A Slurm job with several tasks runs this without srun.
     """
-    init_dist(backend=config.backend)  # does nothing if no launcher started this process
+    # Does nothing if no launcher started this process.
+    init_dist(backend=config.backend or devices.default_backend())
     agree("the settings of the run", [], error=caught(prepare, config))
     folder = [""]
     if is_main_process():
@@ -163,19 +164,8 @@ def train_locally(config: PretrainConfig) -> list[float]:
     size = config.grid.world_size
     if size == 1:
         return train(config)
-    backend = local_backend(config.backend)
-    losses: list[float] = launch(train, size, config, backend=backend)[0]
+    losses: list[float] = launch(train, size, config, backend=config.backend)[0]
     return losses
-
-
-def local_backend(asked: str) -> str | None:
-    """Return the backend of local ranks, or None, the machine's own, if the default is unusable.
-
-    `launch` replaces any other unusable backend with a warning.
-    """
-    named = [name for _, name in devices.resolve_backend(asked)]
-    usable = all(devices.backend_problem(name) is None for name in named)
-    return asked if usable or asked != PretrainConfig().backend else None
 
 
 def one_process_losses(config: PretrainConfig, steps: int) -> list[float]:

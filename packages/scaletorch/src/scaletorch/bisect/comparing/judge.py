@@ -44,24 +44,6 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """The measured effect of rounding.
-
-    Attributes:
-        lost: Rounding error of each tensor in one process, in epsilons of a dtype, see `measure`.
-        eps: Epsilon of the coarsest dtype of the run in question.
-    """
-
-    lost: Mapping[Key, float]
-    eps: float
-
-    @property
-    def chooses(self) -> bool:
-        """True if rounding changes integers, such as expert indices; never in float64."""
-        return self.eps > torch.finfo(torch.float64).eps and INFINITE in self.lost.values()
-
-
-@dataclass(frozen=True, slots=True)
 class Met:
     """A tensor of two runs, assembled.
 
@@ -115,14 +97,20 @@ def judge_all(
         chain: Number of additions between inputs and results.
     """
     found: dict[Key, Judged] = {}
-    measured = Measured(lost, coarsest(run))
-    rounds = rounding(run, reference, sources)
+    eps, rounds = coarsest(run), rounding(run, reference, sources)
+    # In a dtype below float64, rounding alone may choose other experts.
+    chooses = eps > torch.finfo(torch.float64).eps and INFINITE in lost.values()
     for step in reference.steps:
-        typical = _typical(reference, step)
+        gradients = [k for k in reference.held if k[:2] == (step, GRADIENT)]
+        typical = root_mean_square(h.tensor for k in gradients for h in reference.held[k])
         for key in reference.held:
             may_lack = key.kind in (SHARE, TERM) or (key.kind == DATA and key not in run.held)
             if key.step == step and not may_lack:
-                found[key] = _judge(key, run, reference, measured, rounds[key], chain, typical)
+                limit = _bound(key, rounds[key], lost, eps, chain)
+                found[key] = _judge(key, run, reference, limit, typical)
+                if chooses and key.kind == FORWARD and not found[key].bound and found[key].wrong:
+                    why = "whole numbers, and rounding alone chose others"
+                    found[key] = Judged(key, UNSEEN, why=why)
         found |= {
             key: Judged(key, BAD, INFINITE, why=EXTRA) for key in _extra(step, run, reference)
         }
@@ -175,9 +163,7 @@ def _judge(
     key: Key,
     run: Run,
     reference: Run,
-    measured: Measured,
-    eps: float,
-    chain: int,
+    limit: float,
     typical: float,
 ) -> Judged:
     theirs, ours = reference.held[key], run.held.get(key, [])
@@ -191,8 +177,8 @@ def _judge(
     if met is None:
         parts, whole = ({tuple(h.line.shape) for h in each} for each in (ours, theirs))
         return Judged(key, UNSEEN, why=f"parts of {sorted(parts)} fit no place in {sorted(whole)}")
-    rounds = any(eps_of(held) for held in [*ours, *theirs])
-    limit = _bound(key, eps if rounds else 0.0, measured, chain)
+    if not any(eps_of(held) for held in [*ours, *theirs]):
+        limit = 0.0  # integers
     wrong = [
         (piece.rank, piece.micro_batch)
         for piece, error in zip(met.pieces, met.errors, strict=False)
@@ -209,8 +195,6 @@ def _judge(
         and adds_up(ours, theirs, limit)
     ):
         return Judged(key, GOOD, 0.0, limit)  # a tensor without rows: ranks hold gradient terms
-    if wrong and not limit and key.kind == FORWARD and measured.chooses:
-        return Judged(key, UNSEEN, why="whole numbers, and rounding alone chose others")
     state = GOOD if met.error <= limit else BAD
     return Judged(key, state, met.error, limit, wrong)
 
@@ -231,14 +215,17 @@ def _is_of_all_rows(met: Met, ours: Sequence[Held]) -> bool:
     return divided and not any("rows" in way.name for way in met.ways)
 
 
-def _bound(key: Key, eps: float, measured: Measured, chain: int) -> float:
-    """Return the largest error that rounding explains; 0 for integers."""
-    by_length, lost = eps * ROOM * math.sqrt(chain * (key.step + 1)), measured.lost.get(key)
-    if lost is None or not eps:
+def _bound(key: Key, eps: float, lost: Mapping[Key, float], coarse: float, chain: int) -> float:
+    """Return the largest error that rounding explains, where its epsilon is `eps`.
+
+    `coarse` is the epsilon of the run's coarsest dtype, in which `lost` is counted. A tensor, such
+    as the loss, may have a finer dtype than its sources.
+    """
+    by_length = eps * ROOM * math.sqrt(chain * (key.step + 1))
+    if key not in lost or not eps:
         return by_length
-    # A tensor, such as the loss, may have a finer dtype than its sources.
-    floor = by_length if by_length < NEAR else measured.eps * ROOM
-    return max(MEASURED * lost * measured.eps, floor)
+    floor = by_length if by_length < NEAR else coarse * ROOM
+    return max(MEASURED * lost[key] * coarse, floor)
 
 
 def rounding(run: Run, reference: Run, sources: Mapping[Key, list[Key]]) -> dict[Key, float]:
@@ -324,13 +311,3 @@ def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
         ):
             return False
     return True
-
-
-def _typical(run: Run, step: int) -> float:
-    """Return the size of a typical element of all gradients of a step."""
-    return root_mean_square(
-        each.tensor
-        for key, held in run.held.items()
-        for each in held
-        if key.step == step and key.kind == GRADIENT
-    )
