@@ -112,12 +112,9 @@ def save(
 
     Raises:
         InvalidArgumentError: State that a checkpoint cannot hold.
-        MismatchError: Ranks were given different steps, extra or hyperparameters, or another rank
-            failed before it could write.
-        CheckpointError: A rank could not write, or another job writes into the folder; the same on
-            every rank.
+        MismatchError: Ranks were given different arguments, or another rank failed before.
+        CheckpointError: A rank could not write, or another job writes there; on every rank.
     """
-    global _last
     group, root = control_group(), Path(folder).absolute()
     lines: list[str] = []
     failed: Exception | None = None
@@ -126,9 +123,8 @@ def save(
         folders.check_keep(keep)
         manager = find_manager(manager)
         document = _document(manager, step, optimizer, scheduler, extra)
-        options = {"folder": folder, "keep": keep, "asynchronous": asynchronous}
         lines = [f"{key}: {canonical(value)}" for key, value in document.items() if key != "seed"]
-        lines += [f"{name}: {value}" for name, value in options.items()]
+        lines += [f"folder: {folder}", f"keep: {keep}", f"asynchronous: {asynchronous}"]
         record = _record(model, optimizer, manager)
         entries = share_out(record, manager)
         if asynchronous:
@@ -138,8 +134,13 @@ def save(
     agree("the checkpoint to save", lines, group, error=failed)
     on_first_rank(lambda: folders.lock(root, model), group)
     write = partial(_write, entries, record.notes, root, keep, document, group)
-    saving = Saving(folders.step_folder(root, step))
-    if asynchronous:  # in a thread, no daemon and no executor, so that programs and ranks wait
+    return _started(Saving(folders.step_folder(root, step)), write, asynchronous)
+
+
+def _started(saving: Saving, write: Callable[[], None], asynchronous: bool) -> Saving:
+    """Write now, or in a thread: no daemon and no executor, so that programs and ranks wait."""
+    global _last
+    if asynchronous:
         name = f"checkpoint {saving.folder.name}"
         threading.Thread(target=saving._run, args=(write,), name=name, daemon=False).start()
         _last = saving

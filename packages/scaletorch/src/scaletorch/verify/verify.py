@@ -110,8 +110,7 @@ def verify(
         InvalidArgumentError: No layouts, unknown options, a wrong ep, no such optimizer or device.
     """
     where, model = choose_where(device, backend), model_fn()
-    known = {type(module).__module__ for module in model.modules()}  # slow to import, for all ranks
-    preload("torch._dynamo", *sorted(name for name in known if name.startswith("transformers.")))
+    preload("torch._dynamo", *_heavy_modules(model))
     dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
     grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
     cases = list(enumerate_cases(grids, dtypes, options or {}))
@@ -121,13 +120,22 @@ def verify(
         row_dims, sequence_dims, None if loss_fn is None else locate(loss_fn),
     )  # fmt: skip
     judged = _judged(cases, chain, subject, batch_fn, timeout, where.backend)
-    results = []
     with full_precision(where.device):
-        for result in judged:
-            results.append(result)
-            if progress is not None:
-                progress(result)
+        results = [*_shown(judged, progress)]
     return Report(results, chain, layouts is not None, repeating(device, backend), where)
+
+
+def _heavy_modules(model: nn.Module) -> list[str]:
+    """Return modules that are slow to import, for the rank server to import once for all ranks."""
+    known = {type(module).__module__ for module in model.modules()}
+    return sorted(name for name in known if name.startswith("transformers."))
+
+
+def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator[CaseResult]:
+    for result in results:
+        if progress is not None:
+            progress(result)
+        yield result
 
 
 def _phases(
