@@ -15,7 +15,7 @@ from ..dist.errors import InvalidArgumentError
 from ..verify.compare import LARGEST
 from .comparing.births import explain_birth, find_births
 from .comparing.judge import NEAR, coarsest, judge_all, measure
-from .comparing.places import assemble, part_of, pieces_of, ways
+from .comparing.places import assemble, part_of, pieces_of, shardings
 from .comparing.runs import Run, ancestors, load, require_comparable
 from .keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, Key
 from .report import Found, Report
@@ -117,9 +117,9 @@ def _loss_is_right(run: Run, reference: Run, step: int) -> bool:
 def _factor(key: Key, run: Run, reference: Run) -> float:
     """Return the integer factor, or its inverse, by which all shards differ; 1 if there is none."""
     ours, theirs = run.held[key], reference.held[key]
-    for way in ways([*theirs, *ours]):
-        whole = assemble(pieces_of(theirs, way), way)
-        pieces = [p for p in pieces_of(ours, way) if p.tensor.any()]  # zeros have no factor
+    for dims in shardings([*theirs, *ours]):
+        whole = assemble(pieces_of(theirs, dims), dims)
+        pieces = [p for p in pieces_of(ours, dims) if p.tensor.any()]  # zeros have no factor
         found = {_multiple(p.tensor, part_of(whole, p)) for p in pieces} - {1.0}
         if len(found) == 1 and (factor := found.pop()) is not None:
             return factor

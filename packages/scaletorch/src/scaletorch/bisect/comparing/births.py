@@ -24,7 +24,7 @@ from ..keys import (
 )
 from .judge import BAD, NEAR, UNSEEN, Judged, Met, adds_up, meet
 from .patterns import explain
-from .places import ALIKE, GIVEN, WHOLE, Way, assemble, part_of, pieces_of
+from .places import ALIKE, GIVEN, WHOLE, Sharding, assemble, part_of, pieces_of
 from .runs import Run
 from .wrong_shards import numbered
 
@@ -196,7 +196,7 @@ def _untied(key: Key, run: Run, reference: Run) -> list[str]:
     met = [meet(each, reference.held[key]) for each in held]
     if any(each is None for each in met):
         return []
-    total = torch.stack([assemble(each.pieces, each.ways) for each in met if each]).sum(0)
+    total = torch.stack([assemble(each.pieces, each.dims) for each in met if each]).sum(0)
     whole = met[0].whole if met[0] else total
     off = float(torch.linalg.vector_norm(total - whole))
     return names if off <= NEAR * float(torch.linalg.vector_norm(whole)) else []
@@ -283,7 +283,7 @@ def explain_birth(birth: Birth, run: Run, reference: Run) -> list[str]:
             "the gradients of a tied weight are not summed"
         ]
     if key.kind == WEIGHT and (start := reference.held.get(key._replace(kind=START))):
-        before = assemble(pieces_of(start, met.ways), met.ways)
+        before = assemble(pieces_of(start, met.dims), met.dims)
         steps = [replace(p, tensor=p.tensor - part_of(before, p)) for p in met.pieces]
         size = float(torch.linalg.vector_norm(met.whole))
         change = replace(met, pieces=steps, whole=met.whole - before)
@@ -310,16 +310,16 @@ def _explain(key: Key, met: Met, bound: float, run: Run, scale: float | None = N
         met.pieces,
         met.whole,
         bound,
-        axes=[_plural_of(way) for way in met.ways],
+        axes=[_plural_of(sharding) for sharding in met.dims],
         groups={name: [tuple(ranks) for ranks in found] for name, found in groups},
         scale=scale,
     )
 
 
-def _plural_of(way: Way) -> str:
+def _plural_of(sharding: Sharding) -> str:
     """Return the plural name of a dim's indices for a sentence, such as rows; '' for no name."""
-    if way.name in (ALIKE, GIVEN, WHOLE):
+    if sharding.name in (ALIKE, GIVEN, WHOLE):
         return ""
-    if " x " in way.name:
+    if " x " in sharding.name:
         return "tokens"
-    return {"shares": "positions"}.get(way.name, way.name.partition(" ")[0])
+    return {"shares": "positions"}.get(sharding.name, sharding.name.partition(" ")[0])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...compose.summation import ROOM, root_mean_square
 from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, START, TERM, WEIGHT, Key
-from .places import Held, Piece, Way, assemble, in_terms, part_of, pieces_of, ways
+from .places import Held, Piece, Sharding, assemble, in_terms, part_of, pieces_of, shardings
 from .runs import Run, calling
 
 GOOD, BAD, UNSEEN = "good", "bad", "unseen"
@@ -50,13 +50,13 @@ class Met:
     Attributes:
         pieces: The shards of the run in question.
         whole: The full tensor of the reference.
-        ways: The sharding of its dims.
+        dims: The sharding of its dims.
         errors: The error of each piece, see `Judged.error`.
     """
 
     pieces: list[Piece]
     whole: Tensor
-    ways: tuple[Way, ...]
+    dims: tuple[Sharding, ...]
     errors: list[float]
 
     @property
@@ -142,16 +142,16 @@ def meet(
         weighed: Whether they are gradients of each rank's own loss, see `Description.weight`.
     """
     best: Met | None = None
-    for way in ways([*theirs, *ours]):
+    for dims in shardings([*theirs, *ours]):
         whole = assemble(
-            pieces_of(theirs, way, weighed=weighed), way, sums=any(h.line.sums for h in theirs)
+            pieces_of(theirs, dims, weighed=weighed), dims, sums=any(h.line.sums for h in theirs)
         )
-        pieces = pieces_of(ours, way, weighed=weighed)
-        if any(held.line.sums for held in ours) or (weighed and in_terms(ours, way)):
-            errors = [_error(assemble(pieces, way, sums=True), whole, whole, typical)]
+        pieces = pieces_of(ours, dims, weighed=weighed)
+        if any(held.line.sums for held in ours) or (weighed and in_terms(ours, dims)):
+            errors = [_error(assemble(pieces, dims, sums=True), whole, whole, typical)]
         else:
             errors = [_error(p.tensor, part_of(whole, p), whole, typical) for p in pieces]
-        met = Met(pieces, whole, way, errors)
+        met = Met(pieces, whole, dims, errors)
         if best is None or met.error < best.error:
             best = met
         if met.error <= NEAR:
@@ -212,7 +212,7 @@ def _is_of_all_rows(met: Met, ours: Sequence[Held]) -> bool:
     """Return whether a tensor has no rows, though ranks or micro-batches have different ones."""
     axes = [held.recording.header["axes"].get("rows") for held in ours]
     divided = all(axis is not None and sum(b - a for a, b in axis[1][0]) < axis[0] for axis in axes)
-    return divided and not any("rows" in way.name for way in met.ways)
+    return divided and not any("rows" in each.name for each in met.dims)
 
 
 def _bound(key: Key, eps: float, lost: Mapping[Key, float], coarse: float, chain: int) -> float:
@@ -289,23 +289,23 @@ def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
 
     If not, try each tp rank by itself: tp ranks may each hold the whole sum, or another shard.
     """
-    way = next(iter(ways([*theirs, *ours])), None)
-    if way is None:
+    dims = next(iter(shardings([*theirs, *ours])), None)
+    if dims is None:
         return False
-    whole = assemble(pieces_of(theirs, way), way, sums=True)
+    whole = assemble(pieces_of(theirs, dims), dims, sums=True)
     apart: dict[int, list[Held]] = {}
     for held in ours:
         groups = held.recording.header["groups"].get("tp", [])
         rank = held.recording.rank
         apart.setdefault(next((g.index(rank) for g in groups if rank in g), 0), []).append(held)
     if (
-        _error(assemble(pieces_of(ours, way, weighed=True), way, sums=True), whole, whole, 0.0)
+        _error(assemble(pieces_of(ours, dims, weighed=True), dims, sums=True), whole, whole, 0.0)
         <= limit
     ):
         return True
     for own in apart.values():
-        pieces = pieces_of(own, way, weighed=True)
-        added = assemble(pieces, way, sums=True)
+        pieces = pieces_of(own, dims, weighed=True)
+        added = assemble(pieces, dims, sums=True)
         if any(
             not _error(part_of(added, p), part_of(whole, p), whole, 0.0) <= limit for p in pieces
         ):

@@ -50,14 +50,14 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Sharding:
     """The sharding of a tensor's dim: along an axis of length `total`."""
 
     name: str
     total: int
 
 
-def ways(held: Sequence[Held]) -> list[tuple[Way, ...]]:
+def shardings(held: Sequence[Held]) -> list[tuple[Sharding, ...]]:
     """Return the possible shardings of the dims of a tensor, likeliest first.
 
     The list is empty if the tensors are not shards of one full tensor.
@@ -65,15 +65,15 @@ def ways(held: Sequence[Held]) -> list[tuple[Way, ...]]:
     Args:
         held: The tensors of both runs.
     """
-    alike = ("ways", *(each.form for each in held))
+    key = ("shardings", *(each.form for each in held))
     known = held[0].recording.known
-    if alike not in known:
-        known[alike] = _ways(held)
-    found: list[tuple[Way, ...]] = known[alike]
+    if key not in known:
+        known[key] = _find_shardings(held)
+    found: list[tuple[Sharding, ...]] = known[key]
     return found
 
 
-def _ways(held: Sequence[Held]) -> list[tuple[Way, ...]]:
+def _find_shardings(held: Sequence[Held]) -> list[tuple[Sharding, ...]]:
     dims = {len(each.line.shape) for each in held}
     if len(dims) != 1:
         return []
@@ -81,98 +81,91 @@ def _ways(held: Sequence[Held]) -> list[tuple[Way, ...]]:
     return sorted(islice(product(*choices), _TRIED), key=_reused)
 
 
-def _reused(found: tuple[Way, ...]) -> int:
+def _reused(dims: tuple[Sharding, ...]) -> int:
     """Return the number of dims on an axis that another dim has already; rare in practice."""
-    named = [way.name for way in found if way.name not in (GIVEN, WHOLE, ALIKE)]
+    named = [dim.name for dim in dims if dim.name not in (GIVEN, WHOLE, ALIKE)]
     return len(named) - len(set(named))
 
 
-def index(held: Held, dim: int, way: Way) -> Tensor:
-    """Return a rank's indices in the full tensor along a dim; from `way.total` on is padding."""
-    asked = "index", held.form, dim, way
-    known = held.recording.known
-    if asked not in known:
-        known[asked] = _index(held, dim, way)
-    found: Tensor = known[asked]
-    return found
-
-
-def _index(held: Held, dim: int, way: Way) -> Tensor:
-    if way.name == ALIKE:
-        return torch.zeros(held.line.shape[dim], dtype=torch.int64)
-    if way.name == GIVEN:
-        place = _given(held, dim)
-        return torch.arange(way.total) if place is None else _indices(place[1:])
-    if way.name in (INNER, OUTER):
-        return _shard(held, held.line.shape[dim], way)
-    parts = [_part(held, name) for name in way.name.split(" x ")]
-    known = [part for part in parts if part is not None]
-    if not known:
-        return torch.arange(way.total)
-    if len(parts) == 1:
-        return known[0][1]
-    rest = way.total // known[0][0]  # length of the other axis, if only one is described
-    (_, rows), (length, inner) = (part or (rest, torch.arange(rest)) for part in parts)
-    # Row-major index of (row, position). Padding positions get an index from `total` on.
-    return (rows[:, None] * length + inner.where(inner < length, way.total)).flatten()
-
-
-def _shard(held: Held, length: int, way: Way) -> Tensor:
-    """Return the indices of a rank's equal shard of a dim, in rank order; all if it has all."""
-    shares, ranks = way.total // length if length else 1, int(held.recording.header["world_size"])
-    if shares * length != way.total or ranks % shares:
-        return torch.empty(0, dtype=torch.int64)
-    rank = held.recording.rank
-    share = rank % shares if way.name == INNER else rank // (ranks // shares)
-    return torch.arange(share * length, (share + 1) * length)
-
-
-def in_terms(held: Sequence[Held], found: Sequence[Way]) -> bool:
-    """Return whether gradients with this sharding are terms, which add up over several ranks."""
-    named = {way.name for way in found}
-    return any(named & set(each.recording.header["shared"]) for each in held)
-
-
-def _distinct(held: Sequence[Held], dim: int) -> list[Way]:
+def _distinct(held: Sequence[Held], dim: int) -> list[Sharding]:
     """Return the shardings of a dim that differ in the indices of some rank."""
-    found: dict[tuple[Any, ...], Way] = {}
-    for way in _fitting(held, dim):
-        said = tuple(tuple(index(each, dim, way).tolist()) for each in held)
-        found.setdefault((way.total, said), way)
+    found: dict[tuple[Any, ...], Sharding] = {}
+    for sharding in _fitting(held, dim):
+        indices = tuple(tuple(index(each, dim, sharding).tolist()) for each in held)
+        found.setdefault((sharding.total, indices), sharding)
     return list(found.values())
 
 
-def _fitting(held: Sequence[Held], dim: int) -> Iterator[Way]:
-    given = [place for each in held if (place := _given(each, dim)) is not None]
-    if given:  # a recorded place leaves no choice: it fits all shards, or nothing does
-        total = int(given[0][0])
-        if all(
-            each.line.shape[dim] == (total if place is None else len(_indices(place[1:])))
-            for each in held
-            for place in [_given(each, dim)]
-        ):
-            yield Way(GIVEN, total)
-        return
-    for way in _named(held, dim):
-        if all(len(index(each, dim, way)) == each.line.shape[dim] for each in held):
-            yield way
+def _fitting(held: Sequence[Held], dim: int) -> Iterator[Sharding]:
+    """Yield the shardings of a dim that fit the sizes of all shards.
+
+    A recorded place leaves no choice: it fits all shards, or nothing does.
+    """
+    totals = [int(place[0]) for each in held if (place := _given(each, dim)) is not None]
+    tried = [Sharding(GIVEN, totals[0])] if totals else _named(held, dim)
+    for sharding in tried:
+        if all(len(index(each, dim, sharding)) == each.line.shape[dim] for each in held):
+            yield sharding
 
 
-def _named(held: Sequence[Held], dim: int) -> Iterator[Way]:
+def _named(held: Sequence[Held], dim: int) -> Iterator[Sharding]:
     """Yield a dim's shardings by all axes that a rank describes, and without a description."""
     axes: dict[str, int] = {}
     for each in held:
         axes |= {name: total for name, (total, _) in each.recording.header["axes"].items()}
-    yield from (Way(name, total) for name, total in axes.items() if not name.startswith(_COLUMNS))
+    named = [Sharding(name, total) for name, total in axes.items()]
+    yield from (each for each in named if not each.name.startswith(_COLUMNS))
     for pair in _PAIRS:
         if all(name in axes for name in pair):
-            yield Way(" x ".join(pair), axes[pair[0]] * axes[pair[1]])
-    yield from (Way(name, total) for name, total in axes.items() if name.startswith(_COLUMNS))
+            yield Sharding(" x ".join(pair), axes[pair[0]] * axes[pair[1]])
+    yield from (each for each in named if each.name.startswith(_COLUMNS))
     largest = max(each.line.shape[dim] for each in held)
-    yield Way(WHOLE, largest)
+    yield Sharding(WHOLE, largest)
     if largest > 1 and any(each.line.shape[dim] == 1 for each in held):
-        yield Way(ALIKE, 1)
-    yield from (Way(name, largest) for name in (INNER, OUTER))
+        yield Sharding(ALIKE, 1)
+    yield from (Sharding(name, largest) for name in (INNER, OUTER))
+
+
+def index(held: Held, dim: int, sharding: Sharding) -> Tensor:
+    """Return a rank's indices in the full tensor along a dim; from its total on is padding."""
+    key = "index", held.form, dim, sharding
+    known = held.recording.known
+    if key not in known:
+        known[key] = _index(held, dim, sharding)
+    found: Tensor = known[key]
+    return found
+
+
+def _index(held: Held, dim: int, sharding: Sharding) -> Tensor:
+    name, total = sharding.name, sharding.total
+    if name == ALIKE:
+        return torch.zeros(held.line.shape[dim], dtype=torch.int64)
+    if name == GIVEN:
+        place = _given(held, dim)
+        return torch.arange(total) if place is None else _indices(place[1:])
+    if name in (INNER, OUTER):
+        return _equal_shard(held, held.line.shape[dim], sharding)
+    axes = [_axis(held, axis) for axis in name.split(" x ")]
+    described = [axis for axis in axes if axis is not None]
+    if not described:
+        return torch.arange(total)
+    if len(axes) == 1:
+        return described[0][1]
+    rest = total // described[0][0]  # length of the other axis, if only one is described
+    (_, rows), (length, inner) = (axis or (rest, torch.arange(rest)) for axis in axes)
+    # Row-major index of (row, position). Padding positions get an index from `total` on.
+    return (rows[:, None] * length + inner.where(inner < length, total)).flatten()
+
+
+def _equal_shard(held: Held, length: int, sharding: Sharding) -> Tensor:
+    """Return the indices of a rank's equal shard of a dim, in rank order; all if it has all."""
+    ranks, total = int(held.recording.header["world_size"]), sharding.total
+    shards = total // length if length else 1
+    if shards * length != total or ranks % shards:
+        return torch.empty(0, dtype=torch.int64)
+    rank = held.recording.rank
+    shard = rank % shards if sharding.name == INNER else rank // (ranks // shards)
+    return torch.arange(shard * length, (shard + 1) * length)
 
 
 def _given(held: Held, dim: int) -> list[Any] | None:
@@ -180,18 +173,24 @@ def _given(held: Held, dim: int) -> list[Any] | None:
     return None if place is None else place[dim]
 
 
-def _part(held: Held, name: str) -> tuple[int, Tensor] | None:
+def _axis(held: Held, name: str) -> tuple[int, Tensor] | None:
+    """Return the length of an axis and a rank's indices of it; None if it is not described."""
     axis = held.recording.header["axes"].get(name)
     if axis is None:
         return None
-    total, parts = axis
-    part = parts[held.micro_batch if len(parts) > 1 else 0]
-    return int(total), _indices(part)
+    total, shards = axis
+    return int(total), _indices(shards[held.micro_batch if len(shards) > 1 else 0])
 
 
 def _indices(ranges: Sequence[Sequence[int]]) -> Tensor:
     found = [torch.arange(start, stop) for start, stop in ranges]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
+
+def in_terms(held: Sequence[Held], dims: Sequence[Sharding]) -> bool:
+    """Return whether gradients with this sharding are terms, which add up over several ranks."""
+    named = {dim.name for dim in dims}
+    return any(named & set(each.recording.header["shared"]) for each in held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,29 +210,31 @@ class Piece:
     index: tuple[Tensor, ...]
 
 
-def pieces_of(held: Sequence[Held], dims: Sequence[Way], *, weighed: bool = False) -> list[Piece]:
+def pieces_of(
+    held: Sequence[Held], dims: Sequence[Sharding], *, weighed: bool = False
+) -> list[Piece]:
     """Return the ranks' shards with their indices, without padding; weighted if `weighed`."""
     found = []
     for each in held:
         tensor, places = each.tensor, []
         if weighed and (weight := each.recording.header["weight"]) not in (None, 1):
             tensor = tensor * weight
-        for dim, way in enumerate(dims):
-            place = index(each, dim, way)
-            if bool((place >= way.total).any()):
-                real = (place < way.total).nonzero().flatten()
-                tensor, place = tensor.index_select(dim, real), place[real]
+        for dim, sharding in enumerate(dims):
+            place = index(each, dim, sharding)
+            real = place < sharding.total
+            if not bool(real.all()):
+                tensor, place = tensor.index_select(dim, real.nonzero().flatten()), place[real]
             places.append(place)
         found.append(Piece(each.recording.rank, each.micro_batch, tensor, tuple(places)))
     return found
 
 
-def assemble(pieces: Sequence[Piece], dims: Sequence[Way], *, sums: bool = False) -> Tensor:
+def assemble(pieces: Sequence[Piece], dims: Sequence[Sharding], *, sums: bool = False) -> Tensor:
     """Return the full tensor, in float64 if its dtype is floating; NaN where no rank has it.
 
     With `sums`, shards of the same place are added up.
     """
-    shape = [way.total for way in dims]
+    shape = [sharding.total for sharding in dims]
     first = pieces[0].tensor
     dtype = torch.float64 if first.is_floating_point() else first.dtype
     if len(pieces) == 1 and list(first.shape) == shape and not sums:
