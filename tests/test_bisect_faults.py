@@ -8,8 +8,8 @@ from torch import nn
 
 from scaletorch.bisect import compare, record
 from scaletorch.bisect.__main__ import main
-from scaletorch.bisect.comparing.judge import rounding
-from scaletorch.bisect.comparing.runs import ancestors, load
+from scaletorch.bisect.comparison.judge import rounding
+from scaletorch.bisect.comparison.runs import ancestors, load
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import preload, run_ranks
 

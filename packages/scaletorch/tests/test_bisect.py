@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from scaletorch.bisect import compare, record
 from scaletorch.bisect.__main__ import main
-from scaletorch.bisect.comparing.judge import GOOD
+from scaletorch.bisect.comparison.judge import GOOD
 from scaletorch.bisect.recording.folder import Writer
 from scaletorch.dist import all_reduce, get_rank, get_world_size
 from scaletorch.dist.errors import InvalidArgumentError

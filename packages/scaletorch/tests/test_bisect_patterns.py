@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scaletorch.bisect.comparing.patterns import explain
-from scaletorch.bisect.comparing.places import Piece
+from scaletorch.bisect.comparison.patterns import explain
+from scaletorch.bisect.comparison.places import Piece
 
 AXES = ("rows", "positions", "columns")
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}

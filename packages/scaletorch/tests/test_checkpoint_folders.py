@@ -186,7 +186,7 @@ def test_an_export_that_was_killed_is_not_there_and_is_not_in_the_way(tmp_path, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.exporting, "write_tensor", die)
+        patched.setattr(checkpoint.weights_export, "write_tensor", die)
         with pytest.raises(KeyboardInterrupt):
             export_safetensors(model, tmp_path)
     assert names(tmp_path) == ["model.safetensors.unfinished"]

@@ -15,7 +15,7 @@ from scaletorch.dist.errors import InvalidArgumentError, NonFiniteError, StateEr
 from scaletorch.models import LlamaConfig
 from scaletorch.pretrain import pretrain, train
 from scaletorch.pretrain.__main__ import main, one_line
-from scaletorch.pretrain.report import logged_losses
+from scaletorch.pretrain.progress import logged_losses
 from scaletorch.pretrain.train import learning_rate
 
 steps = sys.modules["scaletorch.pretrain.train"]

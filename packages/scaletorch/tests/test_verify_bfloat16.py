@@ -9,8 +9,8 @@ from scaletorch.dist import get_rank
 from scaletorch.models.mixture import Experts
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import verify
-from scaletorch.verify.compare import compare_all, compare_number, score_error
-from scaletorch.verify.routing import Choice
+from scaletorch.verify.differences import compare_all, compare_number, score_error
+from scaletorch.verify.expert_choices import Choice
 
 
 class Faulty(Experts):

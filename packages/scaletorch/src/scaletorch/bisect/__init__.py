@@ -1,13 +1,13 @@
 """Search for the first tensor that differs between two runs."""
 
 from .compare import compare
-from .comparing.judge import Judged
+from .comparison.judge import Judged
+from .findings import Found, Report
 from .keys import Key
 from .locate import bisect
-from .recording.described import Axis, Description
-from .recording.ours import describe_grid
+from .recording.descriptions import Axis, Description
+from .recording.grid_description import describe_grid
 from .recording.tape import Tape, record
-from .report import Found, Report
 
 __all__ = [
     "Axis",

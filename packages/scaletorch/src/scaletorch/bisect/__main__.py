@@ -17,8 +17,8 @@ from ..verify.__main__ import add_training, problem_of, report_of, training_of
 from ..verify.cases import KNOWN_DTYPES, OPTIONS
 from ..verify.problem import STEPS
 from .compare import compare
+from .findings import Report
 from .locate import bisect
-from .report import Report
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
-from ..verify.compare import LARGEST
-from .comparing.births import explain_birth, find_births
-from .comparing.judge import NEAR, coarsest, judge_all, measure
-from .comparing.places import assemble, part_of, pieces_of, shardings
-from .comparing.runs import Run, ancestors, load, require_comparable
+from ..verify.differences import LARGEST
+from .comparison.births import explain_birth, find_births
+from .comparison.judge import NEAR, coarsest, judge_all, measure
+from .comparison.places import assemble, part_of, pieces_of, shardings
+from .comparison.runs import Run, ancestors, load, require_comparable
+from .findings import Found, Report
 from .keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, Key
-from .report import Found, Report
 
 
 def compare(

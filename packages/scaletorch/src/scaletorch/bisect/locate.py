@@ -30,7 +30,8 @@ from ..parallel.pipeline_parallel import Split
 from ..parallel.tensor_parallel import load_full_state_dict
 from ..verify import dropout, runner
 from ..verify.cases import Case
-from ..verify.compare import score_error
+from ..verify.device import choose_where, moved, rank_device
+from ..verify.differences import score_error
 from ..verify.precision import model_precision
 from ..verify.problem import (
     PHASES,
@@ -51,16 +52,15 @@ from ..verify.problem import (
     phase_at,
     phases_of,
 )
-from ..verify.where import choose_where, moved, rank_device
 from .compare import compare_runs
-from .comparing.births import Birth
-from .comparing.judge import BAD, INFINITE, Judged, measure
-from .comparing.runs import Run, load
+from .comparison.births import Birth
+from .comparison.judge import BAD, INFINITE, Judged, measure
+from .comparison.runs import Run, load
+from .findings import Found, Report
 from .keys import BACKWARD, FORWARD, Key
-from .recording.described import Description
-from .recording.ours import describe_grid, places_of
+from .recording.descriptions import Description
+from .recording.grid_description import describe_grid, places_of
 from .recording.tape import record
-from .report import Found, Report
 
 EXACT, LOW = "float64", "float32"
 
@@ -105,7 +105,7 @@ class Ran(NamedTuple):
         dropped: Names of dropout modules that drop wrong elements, each with the reason; a
             comparison with one process cannot show this.
         sent: Margins of the tokens that went to one process's experts, since rounding would have
-            chosen others; see `verify.routing`.
+            chosen others; see `verify.expert_choices`.
     """
 
     dropped: list[tuple[str, str]]

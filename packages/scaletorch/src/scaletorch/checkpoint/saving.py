@@ -19,15 +19,15 @@ from ..dist import get_rank
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
+from .agreement import CheckpointError, collect, control_group, find_manager, on_first_rank
 from .format import folders
 from .format.metadata import METADATA, Saved, from_json, require_whole, seal, to_json
 from .format.values import canonical, encode, kind_of
-from .state.entries import Entry, Index, Record, share_out, stage
 from .state.generators import record_random, seed_material
-from .state.held import find_held, find_shards, find_ties
+from .state.model_tensors import find_held, find_shards, find_ties
 from .state.optimizer import encode_groups, record_shard
+from .state.record import Entry, Index, Record, share_out, stage
 from .storage import write_chunks
-from .together import CheckpointError, collect, control_group, find_manager, on_first_rank
 
 _buffers: weakref.WeakKeyDictionary[nn.Module, dict[Index, Tensor]] = weakref.WeakKeyDictionary()
 _last: Saving | None = None

@@ -10,11 +10,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .format.files import BLOCK, as_bytes, flush, map_file, plan_file, view_as, write_tensor
+from .agreement import DamagedCheckpointError
 from .format.metadata import Chunk, Saved
-from .state.entries import Entry
-from .state.held import Part
-from .together import DamagedCheckpointError
+from .format.safetensors_files import (
+    BLOCK,
+    as_bytes,
+    flush,
+    map_file,
+    plan_file,
+    view_as,
+    write_tensor,
+)
+from .state.model_tensors import Part
+from .state.record import Entry
 
 
 def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[str, Saved]:

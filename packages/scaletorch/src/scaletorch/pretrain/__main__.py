@@ -10,7 +10,7 @@ from ..dist import RankFailedError
 from ..dist.building import without_coordinates
 from ..dist.errors import ScaletorchError
 from .config import PretrainConfig
-from .report import logged_losses
+from .progress import logged_losses
 from .run import Result, pretrain
 
 PROGRAM = "python -m scaletorch.pretrain"

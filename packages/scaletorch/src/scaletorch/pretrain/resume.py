@@ -19,7 +19,7 @@ from ..dist.errors import InvalidArgumentError, MismatchError, NonFiniteError, S
 from ..models import LlamaConfig
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .config import PretrainConfig
-from .report import LOG
+from .progress import LOG
 
 # Settings that a resumed run may change; the losses depend on all others.
 FREE = frozenset(

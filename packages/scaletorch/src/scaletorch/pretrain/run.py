@@ -22,7 +22,7 @@ from ..dist import (
 )
 from ..dist.building import agree, caught, relative_error, worst
 from ..dist.errors import InvalidArgumentError, StateError
-from ..verify.compare import bound
+from ..verify.differences import bound
 from .config import PretrainConfig, check_config, plain_model, sizes_of
 from .data import vocabulary_size
 from .train import train

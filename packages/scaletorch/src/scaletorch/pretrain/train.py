@@ -42,7 +42,7 @@ from ..parallel.pg_manager import (
 )
 from .config import PretrainConfig, plain_model, sizes_of
 from .data import Corpus, check_same_data, load_corpus
-from .report import Reporter, flops_per_token, job_peak
+from .progress import Reporter, flops_per_token, job_peak
 from .resume import Saver, load_last, refuse_mixing, save_step
 
 

@@ -2,7 +2,7 @@
 
 from ..compose.naming import layout_name, parse_layout
 from .cases import OPTIONS, Case, every_layout
-from .compare import Difference
+from .differences import Difference
 from .problem import default_batch, default_mixture, default_model
 from .report import CaseResult, Report
 from .verify import assert_trains_alike, verify

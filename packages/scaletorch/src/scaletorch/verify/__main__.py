@@ -15,6 +15,7 @@ from ..dist.errors import InvalidArgumentError, ScaletorchError
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import SCHEDULES
 from .cases import DTYPES, KNOWN_DTYPES, OPTIONS, every_layout
+from .device import named
 from .problem import (
     BatchFn,
     ModelFn,
@@ -27,7 +28,6 @@ from .problem import (
 )
 from .report import CaseResult, Report
 from .verify import verify
-from .where import named
 
 R = TypeVar("R")
 

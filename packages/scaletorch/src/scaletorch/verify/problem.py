@@ -19,9 +19,9 @@ from ..dist.building import Locator
 from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
 from ..parallel.pipeline_parallel import Split
 from . import dropout
+from .device import in_dtype, moved, placed
+from .expert_choices import Choice, decided, doubtful, in_order, watched
 from .precision import model_precision
-from .routing import Choice, decided, doubtful, in_order, watched
-from .where import in_dtype, moved, placed
 
 LEARNING_RATE = 0.1
 ADAM_EPS = 1e-2  # large: a small one turns rounding of tiny gradients into whole steps

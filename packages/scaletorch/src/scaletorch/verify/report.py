@@ -14,9 +14,9 @@ from ..compose._version import __version__
 from ..compose.naming import layout_name
 from ..compose.summation import ROOM
 from .cases import Case
-from .compare import FACTOR, LOW, Difference
+from .device import HERE, Where
+from .differences import FACTOR, LOW, Difference
 from .runner import RankReport
-from .where import HERE, Where
 
 
 @dataclass(frozen=True, slots=True)

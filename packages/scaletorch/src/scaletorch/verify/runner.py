@@ -35,7 +35,8 @@ from ..parallel.pg_manager import (
 from ..parallel.tensor_parallel import load_full_state_dict
 from . import dropout
 from .cases import Case
-from .compare import (
+from .device import device_of, in_dtype, moved, rank_device
+from .differences import (
     Difference,
     Exact,
     compare_all,
@@ -46,10 +47,9 @@ from .compare import (
     own_part,
     unlike,
 )
+from .expert_choices import Choice, by_scores, decided
 from .precision import full_precision, model_precision
 from .problem import MAX_NORM, TORCH_DTYPES, Phase, Subject, phase_at
-from .routing import Choice, by_scores, decided
-from .where import device_of, in_dtype, moved, rank_device
 
 SHOWN = 3  # failures that a rank reports
 REPLAYED = "routing"  # name of the difference that reports replayed choices

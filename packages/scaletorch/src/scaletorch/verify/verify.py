@@ -27,7 +27,8 @@ from ..dist.testing import preload
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
 from .cases import DTYPES, Case, choose_layouts, enumerate_cases
-from .compare import LOW, blind, bound, score_error
+from .device import choose_where, moved, name_of, named, repeating
+from .differences import LOW, blind, bound, score_error
 from .precision import full_precision
 from .problem import (
     PHASES,
@@ -49,7 +50,6 @@ from .problem import (
 )
 from .report import CaseResult, Report
 from .runner import RankReport, refusal, run_case
-from .where import choose_where, moved, name_of, named, repeating
 
 Progress = Callable[[CaseResult], None]
 Layout = str | Grid

@@ -39,7 +39,7 @@ from ..keys import (
     UNGRADED,
     WEIGHT,
 )
-from .described import (
+from .descriptions import (
     Description,
     Place,
     arguments_of,

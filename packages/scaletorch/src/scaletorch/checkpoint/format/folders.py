@@ -14,9 +14,9 @@ from itertools import count
 from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
-from ..together import CheckpointError, DamagedCheckpointError
-from .files import flush_folder
+from ..agreement import CheckpointError, DamagedCheckpointError
 from .metadata import METADATA, unseal
+from .safetensors_files import flush_folder
 
 FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 UNFINISHED = ".unfinished"

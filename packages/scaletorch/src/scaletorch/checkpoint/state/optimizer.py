@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard
+from ..agreement import CheckpointError
 from ..format.metadata import Saved
 from ..format.values import decode, encode, like
-from ..together import CheckpointError
-from .entries import Entry, Record
-from .held import Held, Part
+from .model_tensors import Held, Part
+from .record import Entry, Record
 
 T = TypeVar("T")
 # Settings of how an optimizer computes; they stay those of the running program.

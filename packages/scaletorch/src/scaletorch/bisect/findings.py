@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .comparing.births import Birth
-from .comparing.judge import BAD, UNSEEN, Judged
+from .comparison.births import Birth
+from .comparison.judge import BAD, UNSEEN, Judged
 from .keys import FINAL, GRADIENT, START, Key
 
 _BORN = {START: "before the step, where weights are made, loaded or divided"}

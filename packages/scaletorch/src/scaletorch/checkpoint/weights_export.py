@@ -16,11 +16,11 @@ from ..compose import full_state_dict
 from ..dist import all_gather_object, functional
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
-from .format.files import flush, flush_folder, plan_file, write_tensor
+from .agreement import CheckpointError, all_or_none, control_group, find_manager, on_first_rank
 from .format.folders import UNFINISHED
+from .format.safetensors_files import flush, flush_folder, plan_file, write_tensor
 from .saving import wait_for_last
-from .state.held import Held, find_held
-from .together import CheckpointError, all_or_none, control_group, find_manager, on_first_rank
+from .state.model_tensors import Held, find_held
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -10,11 +10,11 @@ import torch
 from ...dist import all_gather_object
 from ...parallel.data_parallel import Shard
 from ...parallel.pg_manager import ProcessGroupManager
+from ..agreement import CheckpointError
 from ..format.metadata import Saved
 from ..format.values import kind_of
-from ..together import CheckpointError
-from .entries import Entry
-from .held import Held, is_whole_matrix
+from .model_tensors import Held, is_whole_matrix
+from .record import Entry
 
 Shapes = Mapping[str, Saved]
 

@@ -12,21 +12,21 @@ from torch import nn
 
 from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
-from .exporting import INDEX, WHOLE
-from .format.files import read_header
-from .format.metadata import from_json
-from .format.values import dtype_name
-from .loading import Plan, Program, describe
-from .state.fitting import all_names
-from .state.held import find_ties
-from .storage import Reader
-from .together import (
+from .agreement import (
     CheckpointError,
     DamagedCheckpointError,
     all_or_none,
     control_group,
     on_first_rank,
 )
+from .format.metadata import from_json
+from .format.safetensors_files import read_header
+from .format.values import dtype_name
+from .loading import Plan, Program, describe
+from .state.fit import all_names
+from .state.model_tensors import find_ties
+from .storage import Reader
+from .weights_export import INDEX, WHOLE
 
 
 class Whole(NamedTuple):
