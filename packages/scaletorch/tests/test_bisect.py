@@ -246,6 +246,11 @@ def test_what_cannot_be_compared_is_told(tmp_path):
         record(tmp_path / "no") as tape,
     ):
         tape.put("loss", None)
+    with (
+        pytest.raises(InvalidArgumentError, match=r"not a list; of a pipeline's stage pass the"),
+        record(tmp_path / "no", [nn.Linear(2, 2)]),
+    ):
+        pass
     for said in ({"rows": 3}, {"rows": ([], 4)}, {"rows": (range(2), "x")}):
         with (
             pytest.raises(InvalidArgumentError, match=r'describe\["rows"\] must be'),

@@ -9,8 +9,8 @@ to probabilistic rounding error analysis, 2019).
 In bfloat16 such a bound would let every fault pass. There a layout may lose 1.25 times what one
 process loses by rounding: one process trains in bfloat16 and another in float64, from the same
 weights, and their difference is the loss. The float64 process and the ranks send tokens to the
-experts that the bfloat16 process chose; see `expert_choices`. For a single tensor this loss is up to
-chance, so tensors of a kind are taken together.
+experts that the bfloat16 process chose, see `expert_choices`. For a single tensor this loss is up
+to chance, so tensors of a kind are taken together.
 """
 
 from __future__ import annotations

@@ -82,15 +82,10 @@ class Tape:
         self._parameters = {id(p): name for name, p in model.named_parameters()}
         for name in self._parameters.values():
             self._owned.setdefault(name.rpartition(".")[0], []).append(name)
-        dtypes = Counter(p.dtype for _, p in model.named_parameters() if p.is_floating_point())
-        most = max(dtypes, key=lambda dtype: dtypes[dtype], default=torch.float32)
-        self._narrow = {name for name, module in model.named_modules() if _is_narrow(module)}
-        self._patches.enter_context(model_precision(most, self._computes_narrow))
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        wide = dtypes == {torch.float64}
+        self._patches.enter_context(model_precision(torch.float64 if wide else torch.float32))
         self.put_all(START, dict(model.named_parameters(remove_duplicate=False)))
-
-    def _computes_narrow(self) -> bool:
-        """Return whether the running module has weights in a dtype below float64."""
-        return bool(self._stack) and self._stack[-1] in self._narrow
 
     def put(self, kind: str, tensor: Tensor) -> None:
         """Record the loss or the norm of all gradients; it must be the same on every rank.
@@ -273,13 +268,6 @@ class Tape:
         return self._writer.add(line, local)
 
 
-def _is_narrow(module: nn.Module) -> bool:
-    """Return whether a module, or a direct child, has floating weights not in float64."""
-    near = (module, *module.children())
-    own = [t for m in near for t in (*m._parameters.values(), *m._buffers.values())]
-    return any(t.is_floating_point() and t.dtype != torch.float64 for t in own if t is not None)
-
-
 def _unlinked(seen: Iterable[tuple[Tensor, int]]) -> list[int]:
     """Return the lines of floating tensors without gradient: autograd does not know their users."""
     return [n for t, n in seen if t.is_floating_point() and not t.requires_grad]
@@ -356,8 +344,8 @@ def record(
     """Record a training step of this rank.
 
     Records the weights before the step, the inputs and outputs of every module, their gradients,
-    the parameters' gradients, and the weights after an optimizer's step. Meanwhile, a float64 model
-    skips its casts to float32.
+    the parameters' gradients, and the weights after an optimizer's step. Meanwhile, a model whose
+    weights are all float64 skips its casts to float32.
 
     Args:
         folder: The same for all ranks of a run; created if missing.
@@ -371,8 +359,13 @@ def record(
         The tape, which can record more: `tape.put("loss", loss)`.
 
     Raises:
-        InvalidArgumentError: `describe` is not a mapping of this form.
+        InvalidArgumentError: `model` is no module, or `describe` not a mapping of this form.
     """
+    if not isinstance(model, nn.Module | None):
+        raise InvalidArgumentError(
+            f"record takes a module, not a {type(model).__name__}; of a pipeline's stage pass the "
+            "layers: nn.ModuleDict(stage.submod.named_children())"
+        )
     said = description_of(describe)
     header: dict[str, Any] = {
         "step": step, "world_size": get_world_size(), "torch": torch.__version__,
