@@ -142,8 +142,8 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
             if first:
                 optimizers = runner.optimizers_of(case, phase, model)
             batches = runner.divide(case, subject, saved["batches"][step], model)
-            said = describe_grid(model, batches, manager)
-            with record(folder, stage, describe=said, step=step) as tape:
+            description = describe_grid(model, batches, manager)
+            with record(folder, stage, describe=description, step=step) as tape:
                 for number, batch in enumerate(batches):
                     tape.batch(batch if grid.cp > 1 else _with_positions(batch), number)
                 with model_precision(dtype), runner.choosing(saved, step, ran.sent):
@@ -247,8 +247,8 @@ def prepare(
     _, saved = begin(subject, batch_fn, dtype, steps)
     low = LOW if dtype == EXACT else dtype
     rounded = one_process(subject, saved, low, watch=recording(folder / "noise"))
-    made = [] if dtype == EXACT else [choice for step in rounded for choice in step.choices]
-    exact = one_process(subject, saved, EXACT, made, recording(folder / "exact"))
+    choices = [] if dtype == EXACT else [choice for step in rounded for choice in step.choices]
+    exact = one_process(subject, saved, EXACT, choices, recording(folder / "exact"))
     limits = [score_error(r.choices, e.choices) for r, e in zip(rounded, exact, strict=True)]
     torch.save(moved(saved | doubts(rounded, limits, dtype), "cpu"), folder / "start.pt")
     reference = load(folder / "exact")
@@ -276,8 +276,8 @@ def locate(
         run: Called on each rank to record: `run(case, subject, file, folder, steps, *arguments)`.
         arguments: Further arguments of `run`.
     """
-    given = prepared.path, str(folder), prepared.steps, *arguments
-    ran: list[Ran] = pool.run(run, case, subject, *given)
+    sent_along = prepared.path, str(folder), prepared.steps, *arguments
+    ran: list[Ran] = pool.run(run, case, subject, *sent_along)
     dropped = {name: why for each in ran for name, why in each.dropped}
     report = compare_runs(prepared.reference, load(folder), prepared.lost)
     if sent := [margin for each in ran for margin in each.sent]:

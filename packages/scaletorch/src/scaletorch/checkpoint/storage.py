@@ -176,7 +176,7 @@ def _blocks(read: Read) -> range:
     """Return the numbers of the chunk's blocks that a rectangle spans."""
     shape, size = read.chunk.shape, read.saved.dtype.itemsize
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    low = sum(at * stride for at, stride in zip(read.begin, strides, strict=True))
+    low = sum(start * stride for start, stride in zip(read.begin, strides, strict=True))
     span = zip(read.target.shape, strides, strict=True)
     high = low + sum((length - 1) * stride for length, stride in span) + 1
     return range(low * size // BLOCK, -(-high * size // BLOCK))

@@ -84,9 +84,8 @@ def _describe(
 def _start(root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     found = {path.name for path in root.glob("model*.safetensors*")}
-    there = sorted(name for name in found if not name.endswith(UNFINISHED))
-    if there:
-        raise CheckpointError(f"{root} has weights already ({there[0]}); export to another folder")
+    if names := sorted(name for name in found if not name.endswith(UNFINISHED)):
+        raise CheckpointError(f"{root} has weights already ({names[0]}); export to another folder")
 
 
 def _not_earlier(held: list[Held], grid: ProcessGroupManager) -> list[Held]:
@@ -158,7 +157,8 @@ def _finish(root: Path, stages: list[Listing]) -> None:
     for name in names:
         os.replace(root / f"{name}{UNFINISHED}", root / name)
     if len(files) > 1:
-        where = {name: at for at, file in zip(names, files, strict=True) for name, _ in file}
+        pairs = zip(names, files, strict=True)
+        where = {tensor: name for name, file in pairs for tensor, _ in file}
         size = sum(nbytes for file in files for _, nbytes in file)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
         unfinished = root / f"{INDEX}{UNFINISHED}"

@@ -155,9 +155,9 @@ def compare_named(
 
 
 def _largest_gap(gap: Tensor, ours: Tensor, theirs: Tensor) -> str:
-    at = gap.abs().nan_to_num(nan=INFINITE).argmax()
-    place = [int(i) for i in torch.unravel_index(at, gap.shape)]
-    values = ours.flatten()[at].item(), theirs.flatten()[at].item()
+    index = gap.abs().nan_to_num(nan=INFINITE).argmax()
+    place = [int(i) for i in torch.unravel_index(index, gap.shape)]
+    values = ours.flatten()[index].item(), theirs.flatten()[index].item()
     return f"largest at {place}: {values[0]:.9g}, one process {values[1]:.9g}"
 
 

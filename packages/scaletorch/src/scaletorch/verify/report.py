@@ -65,8 +65,8 @@ class CaseResult:
         worst = self.worst
         if worst is None:
             verdict = "refused" if self.refused else "not judged" if self.unjudged else "FAIL"
-            said = self.refused or self.unjudged or self.error.split("\n", 1)[0]
-            return (str(self.case), verdict, "-", "-", said)
+            reason = self.refused or self.unjudged or self.error.split("\n", 1)[0]
+            return (str(self.case), verdict, "-", "-", reason)
         verdict = "pass" if self.passed else "FAIL"
         error, bound = f"{worst.error:.1e}", f"{worst.bound:.1e}"
         return (str(self.case), verdict, error, bound, f"{worst.what} (step {worst.step})")
@@ -146,12 +146,12 @@ class Report:
     def summary(self) -> str:
         """Return the last line of the report: counts, time and the bound."""
         passed = sum(result.passed for result in self.results)
-        asked = len(self.results) - len(self.refusals)
+        judged = len(self.results) - len(self.refusals)
         refused = f" ({len(self.refusals)} refused)" if self.refusals else ""
         tensors = sum(rank.compared for result in self.results for rank in result.ranks)
         seconds = sum(result.seconds for result in self.results)
         return (
-            f"{passed} of {asked} cases train like one process{self.where}{refused}: {tensors} "
+            f"{passed} of {judged} cases train like one process{self.where}{refused}: {tensors} "
             f"comparisons in {seconds:.0f} s; bound = machine epsilon x {ROOM:g} x root of "
             f"({self.chain} additions x step){self._lost()}"
         )

@@ -66,11 +66,11 @@ def find_births(
     """
     sources = _seen_sources(ancestry, judged)
     wrong = {key for key, each in judged.items() if each.state == BAD}
-    meant = _absorbed(wrong, sources, judged)
-    for key in [k for each in meant if (k := each._replace(kind=BACKWARD)) in wrong]:
+    intended = _absorbed(wrong, sources, judged)
+    for key in [k for each in intended if (k := each._replace(kind=BACKWARD)) in wrong]:
         if adds_up(run.held[key], reference.held[key], NEAR):
-            meant.add(key)
-    wrong -= meant
+            intended.add(key)
+    wrong -= intended
     mattering = _mattering(sources, wrong)
     born = [key for key in judged if key in mattering and not wrong.intersection(sources[key])]
     born = born or [key for key in judged if key in mattering][:1]  # sources form a cycle

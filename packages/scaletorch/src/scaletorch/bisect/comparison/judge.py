@@ -236,8 +236,8 @@ def rounding(run: Run, reference: Run, sources: Mapping[Key, list[Key]]) -> dict
     }
     found: dict[Key, float] = dict(own)
     users: dict[Key, list[Key]] = {}
-    for key, from_which in sources.items():
-        for source in from_which:
+    for key, parents in sources.items():
+        for source in parents:
             users.setdefault(source, []).append(key)
     for eps in sorted(set(own.values()), reverse=True):  # coarser dtypes override finer ones
         waiting = [key for key in own if own[key] == eps]
@@ -293,21 +293,18 @@ def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
     if dims is None:
         return False
     whole = assemble(pieces_of(theirs, dims), dims, sums=True)
-    apart: dict[int, list[Held]] = {}
+    by_tp_rank: dict[int, list[Held]] = {}
     for held in ours:
-        groups = held.recording.header["groups"].get("tp", [])
-        rank = held.recording.rank
-        apart.setdefault(next((g.index(rank) for g in groups if rank in g), 0), []).append(held)
-    if (
-        _error(assemble(pieces_of(ours, dims, weighed=True), dims, sums=True), whole, whole, 0.0)
-        <= limit
-    ):
+        groups, rank = held.recording.header["groups"].get("tp", []), held.recording.rank
+        tp_rank = next((group.index(rank) for group in groups if rank in group), 0)
+        by_tp_rank.setdefault(tp_rank, []).append(held)
+    total = assemble(pieces_of(ours, dims, weighed=True), dims, sums=True)
+    if _error(total, whole, whole, 0.0) <= limit:
         return True
-    for own in apart.values():
-        pieces = pieces_of(own, dims, weighed=True)
-        added = assemble(pieces, dims, sums=True)
-        if any(
-            not _error(part_of(added, p), part_of(whole, p), whole, 0.0) <= limit for p in pieces
-        ):
+    for terms in by_tp_rank.values():
+        pieces = pieces_of(terms, dims, weighed=True)
+        total = assemble(pieces, dims, sums=True)
+        errors = (_error(part_of(total, p), part_of(whole, p), whole, 0.0) for p in pieces)
+        if not all(error <= limit for error in errors):
             return False
     return True

@@ -115,7 +115,7 @@ def _guessed(case: Case) -> Iterator[str]:
 # Factors
 
 
-def _told(case: Case, what: str, test: Callable[[Shard], bool]) -> Iterator[Finding]:
+def _passing(case: Case, what: str, test: Callable[[Shard], bool]) -> Iterator[Finding]:
     """Yield one finding for the wrong shards that pass a test, if there are any."""
     covers = [i for i, shard in enumerate(case.wrong) if test(shard)]
     if covers:
@@ -126,7 +126,7 @@ def _told(case: Case, what: str, test: Callable[[Shard], bool]) -> Iterator[Find
 
 def zeros(case: Case) -> Iterator[Finding]:
     """Find pieces that are all zeros."""
-    yield from _told(case, "all zeros", lambda shard: not bool(shard.had.any()))
+    yield from _passing(case, "all zeros", lambda shard: not bool(shard.had.any()))
 
 
 def scaled(case: Case) -> Iterator[Finding]:
@@ -134,7 +134,7 @@ def scaled(case: Case) -> Iterator[Finding]:
     fits = [_factor(shard) for shard in case.wrong]
     simple = [factor for fit in fits for factor in _simple_factors(fit)]
     for factor in list(dict.fromkeys([*simple, *fits]))[:CANDIDATES]:
-        yield from _told(case, _times(factor, case.bound), partial(_is_scaled, case, factor))
+        yield from _passing(case, _times(factor, case.bound), partial(_is_scaled, case, factor))
 
 
 def _factor(shard: Shard) -> float:

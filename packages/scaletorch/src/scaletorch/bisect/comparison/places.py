@@ -101,7 +101,7 @@ def _fitting(held: Sequence[Held], dim: int) -> Iterator[Sharding]:
 
     A recorded place leaves no choice: it fits all shards, or nothing does.
     """
-    totals = [int(place[0]) for each in held if (place := _given(each, dim)) is not None]
+    totals = [int(place[0]) for each in held if (place := _recorded_place(each, dim)) is not None]
     tried = [Sharding(GIVEN, totals[0])] if totals else _named(held, dim)
     for sharding in tried:
         if all(len(index(each, dim, sharding)) == each.line.shape[dim] for each in held):
@@ -141,7 +141,7 @@ def _index(held: Held, dim: int, sharding: Sharding) -> Tensor:
     if name == ALIKE:
         return torch.zeros(held.line.shape[dim], dtype=torch.int64)
     if name == GIVEN:
-        place = _given(held, dim)
+        place = _recorded_place(held, dim)
         return torch.arange(total) if place is None else _indices(place[1:])
     if name in (INNER, OUTER):
         return _equal_shard(held, held.line.shape[dim], sharding)
@@ -168,7 +168,7 @@ def _equal_shard(held: Held, length: int, sharding: Sharding) -> Tensor:
     return torch.arange(shard * length, (shard + 1) * length)
 
 
-def _given(held: Held, dim: int) -> list[Any] | None:
+def _recorded_place(held: Held, dim: int) -> list[Any] | None:
     place = held.line.place
     return None if place is None else place[dim]
 

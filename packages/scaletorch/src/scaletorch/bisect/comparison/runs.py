@@ -143,11 +143,11 @@ def _calls(run: Run, recording: Recording) -> dict[str, int]:
         if line.kind == FORWARD:
             calls[calling(line)] = max(calls[calling(line)], line.call + 1)
     several = int(recording.header["micro_batches"])
-    for name, made in calls.items():
-        if made % several:
-            reason = f"rank {recording.rank} called it {made} times in {several} micro-batches"
+    for name, count in calls.items():
+        if count % several:
+            reason = f"rank {recording.rank} called it {count} times in {several} micro-batches"
             run.uncounted[name] = reason
-    return {name: made // several for name, made in calls.items()}
+    return {name: count // several for name, count in calls.items()}
 
 
 def calling(line: Line | Key) -> str:
@@ -208,7 +208,7 @@ def ancestors(run: Run) -> dict[Key, list[Key]]:
         if key.kind == FORWARD and key.item.startswith("out"):
             users[key.step, key.name].append(key)
     found = {key: list(dict.fromkeys(_sources(key, run, users))) for key in run.held}
-    for source, results in _beside(run):
+    for source, results in _without_gradients(run):
         for key in results:
             found[key].append(source)
     return found
@@ -223,17 +223,17 @@ def _link_losses(run: Run) -> None:
                 run.link(loss, key)
 
 
-def _beside(run: Run) -> Iterator[tuple[Key, list[Key]]]:
+def _without_gradients(run: Run) -> Iterator[tuple[Key, list[Key]]]:
     """Yield (source, results) for sources that may have no gradient, which autograd misses."""
-    made: dict[tuple[int, str, int], list[Key]] = defaultdict(list)
+    outputs: dict[tuple[int, str, int], list[Key]] = defaultdict(list)
     for key in run.held:
         if key.kind == FORWARD and key.item.startswith("out"):
-            made[key.step, key.name, key.call].append(key)
+            outputs[key.step, key.name, key.call].append(key)
     for key in run.held:
         if key.kind == DATA:
             yield key, [k for k in run.held if k.step == key.step and _sees(k.kind, key.name)]
         elif key.kind == FORWARD and key.item.startswith("in"):
-            yield key, made[key.step, key.name, key.call]
+            yield key, outputs[key.step, key.name, key.call]
 
 
 def _sees(kind: str, entry: str) -> bool:

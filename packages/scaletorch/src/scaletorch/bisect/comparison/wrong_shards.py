@@ -152,14 +152,14 @@ def numbered(name: str, numbers: Iterable[int]) -> str:
 
 def ranks_of(case: Case, shards: Sequence[Shard]) -> str:
     """Return the ranks of shards as words, with the micro-batches unless all are meant."""
-    held, meant = (
+    held, chosen = (
         {(s.piece.rank, s.piece.micro_batch) for s in several} for several in (case.shards, shards)
     )
-    ranks, every = {rank for rank, _ in meant}, {rank for rank, _ in held}
+    ranks, every = {rank for rank, _ in chosen}, {rank for rank, _ in held}
     text = "every rank" if ranks == every and len(every) > 1 else numbered("rank", ranks)
-    if meant == {(rank, batch) for rank, batch in held if rank in ranks}:
+    if chosen == {(rank, batch) for rank, batch in held if rank in ranks}:
         return text
-    return f"{text} ({numbered('micro-batch', {batch for _, batch in meant})})"
+    return f"{text} ({numbered('micro-batch', {batch for _, batch in chosen})})"
 
 
 def has(subject: str) -> str:
@@ -179,6 +179,6 @@ def where(case: Case, shards: Sequence[Shard], masks: Sequence[Tensor] = ()) -> 
         pairs = zip(shards, boxes, strict=True)
         place = torch.cat([shard.piece.index[dim][box[dim]] for shard, box in pairs]).unique()
         if len(place) < case.whole.shape[dim] and (len(shards) == 1 or not whole):
-            name, of, tail = plural(case, dim).partition(" of ")
-            texts.append(f"{numbered(name.removesuffix('s'), place.tolist())}{of}{tail}")
+            name, separator, tail = plural(case, dim).partition(" of ")
+            texts.append(f"{numbered(name.removesuffix('s'), place.tolist())}{separator}{tail}")
     return f" at {' of '.join(texts)}" if texts else ""

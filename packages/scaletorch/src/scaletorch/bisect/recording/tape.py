@@ -56,9 +56,9 @@ class Tape:
     """Records a rank's tensors of a step; made by `record`."""
 
     def __init__(
-        self, writer: Writer, model: nn.Module | None, said: Description, patches: ExitStack
+        self, writer: Writer, model: nn.Module | None, description: Description, patches: ExitStack
     ) -> None:
-        self._writer, self._said, self._patches = writer, said, patches
+        self._writer, self._description, self._patches = writer, description, patches
         self._model: nn.Module | None = None
         self._names: dict[nn.Module, str] = {}
         self._parameters: dict[int, str] = {}
@@ -118,7 +118,7 @@ class Tape:
         """Record gradients or weights of parameters, by plain names."""
         self._done.add(kind)
         for name, tensor in tensors.items():
-            self._add(Line(kind, name, "", 0, "", []), tensor, self._said.places.get(name))
+            self._add(Line(kind, name, "", 0, "", []), tensor, self._description.places.get(name))
 
     def gradients(self) -> None:
         """Record all gradients as they are now; called automatically before an optimizer step."""
@@ -147,18 +147,18 @@ class Tape:
         if not self._stack and self._model is None and module not in self._names:
             self._know(module)
         name = self._names.get(module)
-        if name is None or self._said.chunk() < 0 or torch._C._current_graph_task_id() != -1:
+        if name is None or self._description.chunk() < 0 or torch._C._current_graph_task_id() != -1:
             return original(module, *args, **kw)  # without a name, or recomputed in backward
         if not self._stack:
             self._ungraded = "" if torch.is_grad_enabled() else UNGRADED
-        chunk = self._said.chunk()
+        chunk = self._description.chunk()
         call = self._calls[name + self._ungraded, chunk]
         self._calls[name + self._ungraded, chunk] += 1
         for own, parameter in module._parameters.items():  # FSDP2 swaps them during a call
             self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
         with self._lineage.call():
             inputs: list[tuple[Tensor, int]] = []
-            if (name, "in", chunk) not in self._said.unseen:
+            if (name, "in", chunk) not in self._description.unseen:
                 inputs = self._see(name, call, arguments_of(module, args, kw), self._unlinked[-1])
             self._stack.append(name)
             self._unlinked.append(_unlinked(inputs))
@@ -167,7 +167,7 @@ class Tape:
             finally:
                 self._stack.pop()
                 inside = self._unlinked.pop()
-            if (name, "out", chunk) in self._said.unseen:
+            if (name, "out", chunk) in self._description.unseen:
                 return output
             results = self._see(name, call, tensors_of(output, "out"), inside)
         for tensor, number in results:
@@ -189,7 +189,7 @@ class Tape:
 
     def _see_one(self, line: Line, tensor: Tensor, unlinked: list[int]) -> int:
         line.inside = self._stack[-1] if self._stack else None
-        line.stage = self._said.chunk()
+        line.stage = self._description.chunk()
         received = line.stage > 0 and not self._stack and line.item.startswith("in")
         # A tensor received from another rank is new, though it may reuse the same memory.
         line.same = -1 if received else self._lineage.line_of(tensor)
@@ -210,29 +210,29 @@ class Tape:
         """Note a tensor's sources, and hook its nodes to record its share of their gradients."""
         user = line.name if line.item.startswith("out") else line.inside or ""
         lines, parameters = self._lineage.parents(tensor)
-        line.parents = list(dict.fromkeys(use.of for use in lines))
+        line.parents = list(dict.fromkeys(use.source for use in lines))
         if not tensor.requires_grad and line.item.startswith("out"):
             line.uses += self._owned.get(line.name, [])
         for use in lines:
-            of = self._writer.lines[use.of]
-            share = Line(SHARE, of.name, f"{of.item} {user}", of.call, "", [])
+            known = self._writer.lines[use.source]
+            share = Line(SHARE, known.name, f"{known.item} {user}", known.call, "", [])
             self._follow(use, share, None)
         for use in parameters:
-            if name := self._parameters.get(id(use.of)):
+            if name := self._parameters.get(id(use.source)):
                 line.uses.append(name)
                 term = Line(TERM, name, user, max(self._calls["", line.stage] - 1, 0), "", [])
-                self._follow(use, term, self._said.places.get(name))
+                self._follow(use, term, self._description.places.get(name))
 
     def _follow(self, use: Use, line: Line, place: Place | None) -> None:
         if (use.node, use.place) in self._followed:
             return
         self._followed.add((use.node, use.place))
-        tensor = first_name(self._writer.lines, use.of) if line.kind == SHARE else -1
+        tensor = first_name(self._writer.lines, use.source) if line.kind == SHARE else -1
         self._uses[tensor] += 1
-        at = use.place  # not `use` itself: the node's hook would then hold a reference to the node
+        input_of_node = use.place  # not `use` itself: the node's hook would then hold the node
 
         def came(gradients: tuple[Tensor | None, ...], _: Any) -> None:
-            added = gradients[at]
+            added = gradients[input_of_node]
             if added is not None and self._uses[tensor] > 1:  # a single use has the whole gradient
                 self._add(replace(line), added, place)
 
@@ -247,16 +247,16 @@ class Tape:
         if number in self._seen or gradient is None:
             return
         self._seen.add(number)
-        of = self._writer.lines[number]
-        line = Line(BACKWARD, of.name, of.item, of.call, "", [], parents=[number])
-        line.sums = of.item.startswith("in") and of.name in self._said.terms
+        known = self._writer.lines[number]
+        line = Line(BACKWARD, known.name, known.item, known.call, "", [], parents=[number])
+        line.sums = known.item.startswith("in") and known.name in self._description.terms
         self._add(line, gradient)
 
     def _add(self, line: Line, tensor: Tensor | None, place: Place | None = None) -> int:
         if tensor is None:
             return self._writer.add(line, None)
         if line.kind == LOSS and tensor.requires_grad:
-            line.parents = [use.of for use in self._lineage.parents(tensor)[0]]
+            line.parents = [use.source for use in self._lineage.parents(tensor)[0]]
             line.parents += self._unlinked[0]
         local, own_place, is_term = local_part(tensor.detach())
         line.sums |= is_term
@@ -366,17 +366,17 @@ def record(
             f"record takes a module, not a {type(model).__name__}; of a pipeline's stage pass the "
             "layers: nn.ModuleDict(stage.submod.named_children())"
         )
-    said = description_of(describe)
+    described = description_of(describe)
     header: dict[str, Any] = {
         "step": step, "world_size": get_world_size(), "torch": torch.__version__,
-        "micro_batches": said.micro_batches, "groups": said.groups, "weight": said.weight,
-        "shared": said.shared,
-        "axes": {name: [axis.total, axis.parts] for name, axis in said.axes.items()},
+        "micro_batches": described.micro_batches, "groups": described.groups,
+        "weight": described.weight, "shared": described.shared,
+        "axes": {name: [axis.total, axis.parts] for name, axis in described.axes.items()},
     }  # fmt: skip
     writer = Writer(Path(folder), get_rank(), header)
     try:
         with ExitStack() as stack:
-            tape = Tape(writer, model, said, stack)
+            tape = Tape(writer, model, described, stack)
             stack.callback(tape._forget)
             stack.enter_context(_calls_to(tape.called))
             stack.enter_context(_following(tape))
