@@ -210,7 +210,7 @@ def test_what_cannot_be_compared_is_told(tmp_path):
     with pytest.raises(InvalidArgumentError, match="that was recorded failed: OSError: disk on"):
         compare(tmp_path / "one", tmp_path / "failed")
     step(tmp_path / "unlike", sizes=(8, 12))
-    with pytest.raises(InvalidArgumentError, match="unlike models"):
+    with pytest.raises(InvalidArgumentError, match="different models"):
         compare(tmp_path / "one", tmp_path / "unlike")
     step(tmp_path / "other", seed=1)
     assert compare(tmp_path / "one", tmp_path / "other").found[0].birth.direction == "data"

@@ -77,26 +77,22 @@ SENTENCES = {
     "no sum over one axis": (
         None,
         lambda r, x, i: SPLIT[0] if r % 2 else x - SPLIT[0],
-        "ranks 0 and 1; ranks 2 and 3 (tp) have parts that add up to the right one: "
-        "a sum over tp is missing",
+        "ranks 0 and 1; ranks 2 and 3 (tp) have partial sums: a sum over tp is missing",
     ),
     "no sum over two axes": (
         None,
         lambda r, x, i: SPLIT[r],
-        "ranks 0-3 (all ranks) have parts that add up to the right one: "
-        "a sum over all ranks is missing",
+        "ranks 0-3 (all ranks) have partial sums: a sum over all ranks is missing",
     ),
     "no sum of a sharded embedding": (
         None,
         lambda r, x, i: x * (torch.arange(16) % 2 == r % 2)[:, None],
-        "ranks 0 and 1; ranks 2 and 3 (tp) have parts that add up to the right one: "
-        "a sum over tp is missing",
+        "ranks 0 and 1; ranks 2 and 3 (tp) have partial sums: a sum over tp is missing",
     ),
     "no mean": (
         None,
         lambda r, x, i: x + (1 if r % 2 else -1) * SPLIT[0],
-        "ranks 0 and 1; ranks 2 and 3 (tp) have parts whose mean is the right one: "
-        "a mean over tp is missing",
+        "ranks 0 and 1; ranks 2 and 3 (tp) have terms of a mean: a mean over tp is missing",
     ),
     "the shard of another rank": (
         1,
@@ -175,8 +171,7 @@ def test_a_sum_over_micro_batches_is_missed():
     index = cut(WHOLE, None, 1)[0]
     held = [Piece(r, m, SPLIT[2 * m] + SPLIT[2 * m + 1], index) for r in (0, 1) for m in (0, 1)]
     assert explain(held, WHOLE, 1e-9, groups={"tp": [(0, 1)]}) == [
-        "ranks 0 and 1 (micro-batches) have parts that add up to the right one: "
-        "a sum over micro-batches is missing"
+        "ranks 0 and 1 (micro-batches) have partial sums: a sum over micro-batches is missing"
     ]
 
 

@@ -279,8 +279,7 @@ def explain_birth(birth: Birth, run: Run, reference: Run) -> list[str]:
         ranks = {name: {each.recording.rank for each in held[name]} for name in names}
         copies = [f"{name} on {numbered('rank', ranks[name])}" for name in names]
         return [
-            f"{listed(copies)} have parts that add up to the right one: "
-            "the gradients of a tied weight are not summed"
+            f"{listed(copies)} have partial sums: the gradients of a tied weight are not summed"
         ]
     if key.kind == WEIGHT and (start := reference.held.get(key._replace(kind=START))):
         before = assemble(pieces_of(start, met.dims), met.dims)

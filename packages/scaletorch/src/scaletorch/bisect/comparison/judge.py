@@ -175,8 +175,10 @@ def _judge(
     floor = typical if key.kind == GRADIENT else 0.0
     met = meet(ours, theirs, floor, weighed=key.kind == BACKWARD)
     if met is None:
-        parts, whole = ({tuple(h.line.shape) for h in each} for each in (ours, theirs))
-        return Judged(key, UNSEEN, why=f"parts of {sorted(parts)} fit no place in {sorted(whole)}")
+        shards, whole = ({tuple(h.line.shape) for h in each} for each in (ours, theirs))
+        return Judged(
+            key, UNSEEN, why=f"shards of {sorted(shards)} fit no place in {sorted(whole)}"
+        )
     if not any(eps_of(held) for held in [*ours, *theirs]):
         limit = 0.0  # integers
     wrong = [

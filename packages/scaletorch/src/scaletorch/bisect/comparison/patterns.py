@@ -239,8 +239,8 @@ def sums(case: Case) -> Iterator[Finding]:
             shards = [case.wrong[i] for i in cluster]
             total = torch.stack([shard.have for shard in shards]).sum(0)
             guesses = {
-                "parts that add up to the right one: a sum": total,
-                "parts whose mean is the right one: a mean": total / len(shards),
+                "partial sums: a sum": total,
+                "terms of a mean: a mean": total / len(shards),
             }
             for words, guess in guesses.items():
                 if all(case.agrees(guess, shard.want, shard.have) for shard in shards):

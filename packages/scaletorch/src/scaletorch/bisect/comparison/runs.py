@@ -180,7 +180,7 @@ def require_comparable(ours: Run, theirs: Run) -> None:
         shapes = [run.held[key][0].line.shape for run in (ours, theirs) if key in run.held]
         if key.kind == GRADIENT and shapes[0] != shapes[-1]:
             raise InvalidArgumentError(
-                f"these are runs of unlike models: {key.name} has shape {shapes[0]} in "
+                f"these runs are of different models: {key.name} has shape {shapes[0]} in "
                 f"{ours.folder} and {shapes[-1]} in {theirs.folder}"
             )
     named = [{k.name for k in run.held if k.kind == GRADIENT} for run in (ours, theirs)]
@@ -188,7 +188,7 @@ def require_comparable(ours: Run, theirs: Run) -> None:
         only = [sorted(a - b)[:3] for a, b in (named, named[::-1])]
         if not named[0] & named[1] or all(only):
             raise InvalidArgumentError(
-                f"these are runs of unlike models: {ours.folder} alone has gradients of {only[0]}, "
+                f"these runs are of different models: {ours.folder} alone has gradients of {only[0]}, "
                 f"{theirs.folder} alone of {only[1]}"
             )
 

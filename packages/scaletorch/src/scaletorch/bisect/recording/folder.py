@@ -156,7 +156,7 @@ def read(folder: Path) -> dict[int, list[Recording]]:
     found = sorted(folder.glob("step*.rank*.bin")) if folder.is_dir() else []
     if not found:
         raise InvalidArgumentError(
-            f"{folder} has no recording: it is a folder that `scaletorch.bisect.record` wrote"
+            f"{folder} has no recording: pass a folder that `scaletorch.bisect.record` wrote"
         )
     for path in found:
         recording = _read_rank(path)
