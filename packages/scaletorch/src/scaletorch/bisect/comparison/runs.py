@@ -188,8 +188,8 @@ def require_comparable(ours: Run, theirs: Run) -> None:
         only = [sorted(a - b)[:3] for a, b in (named, named[::-1])]
         if not named[0] & named[1] or all(only):
             raise InvalidArgumentError(
-                f"these runs are of different models: {ours.folder} alone has gradients of {only[0]}, "
-                f"{theirs.folder} alone of {only[1]}"
+                f"these runs are of different models: {ours.folder} alone has gradients of "
+                f"{only[0]}, {theirs.folder} alone of {only[1]}"
             )
 
 
