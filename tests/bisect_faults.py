@@ -26,12 +26,12 @@ from with_dtensor import SHARED, SHARED_LAYER
 
 LAYOUTS = [(4, 1), (2, 2), (1, 4)]  # dp x tp with sequence parallelism
 ROWS, MICRO_BATCHES = 8, 2
-MISREAD = "a mean of means, or a norm of each part alone?"
+SCALED = "times the right values"
 FAULTS = {  # the program's fault -> direction, a module, the tensor's name, words of it
-    "mean": ("forward", "loss", "", MISREAD),
+    "mean": ("forward", "loss", "", SCALED),
     "dropped": ("backward", "loss", "head", "all zeros"),
     "twice": ("synchronisation", "", "embed.weight", "values that differ"),
-    "clip": ("synchronisation", "", "embed.weight", MISREAD),
+    "clip": ("synchronisation", "", "embed.weight", SCALED),
     "stale": ("update", "weights", "embed.weight", "does the optimizer hold other tensors"),
     "start": ("start", "layers.1.mlp.up_proj", "layers.1.mlp.up_proj.weight", "times the right"),
 }

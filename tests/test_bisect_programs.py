@@ -159,7 +159,7 @@ def test_parts_of_which_nobody_knows_the_place_are_not_judged(runs, capsys):
     cut_unevenly(folder / "whole")
     assert not compare(folder / "whole", folder / "uneven").sound
     assert main(["compare", str(folder / "whole"), str(folder / "uneven")]) == 3
-    reason = "gradient 0.weight: parts of [(2, 4), (3, 4)] fit no place in [(5, 4)]"
+    reason = "gradient 0.weight: shards of [(2, 4), (3, 4)] fit no place in [(5, 4)]"
     said = capsys.readouterr().out
     assert said.startswith("not judged, 2 of the training's results: 0.weight before the step: ")
     assert reason in said

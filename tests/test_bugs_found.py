@@ -10,7 +10,7 @@ MISSING = "a sum over all ranks is missing"
 PLACES = {  # direction, modules, a word of how it is wrong
     "apertus": ("synchronisation", [], MISSING),
     "hrm_text": ("start", ["model.L_module.layers.0.self_attn.q_proj"], "values that differ"),
-    "mean_of_means": ("forward", ["loss"], "a mean of means, or a norm of each part alone"),
+    "mean_of_means": ("forward", ["loss"], "times the right values"),
     "norm_of_a_share": ("synchronisation", [], MISSING),
     "scaled_twice": ("synchronisation", [], "values that differ"),
     "scores_of_experts": ("backward", ["experts"], MISSING),

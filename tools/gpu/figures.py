@@ -24,7 +24,7 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.pretrain.report import flops_per_token
+from scaletorch.pretrain.progress import flops_per_token
 
 from .checks import Checks, Found
 from .ranks import on_ranks

@@ -22,7 +22,7 @@ from scaletorch.compose import clip_grad_norm_, parallelize, shard_global_batch,
 from scaletorch.compose.summation import chain_length
 from scaletorch.dist import launch
 from scaletorch.parallel.pg_manager import legal_layouts, setup_process_group_manager
-from scaletorch.verify.compare import bound
+from scaletorch.verify.differences import bound
 
 ROWS, LENGTH, STEPS = 8, 64, 3
 WAY = 2e-3  # of how far AdamW moves a weight: it goes by signs, also of what is rounding

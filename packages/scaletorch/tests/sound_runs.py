@@ -15,8 +15,8 @@ from mutants.specimen import PLAN, Staged, batch
 from torch import nn
 
 from scaletorch.bisect import Report
-from scaletorch.bisect.between import locate, prepare
-from scaletorch.bisect.comparing.judge import UNSEEN
+from scaletorch.bisect.comparison.judge import UNSEEN
+from scaletorch.bisect.locate import locate, prepare
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.errors import RankFailedError
 from scaletorch.dist.testing import preload

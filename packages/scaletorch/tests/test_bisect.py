@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from scaletorch.bisect import compare, record
 from scaletorch.bisect.__main__ import main
-from scaletorch.bisect.comparing.judge import GOOD
+from scaletorch.bisect.comparison.judge import GOOD
 from scaletorch.bisect.recording.folder import Writer
 from scaletorch.dist import all_reduce, get_rank, get_world_size
 from scaletorch.dist.errors import InvalidArgumentError
@@ -210,7 +210,7 @@ def test_what_cannot_be_compared_is_told(tmp_path):
     with pytest.raises(InvalidArgumentError, match="that was recorded failed: OSError: disk on"):
         compare(tmp_path / "one", tmp_path / "failed")
     step(tmp_path / "unlike", sizes=(8, 12))
-    with pytest.raises(InvalidArgumentError, match="unlike models"):
+    with pytest.raises(InvalidArgumentError, match="different models"):
         compare(tmp_path / "one", tmp_path / "unlike")
     step(tmp_path / "other", seed=1)
     assert compare(tmp_path / "one", tmp_path / "other").found[0].birth.direction == "data"
@@ -246,6 +246,11 @@ def test_what_cannot_be_compared_is_told(tmp_path):
         record(tmp_path / "no") as tape,
     ):
         tape.put("loss", None)
+    with (
+        pytest.raises(InvalidArgumentError, match=r"not a list; of a pipeline's stage pass the"),
+        record(tmp_path / "no", [nn.Linear(2, 2)]),
+    ):
+        pass
     for said in ({"rows": 3}, {"rows": ([], 4)}, {"rows": (range(2), "x")}):
         with (
             pytest.raises(InvalidArgumentError, match=r'describe\["rows"\] must be'),

@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scaletorch.bisect.comparing.patterns import explain
-from scaletorch.bisect.comparing.places import Piece
+from scaletorch.bisect.comparison.patterns import explain
+from scaletorch.bisect.comparison.places import Piece
 
 AXES = ("rows", "positions", "columns")
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -60,13 +60,12 @@ SENTENCES = {
     "zeros here and there": (
         1,
         of_rank(2, lambda x: filled(x, 0, [0, 3], [1, 2], [3, 9])),
-        "rank 2 has all zeros at 2 of 192 elements "
-        "(columns 3 and 9 of positions 9 and 10 of rows 0 and 3)",
+        "rank 2 has all zeros at columns 3 and 9 of positions 9 and 10 of rows 0 and 3",
     ),
     "not a number": (
         1,
         of_rank(2, lambda x: filled(x, math.nan, 0, 1)),
-        "rank 2 has NaN at position 9 of row 0",
+        "rank 2 has NaN or infinity at position 9 of row 0, unlike the reference",
     ),
     "twice": (None, lambda r, x, i: 2 * x, "every rank has 2 times the right values"),
     "a half": (None, lambda r, x, i: x / 2, "every rank has 1/2 of the right values"),
@@ -78,31 +77,27 @@ SENTENCES = {
     "no sum over one axis": (
         None,
         lambda r, x, i: SPLIT[0] if r % 2 else x - SPLIT[0],
-        "ranks 0 and 1; ranks 2 and 3 (tp) have parts that add up to the right one: "
-        "a sum over tp is missing",
+        "ranks 0 and 1; ranks 2 and 3 (tp) have partial sums: a sum over tp is missing",
     ),
     "no sum over two axes": (
         None,
         lambda r, x, i: SPLIT[r],
-        "ranks 0-3 (all ranks) have parts that add up to the right one: "
-        "a sum over all ranks is missing",
+        "ranks 0-3 (all ranks) have partial sums: a sum over all ranks is missing",
     ),
     "no sum of a sharded embedding": (
         None,
         lambda r, x, i: x * (torch.arange(16) % 2 == r % 2)[:, None],
-        "ranks 0 and 1; ranks 2 and 3 (tp) have parts that add up to the right one: "
-        "a sum over tp is missing",
+        "ranks 0 and 1; ranks 2 and 3 (tp) have partial sums: a sum over tp is missing",
     ),
     "no mean": (
         None,
         lambda r, x, i: x + (1 if r % 2 else -1) * SPLIT[0],
-        "ranks 0 and 1; ranks 2 and 3 (tp) have parts whose mean is the right one: "
-        "a mean over tp is missing",
+        "ranks 0 and 1; ranks 2 and 3 (tp) have terms of a mean: a mean over tp is missing",
     ),
     "the shard of another rank": (
         1,
         of_rank(1, lambda x: WHOLE[:, :4]),
-        "rank 1 has positions that belong elsewhere: at 4-7 is what 0-3 should have",
+        "rank 1 has positions from elsewhere: at 4-7 is what 0-3 should have",
     ),
     "shifted": (
         None,
@@ -119,14 +114,14 @@ SENTENCES = {
     "one slice for all": (
         1,
         of_rank(1, lambda x: x[:, :1].expand_as(x)),
-        "rank 1 has positions that belong elsewhere: "
+        "rank 1 has positions from elsewhere: "
         "at 5 is what 4 should have, at 6 what 4 should have, at 7 what 4 should have",
     ),
     "few elements": (
         1,
         of_rank(3, lambda x: filled(x, torch.tensor([7.0, 8.0]).double(), [0, 3], [1, 2], [3, 9])),
-        "rank 3 has values that differ at 2 of 192 elements "
-        "(columns 3 and 9 of positions 13 and 14 of rows 0 and 3), by ",
+        "rank 3 has values that differ at columns 3 and 9 of positions 13 and 14 of rows 0 and 3, "
+        "by ",
     ),
 }
 
@@ -144,7 +139,7 @@ def test_two_faults_are_two_sentences_and_nan_comes_first():
         return (2 * x, 2 * x, filled(x.clone(), math.nan, 0), 0 * x)[rank]
 
     assert explain(pieces(WHOLE, 1, 4, change), WHOLE, 1e-9, axes=AXES) == [
-        "rank 2 has NaN at positions 8-11 of row 0",
+        "rank 2 has NaN or infinity at positions 8-11 of row 0, unlike the reference",
         "ranks 0 and 1 have 2 times the right values",
         "rank 3 has all zeros at positions 12-15",
     ]
@@ -164,13 +159,11 @@ def test_micro_batches_are_named():
     zeros = {
         "every rank (micro-batch 1) has all zeros": lambda r, m: m == 1,
         "rank 1 (micro-batch 0) has all zeros at rows 0 and 1": lambda r, m: (r, m) == (1, 0),
-        "every rank (not in all micro-batches) has all zeros": lambda r, m: r == m,
     }
     for sentence, there in zeros.items():
         assert explained(lambda r, m, x, there=there: 0 * x if there(r, m) else x) == sentence
     assert explained(lambda r, m, x: WHOLE[:2] if m else x) == (
-        "every rank (micro-batch 1) has rows that belong elsewhere: "
-        "at 2 and 3 is what 0 and 1 should have"
+        "every rank (micro-batch 1) has rows from elsewhere: at 2 and 3 is what 0 and 1 should have"
     )
 
 
@@ -178,8 +171,7 @@ def test_a_sum_over_micro_batches_is_missed():
     index = cut(WHOLE, None, 1)[0]
     held = [Piece(r, m, SPLIT[2 * m] + SPLIT[2 * m + 1], index) for r in (0, 1) for m in (0, 1)]
     assert explain(held, WHOLE, 1e-9, groups={"tp": [(0, 1)]}) == [
-        "ranks 0 and 1 (micro-batches) have parts that add up to the right one: "
-        "a sum over micro-batches is missing"
+        "ranks 0 and 1 (micro-batches) have partial sums: a sum over micro-batches is missing"
     ]
 
 
@@ -215,9 +207,7 @@ def test_replicas_are_compared_each():
 def test_numbers_alone():
     number = torch.tensor(3.0)
     said = explain([Piece(0, 0, number / 2, ())], number, 1e-6)
-    assert said == [
-        "rank 0 has values that differ, by 0.5 of their size; most at rank 0 (1.5, right: 3)"
-    ]
+    assert said == ["rank 0 has values that differ, by 0.5 of their size"]
 
 
 def test_zeros_that_are_right():
@@ -229,8 +219,8 @@ def test_zeros_that_are_right():
         return explain(held, whole, 1e-9, axes=AXES[1:])[0]
 
     assert said(WHOLE[0] * second).startswith("rank 0 has values that differ")
-    assert re.fullmatch(r"rank 0 has values that differ; most at .*, right: -?0\)", said(WHOLE[0]))
-    assert said(torch.where(first, math.inf, 0.0).double()).startswith("rank 0 has infinity")
+    assert said(WHOLE[0]).startswith("rank 0 has values that differ")
+    assert said(torch.where(first, math.inf, 0.0).double()).startswith("rank 0 has NaN or infinity")
 
 
 def rough(tensor, size, dtype, seed):
@@ -288,7 +278,9 @@ def numbered(name, first, count, size):
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
-    st.sampled_from([("all zeros", 0.0), ("NaN", math.nan), ("3 times the right values", 3.0)]),
+    st.sampled_from(
+        [("all zeros", 0.0), ("NaN or infinity", math.nan), ("3 times the right values", 3.0)]
+    ),
     st.sampled_from(
         [torch.float64, torch.float32]
     ),  # a small corner passes for bfloat16's rounding
@@ -315,7 +307,8 @@ def test_where_it_was_planted_is_said(kind, dtype, box, noise, seed):
         for name, first, (_, count), size in zip(AXES, starts, box, whole.shape, strict=True)
     ]
     place = " of ".join(filter(None, reversed(named)))
-    assert said == [f"rank 1 has {words} at {place}"]
+    unlike = ", unlike the reference" * math.isnan(factor)
+    assert said == [f"rank 1 has {words} at {place}{unlike}"]
 
 
 shapes = st.lists(st.integers(0, 3), max_size=3)

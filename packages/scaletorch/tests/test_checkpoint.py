@@ -23,7 +23,7 @@ from scaletorch.checkpoint import (
     save,
 )
 from scaletorch.checkpoint.format.metadata import Chunk, Saved
-from scaletorch.checkpoint.state.held import describe
+from scaletorch.checkpoint.state.model_tensors import describe
 from scaletorch.checkpoint.storage import Read, _blocks
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.placement import fuse, share_cut

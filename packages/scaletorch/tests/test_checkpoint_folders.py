@@ -21,8 +21,8 @@ from scaletorch.checkpoint import (
     load,
     save,
 )
-from scaletorch.checkpoint.format import files, folders
-from scaletorch.checkpoint.format.lock import LOCK
+from scaletorch.checkpoint.format import folders, safetensors_files
+from scaletorch.checkpoint.format.folders import LOCK
 from scaletorch.dist import RankFailedError, get_rank, launch
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import setup_process_group_manager
@@ -73,11 +73,11 @@ def test_ctrl_c_while_a_save_waits_leaves_the_one_before_whole(tmp_path, monkeyp
 
 
 def test_names_of_a_folder_are_flushed(tmp_path):
-    with patch.object(files.os, "fsync", side_effect=lambda fd: seen.append(os.fstat(fd).st_ino)):
+    with patch.object(os, "fsync", side_effect=lambda fd: seen.append(os.fstat(fd).st_ino)):
         seen = []
-        files.flush_folder(tmp_path)
+        safetensors_files.flush_folder(tmp_path)
         with (tmp_path / "file").open("wb") as file:
-            files.flush(file)
+            safetensors_files.flush(file)
     assert seen == [path.stat().st_ino for path in (tmp_path, tmp_path / "file")]
 
 
@@ -186,7 +186,7 @@ def test_an_export_that_was_killed_is_not_there_and_is_not_in_the_way(tmp_path, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.exporting, "write_tensor", die)
+        patched.setattr(checkpoint.weights_export, "write_tensor", die)
         with pytest.raises(KeyboardInterrupt):
             export_safetensors(model, tmp_path)
     assert names(tmp_path) == ["model.safetensors.unfinished"]

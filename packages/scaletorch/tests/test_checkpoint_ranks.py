@@ -427,6 +427,6 @@ def test_transformers_reads_what_is_exported(four, tmp_path, tied):
     assert_equal(dict(found.state_dict()), dict(plain.state_dict()))
     plain.save_pretrained(tmp_path / "theirs")
     export_safetensors(plain, tmp_path / "ours")
-    theirs, ours = (checkpoint.format.files.read_header(tmp_path / name / "model.safetensors")
-                    for name in ("theirs", "ours"))  # fmt: skip
+    read_header = checkpoint.format.safetensors_files.read_header
+    theirs, ours = (read_header(tmp_path / n / "model.safetensors") for n in ("theirs", "ours"))
     assert {n: h[:2] for n, h in theirs.items()} == {n: h[:2] for n, h in ours.items()}

@@ -18,8 +18,8 @@ from scaletorch.bisect import bisect
 from scaletorch.plan import Cut, describe
 from scaletorch.verify import assert_trains_alike
 from scaletorch.verify.__main__ import main
-from scaletorch.verify.compare import compare_tensor
-from scaletorch.verify.where import placed
+from scaletorch.verify.device import placed
+from scaletorch.verify.differences import compare_tensor
 
 DENOISING = {"plan": PLAN, "sequence_dims": POSITIONS, "loss_fn": of_noise}
 

@@ -9,7 +9,7 @@ from scaletorch.dist.errors import StateError
 from scaletorch.models import LlamaConfig, MixtureConfig
 from scaletorch.pretrain import pretrain
 from scaletorch.pretrain.__main__ import main
-from scaletorch.pretrain.report import flops_per_token
+from scaletorch.pretrain.progress import flops_per_token
 
 
 @pytest.fixture

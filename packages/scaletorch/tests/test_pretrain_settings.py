@@ -10,13 +10,12 @@ import pytest
 import torch
 from pretrained import settings
 
-from scaletorch.dist import RankFailedError, devices
+from scaletorch.dist import RankFailedError
 from scaletorch.dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from scaletorch.models import LlamaConfig
 from scaletorch.pretrain import pretrain, train
 from scaletorch.pretrain.__main__ import main, one_line
-from scaletorch.pretrain.report import logged_losses
-from scaletorch.pretrain.run import train_locally
+from scaletorch.pretrain.progress import logged_losses
 from scaletorch.pretrain.train import learning_rate
 
 steps = sys.modules["scaletorch.pretrain.train"]
@@ -47,9 +46,6 @@ def config(tmp_path):
         ({"backend": "gllo"}, "gllo"),
         ({"out": None, "resume": "auto"}, "checkpoints need a folder: pass --out"),
         ({"keep": 3}, "keep=3 has no checkpoints to keep: pass --save-every"),
-        ({"pp": 3}, "makes 3 stages, and the model has 2 layers"),
-        ({"pp": 2, "schedule": "zb_v"}, "makes 4 stages, and the model has 2 layers"),
-        ({"tp": 9}, "tp sizes up to 4 are legal"),
         ({"data": (Path("/nowhere"),)}, "data path /nowhere is neither a file nor a folder"),
         ({"tokenizer": Path("/nowhere")}, "tokenizer /nowhere is not a file"),
         ({"tokenizer": Path(__file__)}, r"tokenizer .*\.py cannot be read as a tokenizer.json"),
@@ -65,29 +61,6 @@ def test_wrong_settings_are_known_before_ranks_start(config, monkeypatch, change
     monkeypatch.setattr("scaletorch.pretrain.run.train_locally", never)
     with pytest.raises(InvalidArgumentError, match=message):
         pretrain(replace(config, **change))
-
-
-@pytest.mark.parametrize(
-    ("asked", "usable", "taken"),
-    [
-        ("nccl", True, "nccl"),
-        ("nccl", False, None),
-        ("gloo", True, "gloo"),
-        ("hccl", False, "hccl"),
-    ],
-)
-def test_local_ranks_take_the_backend_that_is_asked_for(config, monkeypatch, asked, usable, taken):
-    backends = []
-
-    def launched(*_, backend):
-        backends.append(backend)
-        return [[0.5]]
-
-    problem = None if usable else "none here"
-    monkeypatch.setattr(devices, "backend_problem", lambda name: problem)
-    monkeypatch.setattr("scaletorch.pretrain.run.launch", launched)
-    assert train_locally(replace(config, dp=2, backend=asked)) == [0.5]
-    assert backends == [taken]
 
 
 @pytest.mark.parametrize(
@@ -184,14 +157,16 @@ def test_a_resumed_run_is_compared_in_the_steps_that_it_has_done(config):
     assert len(result.losses) == 2
     assert list(logged_losses(config.out)) == [1, 2, 3, 4]
     assert result.worst_difference() < 1e-6
-    again = pretrain(replace(config, resume="auto", compare=True))
+    again = pretrain(replace(config, resume="auto", compare=True, decay_steps=2))
     assert (again.losses, again.reference) == ([], None)
 
 
 def test_a_finished_run_goes_on_at_its_lowest_rate(config):
     config = replace(config, save_every=2, steps=4)
     pretrain(config)
-    more = pretrain(replace(config, steps=6, resume="auto"))
+    with pytest.raises(StateError, match=r"in 4 steps, and this one in 6: .*--decay-steps 4, or"):
+        pretrain(replace(config, steps=6, resume="auto"))
+    more = pretrain(replace(config, steps=6, decay_steps=4, resume="auto"))
     assert len(more.losses) == 2
     rates = [json.loads(line)["lr"] for line in (config.out / "log.jsonl").read_text().splitlines()]
     lowest = config.lr / 10
@@ -227,10 +202,8 @@ def test_ctrl_c_says_how_to_go_on(config, monkeypatch, capsys):
 
 def test_what_there_is_to_say_before_the_first_step(config):
     device = torch.device("cpu")
-    said = list(steps.notes(replace(config, zero=2), device, 2e11))
-    assert said[0].startswith("MFU, in percent, is against 200 GFLOP/s: a measured float32 matmul")
-    assert said[1] == "--zero 2 has nothing to share out: dp x cp is 1"
-    assert len(list(steps.notes(replace(config, zero=2, dp=2), device, 2e11))) == 1
+    (said,) = steps.notes(config, device, 2e11)
+    assert said.startswith("MFU, in percent, is against 200 GFLOP/s: a measured float32 matmul")
 
 
 def test_help_says_what_the_program_does(capsys):

@@ -27,10 +27,10 @@ from scaletorch.parallel.pg_manager import (
 )
 from scaletorch.verify import default_batch, parse_layout
 from scaletorch.verify.cases import enumerate_cases
+from scaletorch.verify.device import moved
 from scaletorch.verify.problem import Subject
 from scaletorch.verify.runner import run_case
 from scaletorch.verify.verify import save_reference
-from scaletorch.verify.where import moved
 
 VENDORS = [("npu", "hccl"), ("mlu", "cncl"), ("musa", "mccl")]
 # One of each axis and of what shards it otherwise, then two together.

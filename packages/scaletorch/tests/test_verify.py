@@ -18,7 +18,7 @@ from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, every_layout, layout_name, parse_layout, verify
 from scaletorch.verify.__main__ import main, options_of, parse
 from scaletorch.verify.cases import OPTIONS, enumerate_cases
-from scaletorch.verify.compare import compare_named, doubled, missing
+from scaletorch.verify.differences import compare_named, doubled, missing
 from scaletorch.verify.problem import sharpened
 
 
@@ -96,8 +96,6 @@ def test_a_fault_is_named_and_can_be_repeated():
     content = json.loads(report.to_json())
     assert not content["passed"]
     assert content["cases"][0]["failures"][0]["what"] == "loss"
-    assert str(report) in report.to_markdown()
-    assert f"torch {torch.__version__}" in report.to_markdown()
 
 
 USER = """

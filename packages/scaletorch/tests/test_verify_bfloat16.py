@@ -9,8 +9,8 @@ from scaletorch.dist import get_rank
 from scaletorch.models.mixture import Experts
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import verify
-from scaletorch.verify.lost import compare_all, compare_number, off
-from scaletorch.verify.routing import Choice
+from scaletorch.verify.differences import compare_all, compare_number, score_error
+from scaletorch.verify.expert_choices import Choice
 
 
 class Faulty(Experts):
@@ -81,5 +81,7 @@ def test_scores_are_off_by_what_nearly_all_tokens_are():
     scores = torch.tensor([[1.0, 0.5]]).repeat(5, 1)
     near = scores + torch.tensor([[0.01], [0.01], [0.02], [0.02], [5.0]])
     chosen = scores > 0.7
-    assert off([Choice(near, chosen)], [Choice(scores.double(), chosen)]) == pytest.approx(0.08)
-    assert off([], []) == 0
+    assert score_error([Choice(near, chosen)], [Choice(scores.double(), chosen)]) == pytest.approx(
+        0.08
+    )
+    assert score_error([], []) == 0

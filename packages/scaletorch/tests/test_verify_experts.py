@@ -14,8 +14,8 @@ from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import every_layout, layout_name, parse_layout, verify
 from scaletorch.verify.__main__ import main, parse, problem_of
 from scaletorch.verify.cases import choose_layouts
+from scaletorch.verify.expert_choices import Choice, doubtful, margins, watched
 from scaletorch.verify.problem import default_mixture, sharpened
-from scaletorch.verify.routing import Choice, doubtful, margins, watched
 
 
 def uneven():

@@ -12,7 +12,7 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import relative_error
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, verify
-from scaletorch.verify.__main__ import main, optimizer_of, parse, read_argument, run
+from scaletorch.verify.__main__ import main, parse, read_argument, run, training_of
 from scaletorch.verify.cases import Case
 from scaletorch.verify.problem import Chosen, Subject, phases_of
 from scaletorch.verify.report import CaseResult, Report
@@ -46,11 +46,14 @@ def test_an_optimizer_that_looks_at_several_parameters_is_refused():
 
 
 def test_optimizers_of_the_command_line():
-    assert optimizer_of(parse(["--optimizer", "Muon"])) is torch.optim.Muon
-    assert optimizer_of(parse(["--optimizer", "torch.optim:SGD"])) is torch.optim.SGD
-    assert optimizer_of(parse([])) is None
+    for words, optimizer in (
+        (["--optimizer", "Muon"], torch.optim.Muon),
+        (["--optimizer", "torch.optim:SGD"], torch.optim.SGD),
+        ([], None),
+    ):
+        assert training_of(parse(words))["optimizer"] is optimizer
     with pytest.raises(InvalidArgumentError, match=r"'torch\.optim:Moun' is not package"):
-        optimizer_of(parse(["--optimizer", "Moun"]))
+        training_of(parse(["--optimizer", "Moun"]))
     with pytest.raises(InvalidArgumentError, match="schedule must be one of"):
         run(parse(["--world-size", "1", "--schedule", "typo"]))
     read = [read_argument(text) for text in ("lr=0.02", "adjust_lr_fn=match_rms_adamw", "a=(1, 2)")]

@@ -18,9 +18,8 @@ from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, parse_layout, verify
 from scaletorch.verify.__main__ import main
 from scaletorch.verify.cases import Case
-from scaletorch.verify.compare import LARGEST, Difference, blind, bound
+from scaletorch.verify.differences import LARGEST, Difference, blind, bound, compare_number
 from scaletorch.verify.dropout import judge, recorded
-from scaletorch.verify.lost import compare_number
 from scaletorch.verify.problem import STEPS, Subject, mean_loss, wide_batch
 from scaletorch.verify.report import CaseResult, Report
 from scaletorch.verify.runner import RankReport, run_case

@@ -29,10 +29,10 @@ from scaletorch.parallel.data_parallel import DataParallelBucket
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 from scaletorch.verify import default_batch, parse_layout, verify
 from scaletorch.verify.cases import enumerate_cases
+from scaletorch.verify.device import moved
 from scaletorch.verify.problem import Subject, mean_loss
 from scaletorch.verify.runner import run_case
 from scaletorch.verify.verify import save_reference
-from scaletorch.verify.where import moved
 
 MATRIX = "layers.0.self_attn.q_proj.weight"
 

@@ -12,7 +12,7 @@ from scaletorch.dist.building import locate
 from scaletorch.dist.testing import preload
 from scaletorch.parallel.tensor_parallel import Plan
 from scaletorch.verify.cases import Case
-from scaletorch.verify.compare import Difference
+from scaletorch.verify.differences import Difference
 from scaletorch.verify.problem import BatchFn, ModelFn, Subject, default_batch, default_model
 from scaletorch.verify.report import CaseResult
 from scaletorch.verify.runner import RankReport, run_case

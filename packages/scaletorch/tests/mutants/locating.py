@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from scaletorch.bisect import Report
-from scaletorch.bisect.between import Prepared, locate, prepare
-from scaletorch.bisect.run import Ran, record_case
+from scaletorch.bisect.locate import Prepared, Ran, locate, prepare, record_case
 from scaletorch.dist import RankPool
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.testing import preload

@@ -1,13 +1,13 @@
 """Search for the first tensor that differs between two runs."""
 
-from .between import bisect
 from .compare import compare
-from .comparing.judge import Judged
+from .comparison.judge import Judged
+from .findings import Found, Report
 from .keys import Key
-from .recording.described import Axis, Description
-from .recording.ours import describe_grid
-from .recording.tape import Tape, record, trainer_callback
-from .report import Found, Report
+from .locate import bisect
+from .recording.descriptions import Axis, Description
+from .recording.grid_description import describe_grid
+from .recording.tape import Tape, record
 
 __all__ = [
     "Axis",
@@ -21,5 +21,4 @@ __all__ = [
     "compare",
     "describe_grid",
     "record",
-    "trainer_callback",
 ]

@@ -1,7 +1,6 @@
 """`python -m scaletorch.bisect run --layout 1x1x1x2`: how does a layout differ from one process?
 
-`python -m scaletorch.bisect compare ONE OTHER` compares two recorded runs, and
-`python -m scaletorch.bisect doctor train.py --nproc 2` a script in one process and on ranks.
+`python -m scaletorch.bisect compare ONE OTHER` compares two recorded runs.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +16,9 @@ from ..compose.naming import parse_layout
 from ..verify.__main__ import add_training, problem_of, report_of, training_of
 from ..verify.cases import KNOWN_DTYPES, OPTIONS
 from ..verify.problem import STEPS
-from .between import bisect
 from .compare import compare
-from .doctor import doctor
-from .report import Report
+from .findings import Report
+from .locate import bisect
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -42,28 +39,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         shown = f"of {', '.join(map(str, values))}; {values[0]} by default"
         flag, kind = f"--{name.replace('_', '-')}", type(values[0])
         one.add_argument(flag, type=kind, default=values[0], help=shown)
-    own = commands.add_parser("doctor", help="a script on ranks beside itself", allow_abbrev=False)
-    own.add_argument("script", type=Path, help="with its arguments; behind -- all are its own")
-    own.add_argument("--nproc", type=int, default=2, help="number of ranks")
-    own.add_argument("--keep", type=Path, help="folder for the recordings and outputs")
-    for each in (one, two, own):
-        each.add_argument("--out", type=Path, help="folder for report.json")
-    end = words.index("--") if "--" in words else len(words)
-    parsed, others = parser.parse_known_args(words[:end])
-    parsed.words = [*others, *words[end + 1 :]]
-    if parsed.words and parsed.command != "doctor":
-        parser.error(f"unrecognized arguments: {shlex.join(parsed.words)}")
-    return parsed
+    for command in (one, two):
+        command.add_argument("--out", type=Path, help="folder for report.json")
+    return parser.parse_args(words)
 
 
 def run(arguments: argparse.Namespace) -> Report:
     """Run the command's comparison and return its report."""
     if arguments.command == "compare":
         return compare(arguments.reference, arguments.run, noise=arguments.noise)
-    if arguments.command == "doctor":
-        with tempfile.TemporaryDirectory(prefix="scaletorch-doctor-") as own:
-            folder = Path(arguments.keep or own).resolve()
-            return doctor(arguments.script, arguments.words, arguments.nproc, folder)
     grid = parse_layout(arguments.layout)
     single = {"every_option": False, "ep": None, "schedule": [arguments.schedule]}
     model, batch = problem_of(argparse.Namespace(**vars(arguments) | single), [grid])

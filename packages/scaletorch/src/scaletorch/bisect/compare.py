@@ -7,19 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
-from ..verify.compare import LARGEST
-from .comparing.ancestors import ancestors
-from .comparing.births import find_births
-from .comparing.how import how
-from .comparing.judge import coarsest, judge_all, measure
-from .comparing.rows import infer_rows, take_rows
-from .comparing.runs import Run, load, require_comparable
-from .comparing.shares import settle_losses, settle_weight
-from .keys import DATA, FORWARD, GRADIENT, Key
-from .recording.folder import read
-from .report import Found, Report
+from ..verify.differences import LARGEST
+from .comparison.births import explain_birth, find_births
+from .comparison.judge import NEAR, coarsest, judge_all, measure
+from .comparison.places import assemble, part_of, pieces_of, shardings
+from .comparison.runs import Run, ancestors, load, require_comparable
+from .findings import Found, Report
+from .keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, Key
 
 
 def compare(
@@ -47,16 +46,12 @@ def compare(
     Example:
         >>> print(compare("one", "two"))
     """
-    steps, others = read(Path(reference)), read(Path(run))
-    notes = infer_rows(steps, others)
-    theirs, ours = load(reference, steps), load(run, others)
-    lost = {}
-    if noise is not None:
-        lost = measure(load(noise, take_rows(steps, read(Path(noise)))), theirs)
+    theirs, ours = load(reference), load(run)
+    lost = measure(load(noise), theirs) if noise is not None else {}
     require_comparable(theirs, ours)
     command = f"again: python -m {__package__} compare {reference} {run}"
     command += f" --noise {noise}" if noise is not None else ""
-    return replace(compare_runs(theirs, ours, lost), command=command, notes=notes)
+    return replace(compare_runs(theirs, ours, lost), command=command)
 
 
 def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
@@ -68,12 +63,11 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
             f"rounding of {chain} additions at an epsilon of {eps:.0e} could hide faults: record "
             "one process in float64 as the reference, and one in this dtype as `noise`"
         )
-    settle_losses(run, reference)
-    settle_weight(run, reference)
+    infer_weight(run, reference)
     ancestry = ancestors(reference)
     judged = judge_all(run, reference, ancestry, lost, chain)
     births = find_births(judged, run, reference, ancestry)
-    found = [Found(birth, how(birth, run, reference)) for birth in births]
+    found = [Found(birth, explain_birth(birth, run, reference)) for birth in births]
     return Report(found, judged)
 
 
@@ -89,6 +83,56 @@ def chain_of(run: Run) -> int:
         if key.kind == GRADIENT and len(shape) > 1:
             sizes += sum(shape) * len({each.recording.rank for each in held})
         elif not tokens and key.kind in (FORWARD, DATA):
-            parts = [math.prod(each.line.shape[:2]) for each in held]
-            tokens = sum(parts)
+            tokens = sum(math.prod(each.line.shape[:2]) for each in held)
     return sizes + 2 * tokens
+
+
+def infer_weight(run: Run, reference: Run) -> None:
+    """Note the factor by which all gradients of activations differ, as `Description.weight`.
+
+    DDP and FSDP2 average gradients over ranks, so some programs multiply the loss by the number of
+    ranks: gradients of activations are larger by that factor, and those of parameters are not. It
+    is found from the gradient nearest to the loss, as an integer or its inverse, the same on all
+    ranks. Nothing is noted if the loss itself is wrong, if all ranks describe their weights, or if
+    no rank has described axes, i.e. a shard of the batch.
+    """
+    for step, recordings in run.steps.items():
+        described = all(each.header["weight"] is not None for each in recordings)
+        has_shards = any(each.header["axes"] for each in recordings)
+        shared = (k for k in reference.held if k.step == step and k.kind == BACKWARD)
+        first = next((key for key in shared if key in run.held), None)
+        if first is None or described or not has_shards or not _loss_is_right(run, reference, step):
+            continue
+        for recording in recordings:
+            recording.header["weight"] = 1 / _factor(first, run, reference)
+
+
+def _loss_is_right(run: Run, reference: Run, step: int) -> bool:
+    key = Key(step, LOSS, "")
+    losses = [each.tensor.double() for each in run.held.get(key, [])]
+    right = [each.tensor.double() for each in reference.held.get(key, [])[:1]]
+    return all(abs(loss - whole) <= NEAR * abs(whole) for loss in losses for whole in right)
+
+
+def _factor(key: Key, run: Run, reference: Run) -> float:
+    """Return the integer factor, or its inverse, by which all shards differ; 1 if there is none."""
+    ours, theirs = run.held[key], reference.held[key]
+    for dims in shardings([*theirs, *ours]):
+        whole = assemble(pieces_of(theirs, dims), dims)
+        pieces = [p for p in pieces_of(ours, dims) if p.tensor.any()]  # zeros have no factor
+        found = {_multiple(p.tensor, part_of(whole, p)) for p in pieces} - {1.0}
+        if len(found) == 1 and (factor := found.pop()) is not None:
+            return factor
+    return 1.0
+
+
+def _multiple(ours: Tensor, theirs: Tensor) -> float | None:
+    """Return `ours` over `theirs` if it is an integer or its inverse, else None; 1 for zeros."""
+    ours, theirs = ours.double(), theirs.double()
+    size = torch.linalg.vector_norm(theirs)
+    if not size:
+        return None if ours.any() else 1.0
+    ratio = float((ours * theirs).sum() / size**2)
+    factor = float(max(round(ratio), 1) if ratio > 1 else 1 / max(round(1 / max(ratio, NEAR)), 1))
+    gap = torch.linalg.vector_norm(ours - factor * theirs)
+    return factor if gap <= NEAR * factor * size else None

@@ -44,5 +44,5 @@ class Key(NamedTuple):
             return f"{self.kind} {self.item + ' of ' if self.item else ''}{self.name}"
         side, _, which = self.item.partition(".")
         what = ("input" if side == "in" else "output") + (f" {which}" if which else "")
-        of = f"{self.name or 'the model'}{f' (call {self.call})' if self.call else ''}"
-        return f"{'gradient of ' if self.kind == BACKWARD else ''}{what} of {of}"
+        module = f"{self.name or 'the model'}{f' (call {self.call})' if self.call else ''}"
+        return f"{'gradient of ' if self.kind == BACKWARD else ''}{what} of {module}"

@@ -1,12 +1,12 @@
 """Checkpoints that load on any layout: model, optimizer, scheduler, data position, generators."""
 
-from .exporting import export_adapter, export_safetensors
+from .agreement import CheckpointError, DamagedCheckpointError
+from .dcp_import import import_dcp
 from .format.folders import latest
-from .importing import import_safetensors
-from .importing_dcp import import_dcp
 from .loading import Loaded, load
 from .saving import Saving, save
-from .together import CheckpointError, DamagedCheckpointError
+from .weights_export import export_adapter, export_safetensors
+from .weights_import import import_safetensors
 
 __all__ = [
     "CheckpointError",

@@ -14,23 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ..parallel.data_parallel import Shard
 from ..parallel.pg_manager import ProcessGroupManager
-from .format.folders import UNFINISHED, candidates
-from .format.metadata import METADATA, Saved, from_json, unseal
-from .format.values import decode, like
-from .saving import wait_for_last
-from .state.entries import Entry
-from .state.fitting import (
-    all_names,
-    check_fit,
-    check_parts,
-    plan_model,
-    plan_shards,
-)
-from .state.generators import find_random, restore_random, seed_anew
-from .state.held import Held, find_held, find_shards, refresh_shards
-from .state.optimizer import decode_groups, make_states, restore_groups
-from .storage import Reader
-from .together import (
+from .agreement import (
     CheckpointError,
     DamagedCheckpointError,
     all_or_none,
@@ -38,6 +22,22 @@ from .together import (
     find_manager,
     on_first_rank,
 )
+from .format.folders import UNFINISHED, candidates
+from .format.metadata import METADATA, Saved, from_json, unseal
+from .format.values import decode, like
+from .saving import wait_for_last
+from .state.fit import (
+    all_names,
+    check_fit,
+    check_parts,
+    plan_model,
+    plan_shards,
+)
+from .state.generators import find_random, restore_random, seed_anew
+from .state.model_tensors import Held, find_held, find_shards, refresh_shards
+from .state.optimizer import decode_groups, make_states, restore_groups
+from .state.record import Entry
+from .storage import Reader
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,20 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..dist import get_default_group, get_rank
+from ..dist import get_rank
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
+from .agreement import CheckpointError, collect, control_group, find_manager, on_first_rank
 from .format import folders
-from .format.lock import hold
 from .format.metadata import METADATA, Saved, from_json, require_whole, seal, to_json
 from .format.values import canonical, encode, kind_of
-from .state.entries import Entry, Index, Record, share_out, stage
 from .state.generators import record_random, seed_material
-from .state.held import find_held, find_shards, find_ties
+from .state.model_tensors import find_held, find_shards, find_ties
 from .state.optimizer import encode_groups, record_shard
+from .state.record import Entry, Index, Record, share_out, stage
 from .storage import write_chunks
-from .together import CheckpointError, collect, control_group, find_manager, on_first_rank
 
 _buffers: weakref.WeakKeyDictionary[nn.Module, dict[Index, Tensor]] = weakref.WeakKeyDictionary()
 _last: Saving | None = None
@@ -95,7 +94,7 @@ def save(
 
     The folder `step-<zero-padded step>` appears once everything is on the disk, and not before. A
     save waits for an earlier one in the background, and raises its error. From the first save
-    until this job ends, no other job can save into `folder`.
+    until the model or this process ends, no other job can save into `folder`.
 
     Args:
         folder: Holds the checkpoints; shared by all machines.
@@ -113,10 +112,8 @@ def save(
 
     Raises:
         InvalidArgumentError: State that a checkpoint cannot hold.
-        MismatchError: Ranks were given different steps, extra or hyperparameters, or another rank
-            failed before it could write.
-        CheckpointError: A rank could not write, or another job writes into the folder; the same on
-            every rank.
+        MismatchError: Ranks were given different arguments, or another rank failed before.
+        CheckpointError: A rank could not write, or another job writes there; on every rank.
     """
     group, root = control_group(), Path(folder).absolute()
     lines: list[str] = []
@@ -126,7 +123,8 @@ def save(
         folders.check_keep(keep)
         manager = find_manager(manager)
         document = _document(manager, step, optimizer, scheduler, extra)
-        lines = _told(document, folder=folder, keep=keep, asynchronous=asynchronous)
+        lines = [f"{key}: {canonical(value)}" for key, value in document.items() if key != "seed"]
+        lines += [f"folder: {folder}", f"keep: {keep}", f"asynchronous: {asynchronous}"]
         record = _record(model, optimizer, manager)
         entries = share_out(record, manager)
         if asynchronous:
@@ -134,7 +132,7 @@ def save(
     except Exception as error:  # any kind: the other ranks must know
         failed = error
     agree("the checkpoint to save", lines, group, error=failed)
-    on_first_rank(lambda: hold(root, next(model.parameters(), model), get_default_group()), group)
+    on_first_rank(lambda: folders.lock(root, model), group)
     write = partial(_write, entries, record.notes, root, keep, document, group)
     return _started(Saving(folders.step_folder(root, step)), write, asynchronous)
 
@@ -208,12 +206,6 @@ def _sizes(folder: Path, saved: Mapping[str, Saved]) -> dict[str, int]:
                 "checkpoints need a folder that all machines share"
             ) from error
     return sizes
-
-
-def _told(document: Mapping[str, Any], **options: Any) -> list[str]:
-    """Return lines that must be the same on all ranks, for `agree` to compare."""
-    lines = [f"{key}: {canonical(value)}" for key, value in document.items() if key != "seed"]
-    return lines + [f"{name}: {value}" for name, value in options.items()]
 
 
 def _document(

@@ -10,11 +10,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .format.files import BLOCK, as_bytes, flush, map_file, plan_file, view_as, write_tensor
+from .agreement import DamagedCheckpointError
 from .format.metadata import Chunk, Saved
-from .state.entries import Entry
-from .state.held import Part
-from .together import DamagedCheckpointError
+from .format.safetensors_files import (
+    BLOCK,
+    as_bytes,
+    flush,
+    map_file,
+    plan_file,
+    view_as,
+    write_tensor,
+)
+from .state.model_tensors import Part
+from .state.record import Entry
 
 
 def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[str, Saved]:
@@ -168,7 +176,7 @@ def _blocks(read: Read) -> range:
     """Return the numbers of the chunk's blocks that a rectangle spans."""
     shape, size = read.chunk.shape, read.saved.dtype.itemsize
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    low = sum(at * stride for at, stride in zip(read.begin, strides, strict=True))
+    low = sum(start * stride for start, stride in zip(read.begin, strides, strict=True))
     span = zip(read.target.shape, strides, strict=True)
     high = low + sum((length - 1) * stride for length, stride in span) + 1
     return range(low * size // BLOCK, -(-high * size // BLOCK))

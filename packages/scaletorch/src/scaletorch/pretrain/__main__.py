@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
 
 from ..checkpoint import latest
 from ..dist import RankFailedError
 from ..dist.building import without_coordinates
 from ..dist.errors import ScaletorchError
 from .config import PretrainConfig
-from .report import logged_losses
+from .progress import logged_losses
 from .run import Result, pretrain
 
 PROGRAM = "python -m scaletorch.pretrain"
@@ -24,11 +23,11 @@ and what you pass comes after these.
 """
 
 
-def load_tyro() -> Any:
-    """Return tyro, which parses the command line.
+def parse(arguments: list[str]) -> PretrainConfig:
+    """Parse the command line of a training run.
 
     Raises:
-        SystemExit: tyro or rich is not installed.
+        SystemExit: tyro or rich is not installed, or an option does not exist.
     """
     try:
         import rich  # noqa: F401
@@ -37,15 +36,7 @@ def load_tyro() -> Any:
         raise SystemExit(
             f"the command needs {error.name}: pip install 'scaletorch[pretrain]'"
         ) from error
-    return tyro
-
-
-def parse(arguments: list[str]) -> PretrainConfig:
-    """Parse the command line of a training run."""
-    config: PretrainConfig = load_tyro().cli(
-        PretrainConfig, prog=PROGRAM, description=DESCRIPTION, args=arguments
-    )
-    return config
+    return tyro.cli(PretrainConfig, prog=PROGRAM, description=DESCRIPTION, args=arguments)
 
 
 def summary(config: PretrainConfig, result: Result, seconds: float) -> str:
@@ -72,13 +63,6 @@ def as_one_process(config: PretrainConfig, result: Result) -> bool:
         return True
     _, found, bound = result.furthest(config)
     return found <= bound
-
-
-def way_on(config: PretrainConfig, result: Result) -> str:
-    """Return a hint for the next run."""
-    if config.save_every and (result.out / "checkpoints").is_dir():
-        return f"next: --out {result.out} --resume auto --steps N goes on from here"
-    return "next: with --out FOLDER --save-every N there is a checkpoint to resume"
 
 
 def report_interrupt(config: PretrainConfig) -> None:
@@ -132,7 +116,6 @@ def main(arguments: list[str] | None = None) -> int:
     if result.reference:
         first, last = (f"{x:.4f}" for x in (result.reference[0], result.reference[-1]))
         print(f"in one process: loss {first} -> {last}")
-    print(way_on(config, result))
     return int(not as_one_process(config, result))
 
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..checkpoint import CheckpointError, DamagedCheckpointError, Saving, latest, load, save
-from ..checkpoint.format.folders import finished
-from ..checkpoint.loading import read_document
+from ..checkpoint import CheckpointError, Saving, latest, load, save
 from ..dist import broadcast_object_list, get_world_size, is_main_process
 from ..dist.building import agree, caught
 from ..dist.errors import InvalidArgumentError, MismatchError, NonFiniteError, StateError
 from ..models import LlamaConfig
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .config import PretrainConfig
-from .report import LOG
+from .progress import LOG
 
 # Settings that a resumed run may change; the losses depend on all others.
 FREE = frozenset(
@@ -68,22 +66,6 @@ def _files_of_a_run(out: Path) -> str:
     log = out / LOG
     parts += [LOG] if log.is_file() and log.stat().st_size else []
     return ", ".join(parts)
-
-
-def planned(config: PretrainConfig) -> PretrainConfig:
-    """Return the settings with the `decay_steps` of the run to resume.
-
-    A run of 20 steps that goes on to 30 thus keeps its lowest rate for the last ten; an explicit
-    `decay_steps` overrides this. Other settings are not checked here.
-    """
-    if config.resume != "auto" or config.decay_steps or config.out is None:
-        return config
-    for folder in finished(folder_of(config)):
-        with suppress(DamagedCheckpointError, LookupError, TypeError):
-            settings = read_document(folder)["extra"]["settings"]
-            decay = settings.get("decay_steps") or settings["steps"]
-            return replace(config, decay_steps=int(decay))
-    return config
 
 
 def save_step(
@@ -144,10 +126,18 @@ def load_last(
         saved = extra.get("settings")
         if not isinstance(saved, dict):
             raise StateError(f"{folder} has a checkpoint that this program did not save")
-        older = {"decay_steps": config.decay_steps, "experts": 0, "top_k": now["top_k"]}
-        before = {**older, **saved}  # earlier versions had fewer settings
-        if different := [f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items()
-                         if k != "decay_steps" and before.get(k) != v]:  # fmt: skip
+        planned = saved.get("decay_steps")
+        if not config.decay_steps and planned != config.steps:
+            raise StateError(
+                f"the saved run falls to its lowest rate in {planned} steps, and this one in "
+                f"{config.steps}: keep that with --decay-steps {planned}, or plan the rate anew "
+                f"with --decay-steps {config.steps}"
+            )
+        if different := [
+            f"{name}: saved {saved.get(name)}, now {value}"
+            for name, value in now.items()
+            if name != "decay_steps" and saved.get(name) != value
+        ]:
             raise StateError(
                 f"{folder} cannot be resumed with other settings ({'; '.join(different)}); "
                 "use the saved ones, or start anew in another folder"

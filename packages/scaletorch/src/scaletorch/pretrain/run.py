@@ -22,11 +22,9 @@ from ..dist import (
 )
 from ..dist.building import agree, caught, relative_error, worst
 from ..dist.errors import InvalidArgumentError, StateError
-from ..verify.compare import bound
-from .checks import check_config
-from .config import PretrainConfig, plain_model, sizes_of
+from ..verify.differences import bound
+from .config import PretrainConfig, check_config, plain_model, sizes_of
 from .data import vocabulary_size
-from .resume import planned
 from .train import train
 
 # Largest relative difference between a layout's loss curve and one process's. A step's loss may
@@ -125,30 +123,24 @@ def pretrain(config: PretrainConfig) -> Result | None:
         InvalidArgumentError: A setting cannot work; raised before any rank starts.
         StateError: A Slurm job with several tasks runs this without srun.
     """
-    init_dist(backend=config.backend)  # does nothing if no launcher started this process
+    # Does nothing if no launcher started this process.
+    init_dist(backend=config.backend or devices.default_backend())
     agree("the settings of the run", [], error=caught(prepare, config))
-    config, out = agree_on_plan(config)
+    folder = [""]
+    if is_main_process():
+        folder = [str(config.out or tempfile.mkdtemp(prefix="scaletorch-"))]
+    broadcast_object_list(folder)
+    config = replace(config, out=Path(folder[0]))
     if is_distributed():
-        losses = train(replace(config, out=out))
+        losses = train(config)
         main = is_main_process()
         cleanup_dist()
         if not main:
             return None
     else:
-        losses = train_locally(replace(config, out=out))
+        losses = train_locally(config)
     reference = one_process_losses(config, len(losses)) if config.compare and losses else None
-    return Result(losses, out, reference)
-
-
-def agree_on_plan(config: PretrainConfig) -> tuple[PretrainConfig, Path]:
-    """Return rank 0's settings and output folder on every rank."""
-    found = [("", 0)]
-    if is_main_process():
-        out = config.out or tempfile.mkdtemp(prefix="scaletorch-")
-        found = [(str(out), planned(config).decay_steps)]
-    broadcast_object_list(found)
-    folder, decay_steps = found[0]
-    return replace(config, decay_steps=decay_steps), Path(folder)
+    return Result(losses, Path(folder[0]), reference)
 
 
 def prepare(config: PretrainConfig) -> None:
@@ -172,19 +164,8 @@ def train_locally(config: PretrainConfig) -> list[float]:
     size = config.grid.world_size
     if size == 1:
         return train(config)
-    backend = local_backend(config.backend)
-    losses: list[float] = launch(train, size, config, backend=backend)[0]
+    losses: list[float] = launch(train, size, config, backend=config.backend)[0]
     return losses
-
-
-def local_backend(asked: str) -> str | None:
-    """Return the backend of local ranks, or None, the machine's own, if the default is unusable.
-
-    `launch` replaces any other unusable backend with a warning.
-    """
-    named = [name for _, name in devices.resolve_backend(asked)]
-    usable = all(devices.backend_problem(name) is None for name in named)
-    return asked if usable or asked != PretrainConfig().backend else None
 
 
 def one_process_losses(config: PretrainConfig, steps: int) -> list[float]:

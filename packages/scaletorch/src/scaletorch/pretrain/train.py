@@ -42,7 +42,7 @@ from ..parallel.pg_manager import (
 )
 from .config import PretrainConfig, plain_model, sizes_of
 from .data import Corpus, check_same_data, load_corpus
-from .report import Reporter, flops_per_token, job_peak
+from .progress import Reporter, flops_per_token, job_peak
 from .resume import Saver, load_last, refuse_mixing, save_step
 
 
@@ -87,8 +87,9 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
         return []
     tokens = config.batch_size * config.seq_len
     flops = tokens * flops_per_token(sizes, config.seq_len)
-    peak = shared_peak(config, device, manager.world_size)
-    main = is_main_process()
+    main, dtype = is_main_process(), getattr(torch, config.dtype)
+    peak = job_peak(device, dtype, manager.world_size) if main else 1.0
+    barrier()  # the others wait, so that no ranks share the cores of rank 0
     losses: list[float] = []
     reporter = Reporter(config.out if main else None, short_name(config.grid), start, config.steps)
 
@@ -122,8 +123,6 @@ def notes(config: PretrainConfig, device: torch.device, peak: float) -> Iterator
         f"MFU, in percent, is against {peak / 1e9:,.0f} GFLOP/s: a measured {config.dtype} matmul "
         f"on {device.type}, times ranks (or cores, if fewer)"
     )
-    if config.zero and config.dp * config.cp == 1:
-        yield f"--zero {config.zero} has nothing to share out: dp x cp is 1"
 
 
 def optimizer_step(
@@ -140,12 +139,8 @@ def optimizer_step(
         NonFiniteError: The loss or norm is infinite or NaN; raised on every rank, before the
             optimizer step.
     """
-    device, drawn = (
-        current_device(),
-        corpus.global_batch(
-            step, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed
-        ),
-    )
+    device, sizes = current_device(), {"batch_size": config.batch_size, "seq_len": config.seq_len}
+    drawn = corpus.global_batch(step, **sizes, seed=config.seed)
     batch = {name: entry.to(device) for name, entry in drawn.items()}
     loss = train_step(model, shard_global_batch(batch, config.micro_batches, model=model))
     norm = finite_norm(config, model, loss, step)
@@ -211,11 +206,3 @@ def build_optimizer(config: PretrainConfig, model: nn.Module) -> torch.optim.Opt
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
     )
-
-
-def shared_peak(config: PretrainConfig, device: torch.device, world_size: int) -> float:
-    """Measure the peak on rank 0 while the others wait, so that no ranks share its cores."""
-    dtype = {"bfloat16": torch.bfloat16, "float64": torch.float64}.get(config.dtype, torch.float32)
-    peak = job_peak(device, dtype, world_size) if is_main_process() else 1.0
-    barrier()
-    return peak

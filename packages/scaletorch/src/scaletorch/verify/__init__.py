@@ -1,12 +1,11 @@
 """One call, or one command, to show that every layout trains like one process."""
 
 from ..compose.naming import layout_name, parse_layout
-from .asserting import assert_trains_alike
 from .cases import OPTIONS, Case, every_layout
-from .compare import Difference
+from .differences import Difference
 from .problem import default_batch, default_mixture, default_model
 from .report import CaseResult, Report
-from .verify import verify
+from .verify import assert_trains_alike, verify
 
 __all__ = [
     "OPTIONS",

@@ -15,6 +15,7 @@ from ..dist.errors import InvalidArgumentError, ScaletorchError
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import SCHEDULES
 from .cases import DTYPES, KNOWN_DTYPES, OPTIONS, every_layout
+from .device import named
 from .problem import (
     BatchFn,
     ModelFn,
@@ -27,7 +28,6 @@ from .problem import (
 )
 from .report import CaseResult, Report
 from .verify import verify
-from .where import named
 
 R = TypeVar("R")
 
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_training(parser)
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=KNOWN_DTYPES)
-    parser.add_argument("--out", type=Path, help="folder for report.json and report.md")
+    parser.add_argument("--out", type=Path, help="folder for report.json")
     parser.add_argument("--every-option", action="store_true", help="cross all options' values")
     for name, values in OPTIONS.items():
         shown = f"values to try, of {', '.join(map(str, values))}; {values[0]} by default"
@@ -82,16 +82,6 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Sequence[str | int]]:
     return {name: getattr(arguments, name) or values for name, values in defaults.items()}
 
 
-def optimizer_of(arguments: argparse.Namespace) -> Any:
-    """Return the optimizer class named on the command line, or None.
-
-    Raises:
-        InvalidArgumentError: The class does not exist.
-    """
-    name = arguments.optimizer
-    return None if name is None else load(name if ":" in name else f"torch.optim:{name}")
-
-
 def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[ModelFn, BatchFn]:
     """Return the model and batch functions named, or built-in ones large enough for `layouts`."""
     model = load(arguments.model) if arguments.model else None
@@ -109,12 +99,15 @@ def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[Mode
 
 def training_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword arguments about training that `verify` and `bisect` share."""
+    optimizer = arguments.optimizer
+    if optimizer is not None:
+        optimizer = load(optimizer if ":" in optimizer else f"torch.optim:{optimizer}")
     return {
         "plan": load(arguments.plan) if arguments.plan else None,
         "row_dims": dict(map(read_argument, arguments.row_dims)),
         "sequence_dims": dict(map(read_argument, arguments.sequence_dims)),
         "loss_fn": load(arguments.loss) if arguments.loss else None,
-        "optimizer": optimizer_of(arguments),
+        "optimizer": optimizer,
         "optimizer_args": dict(map(read_argument, arguments.optimizer_args)),
         "timeout": arguments.timeout,
         "device": arguments.device,
@@ -181,7 +174,6 @@ def main(given: Sequence[str] | None = None) -> int:
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "report.json").write_text(report.to_json())
-        (arguments.out / "report.md").write_text(report.to_markdown())
     return 0 if report.passed else 1 if report.failures else 2
 
 

@@ -132,20 +132,13 @@ def choose_layouts(
     sizes = None if ep is None else list(ep)
     if layouts is not None:
         named = list(layouts)
-        return named if sizes is None else [with_experts(g, n) for g in named for n in sizes]
+        if sizes is None:
+            return named
+        return [Grid(g.tp, g.cp, g.pp, g.dp, ep=size) for g in named for size in sizes]
     if world_size is None:
         raise InvalidArgumentError("verify needs layouts or a world_size")
     folding = [n for n in range(1, min(experts, world_size) + 1) if world_size % n == 0]
     return every_layout(world_size, folding if sizes is None else sizes)
-
-
-def with_experts(grid: Grid, ep: int) -> Grid:
-    """Return a layout with another expert parallel size, and whole experts if it is above 1.
-
-    Raises:
-        InvalidArgumentError: The size does not divide the ranks of a stage.
-    """
-    return Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=ep)
 
 
 def _folds(grid: Grid, ep: int, etp: int = 1) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..dist import all_gather_object
 from ..parallel.pg_manager.building import digest
-from .compare import INFINITE, Difference
+from .differences import INFINITE, Difference
 
 
 class Draw(NamedTuple):

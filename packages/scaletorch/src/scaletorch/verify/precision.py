@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -22,24 +23,18 @@ CASTS = ("float", "to", "type", "softmax", "log_softmax", "mean", "sum")  # meth
 
 
 @contextmanager
-def model_precision(
-    dtype: torch.dtype, unless: Callable[[], bool] = lambda: False
-) -> Iterator[None]:
-    """Skip a float64 model's casts to float32; models of other dtypes are unchanged.
+def model_precision(dtype: torch.dtype) -> Iterator[None]:
+    """Skip the casts to float32 of a model in float64; models of other dtypes are unchanged.
 
     Casts in this library's own code stay: it must be right in float64 by itself. Methods of
     `Tensor` are replaced, since a torch function mode is off while a backward recomputes.
-
-    Args:
-        dtype: The model's.
-        unless: Returns whether the current cast is to be made, e.g. because weights are float32.
     """
     if dtype != torch.float64 or hasattr(Tensor.float, "__wrapped__"):  # or already replaced
         yield
         return
     own = {name: vars(Tensor).get(name) for name in CASTS}
     for name in CASTS:
-        setattr(Tensor, name, _keeping(getattr(Tensor, name), unless))
+        setattr(Tensor, name, _keeping(getattr(Tensor, name)))
     try:
         yield
     finally:
@@ -50,14 +45,14 @@ def model_precision(
                 setattr(Tensor, name, method)
 
 
-def _keeping(method: Callable[..., Any], unless: Callable[[], bool]) -> Callable[..., Any]:
+def _keeping(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of `Tensor` so that it returns float64 instead of casting it to float32."""
     always = method.__name__ == "float"
 
     @functools.wraps(method)
     def keeping(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         narrows = always or _names_float32(args) or _names_float32(kwargs.values())
-        if not narrows or self.dtype != torch.float64 or unless() or _called_by_library():
+        if not narrows or self.dtype != torch.float64 or _called_by_library():
             return method(self, *args, **kwargs)
         if always:
             return self
@@ -95,40 +90,18 @@ REDUCED = (
 
 
 @contextmanager
-def full_precision(device: str) -> Iterator[dict[str, bool]]:
+def full_precision(device: str) -> Iterator[None]:
     """Switch off TF32 and 16-bit reductions within the context, on CUDA.
 
-    Torch has no such settings for other devices.
-
-    Args:
-        device: Kind of device, as in `torch.device`.
-
-    Yields:
-        The settings in force, by name; empty for devices other than CUDA.
+    Torch has no such settings for other kinds of `device`.
     """
-    if device != "cuda":
-        yield {}
-        return
     with ExitStack() as undo:
-        _switch_tf32_off(undo)
-        matmul = torch.backends.cuda.matmul
-        known = [name for name in REDUCED if hasattr(matmul, name)]
-        for name in known:
-            _set(undo, matmul, name, False)
-        yield {
-            "matmul.tf32": False,
-            "cudnn.tf32": False,
-            **{f"matmul.{name}": getattr(matmul, name) for name in known},
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-        }
-
-
-def in_words(settings: dict[str, bool]) -> str:
-    """Return the settings as words for a report; '' if there are none."""
-    if not settings:
-        return ""
-    deterministic = "on" if settings["deterministic"] else "off"
-    return f"; TF32 and reductions in 16 bits off, deterministic algorithms {deterministic}"
+        if device == "cuda":
+            _switch_tf32_off(undo)
+            matmul = torch.backends.cuda.matmul
+            for name in filter(partial(hasattr, matmul), REDUCED):
+                _set(undo, matmul, name, False)
+        yield
 
 
 def _switch_tf32_off(undo: ExitStack) -> None:

@@ -19,9 +19,9 @@ from ..dist.building import Locator
 from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
 from ..parallel.pipeline_parallel import Split
 from . import dropout
+from .device import in_dtype, moved, placed
+from .expert_choices import Choice, decided, doubtful, in_order, watched
 from .precision import model_precision
-from .routing import Choice, decided, doubtful, in_order, watched
-from .where import in_dtype, moved, placed
 
 LEARNING_RATE = 0.1
 ADAM_EPS = 1e-2  # large: a small one turns rounding of tiny gradients into whole steps
@@ -175,10 +175,10 @@ def wide_mixture() -> nn.Module:
     return sharpened(Mixture(MixtureConfig(**_small(16), num_experts=16)))
 
 
-def _small(ways: int) -> dict[str, Any]:
+def _small(layers: int) -> dict[str, Any]:
     return {
-        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_layers": ways,
-        "num_heads": 2 * ways, "num_kv_heads": ways, "tie_embeddings": True,
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_layers": layers,
+        "num_heads": 2 * layers, "num_kv_heads": layers, "tie_embeddings": True,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The report of a proof: as a table, as Markdown for a pull request, or as JSON."""
+"""The report of a proof: as a table, or as JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from ..compose._version import __version__
 from ..compose.naming import layout_name
 from ..compose.summation import ROOM
 from .cases import Case
-from .compare import Difference
-from .lost import DTYPE, FACTOR
-from .precision import in_words
+from .device import HERE, Where
+from .differences import FACTOR, LOW, Difference
 from .runner import RankReport
-from .where import HERE, Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +65,8 @@ class CaseResult:
         worst = self.worst
         if worst is None:
             verdict = "refused" if self.refused else "not judged" if self.unjudged else "FAIL"
-            said = self.refused or self.unjudged or self.error.split("\n", 1)[0]
-            return (str(self.case), verdict, "-", "-", said)
+            reason = self.refused or self.unjudged or self.error.split("\n", 1)[0]
+            return (str(self.case), verdict, "-", "-", reason)
         verdict = "pass" if self.passed else "FAIL"
         error, bound = f"{worst.error:.1e}", f"{worst.bound:.1e}"
         return (str(self.case), verdict, error, bound, f"{worst.what} (step {worst.step})")
@@ -110,7 +108,6 @@ class Report:
         named: Whether layouts were asked for by name: then none may be refused.
         command: The command that repeats a case once its own options are added.
         where: The kind of device and the backend.
-        numbers: The device's numeric settings during the proof, if it has any.
     """
 
     results: list[CaseResult]
@@ -118,7 +115,6 @@ class Report:
     named: bool = False
     command: str = field(default=f"python -m {__package__}")
     where: Where = HERE
-    numbers: dict[str, bool] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -150,31 +146,25 @@ class Report:
     def summary(self) -> str:
         """Return the last line of the report: counts, time and the bound."""
         passed = sum(result.passed for result in self.results)
-        asked = len(self.results) - len(self.refusals)
+        judged = len(self.results) - len(self.refusals)
         refused = f" ({len(self.refusals)} refused)" if self.refusals else ""
         tensors = sum(rank.compared for result in self.results for rank in result.ranks)
         seconds = sum(result.seconds for result in self.results)
         return (
-            f"{passed} of {asked} cases train like one process{self.where}{refused}: {tensors} "
+            f"{passed} of {judged} cases train like one process{self.where}{refused}: {tensors} "
             f"comparisons in {seconds:.0f} s; bound = machine epsilon x {ROOM:g} x root of "
             f"({self.chain} additions x step){self._lost()}"
-            f"{in_words(self.numbers)}"
         )
 
     def _lost(self) -> str:
         """Say what the bfloat16 bound is, and how many cases took experts from one process."""
-        low = any(result.case.dtype == DTYPE for result in self.results)
+        low = any(result.case.dtype == LOW for result in self.results)
         sent = sum(bool(result.replayed) for result in self.results)
         return (
-            f"; in {DTYPE} {FACTOR} x what one process loses" * low
+            f"; in {LOW} {FACTOR} x what one process loses" * low
             + f"; experts chosen as in one process, where rounding chose others, in {sent} cases"
             * bool(sent)
         )
-
-    def to_markdown(self) -> str:
-        """Return the report and the versions for a pull request."""
-        named = ", ".join(f"{name} {version}" for name, version in versions().items())
-        return f"```text\n{self}\n```\n\n{named}\n"
 
     def to_json(self) -> str:
         """Return everything as JSON; not-a-number and infinity as strings."""
@@ -196,7 +186,6 @@ class Report:
         content = {
             "versions": versions(),
             **self.where._asdict(),
-            "numbers": self.numbers,
             "passed": self.passed,
             "chain": self.chain,
             "cases": cases,

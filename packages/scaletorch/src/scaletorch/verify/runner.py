@@ -35,14 +35,24 @@ from ..parallel.pg_manager import (
 from ..parallel.tensor_parallel import load_full_state_dict
 from . import dropout
 from .cases import Case
-from .compare import Difference, compare_named, doubled, missing, own_part, unlike
-from .lost import Exact, compare_all, compare_number
+from .device import device_of, in_dtype, moved, rank_device
+from .differences import (
+    Difference,
+    Exact,
+    compare_all,
+    compare_named,
+    compare_number,
+    doubled,
+    missing,
+    own_part,
+    unlike,
+)
+from .expert_choices import Choice, by_scores, decided
 from .precision import full_precision, model_precision
 from .problem import MAX_NORM, TORCH_DTYPES, Phase, Subject, phase_at
-from .routing import REPLAYED, Choice, by_scores, decided, replayed
-from .where import device_of, in_dtype, moved, rank_device
 
 SHOWN = 3  # failures that a rank reports
+REPLAYED = "routing"  # name of the difference that reports replayed choices
 RECOMPUTE: Mapping[str, bool | str] = {
     "none": False, "layers": True, "selective": "selective", "offload": "offload",
 }  # fmt: skip
@@ -211,8 +221,8 @@ def train_and_compare(
     Stops after the first step in which a rank finds a fault, since later steps tell nothing new.
     Returns False then, else True.
     """
-    stages = names_of_stages(model, manager)
-    dtype = TORCH_DTYPES[case.dtype]
+    mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stages, dtype = all_gather_object(mine, manager.pp_group), TORCH_DTYPES[case.dtype]
     yield from doubled(stages, model.tied_parameters, saved["limits"][0])
     for step, theirs in enumerate(saved["steps"]):
         limit, exact = saved["limits"][step], saved["exact"][step]
@@ -226,12 +236,14 @@ def train_and_compare(
             batches = divide(case, subject, saved["batches"][step], model)
             loss = train_step(model, batches, manager, loss_fn=subject.loss)
         found = [compare_number("loss", step, loss, theirs["loss"], limit, exact)]
-        found += replayed(sent, step, limit)
+        found += _replayed(sent, step, limit)
         found += compare_gradients(step, model, theirs, stages, limit, manager, exact)
         norm = norm_of(model, manager, clips=phase.clips)
         found.append(compare_number("norm", step, norm, theirs["norm"], limit, exact))
         with may_refuse():
-            update(optimizers)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         part = own_part(model)
         found += compare_all("weight", step, model.state_dict(), theirs, limit, exact, part)
         yield from found
@@ -257,10 +269,15 @@ def choosing(
     return decided(by_scores(near, saved["limits"][step], sent) if near else None)
 
 
-def names_of_stages(model: nn.Module, manager: ProcessGroupManager) -> list[set[str]]:
-    """Return the parameter names of each stage of this rank's pipeline."""
-    mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return all_gather_object(mine, manager.pp_group)
+def _replayed(sent: Sequence[float], step: int, limit: float) -> Iterator[Difference]:
+    """Yield a difference that reports the number of replayed choices, if there are any."""
+    if sent:
+        note = (
+            f"{len(sent)} choices were made as in one process, where rounding chose other experts: "
+            f"their last score and the next are up to {max(sent):.1e} of the largest apart, and "
+            f"rounding may come to {limit:.1e}"
+        )
+        yield Difference(REPLAYED, step, 0.0, limit, note=note)
 
 
 def optimizers_of(case: Case, phase: Phase, model: DataParallelBucket) -> Sequence[Optimizer]:
@@ -271,13 +288,6 @@ def optimizers_of(case: Case, phase: Phase, model: DataParallelBucket) -> Sequen
             shard_optimizer(optimizer, model, **options)
         whole_matrices(optimizer, model)
     return optimizers
-
-
-def update(optimizers: Iterable[Optimizer]) -> None:
-    """Make one step with each optimizer, and drop the gradients."""
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def norm_of(model: DataParallelBucket, manager: ProcessGroupManager, *, clips: bool) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..compose.entries import RowDims
 from ..compose.experts import count_experts
+from ..compose.naming import parse_layout
 from ..compose.one_process import entries_for
 from ..compose.own_loss import LossFunction
 from ..compose.summation import chain_length
@@ -24,14 +26,15 @@ from ..dist.errors import InvalidArgumentError
 from ..dist.testing import preload
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
-from . import lost
 from .cases import DTYPES, Case, choose_layouts, enumerate_cases
-from .compare import blind, bound
+from .device import choose_where, moved, name_of, named, repeating
+from .differences import LOW, blind, bound, score_error
 from .precision import full_precision
 from .problem import (
     PHASES,
     STEPS,
     TORCH_DTYPES,
+    Batch,
     BatchFn,
     Chosen,
     ModelFn,
@@ -47,9 +50,9 @@ from .problem import (
 )
 from .report import CaseResult, Report
 from .runner import RankReport, refusal, run_case
-from .where import choose_where, moved, repeating
 
 Progress = Callable[[CaseResult], None]
+Layout = str | Grid
 
 
 class Task(NamedTuple):
@@ -107,7 +110,7 @@ def verify(
         InvalidArgumentError: No layouts, unknown options, a wrong ep, no such optimizer or device.
     """
     where, model = choose_where(device, backend), model_fn()
-    preload(*heavy_modules(model))
+    preload("torch._dynamo", *_heavy_modules(model))
     dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
     grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
     cases = list(enumerate_cases(grids, dtypes, options or {}))
@@ -117,9 +120,15 @@ def verify(
         row_dims, sequence_dims, None if loss_fn is None else locate(loss_fn),
     )  # fmt: skip
     judged = _judged(cases, chain, subject, batch_fn, timeout, where.backend)
-    with full_precision(where.device) as numbers:
+    with full_precision(where.device):
         results = [*_shown(judged, progress)]
-    return Report(results, chain, layouts is not None, repeating(device, backend), where, numbers)
+    return Report(results, chain, layouts is not None, repeating(device, backend), where)
+
+
+def _heavy_modules(model: nn.Module) -> list[str]:
+    """Return modules that are slow to import, for the rank server to import once for all ranks."""
+    known = {type(module).__module__ for module in model.modules()}
+    return sorted(name for name in known if name.startswith("transformers."))
 
 
 def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator[CaseResult]:
@@ -172,12 +181,6 @@ def _judged(
             yield CaseResult(case, 0.0, [], unjudged=why[case.dtype])
 
 
-def heavy_modules(model: nn.Module) -> list[str]:
-    """Return modules that are slow to import, for the rank server to import once for all ranks."""
-    known = {type(module).__module__ for module in model.modules()}
-    return ["torch._dynamo", *sorted(n for n in known if n.startswith("transformers."))]
-
-
 def save_reference(path: Path, subject: Subject, batch_fn: BatchFn, dtype: str) -> str:
     """Write the plain checkpoint, the batches and one process's steps; return the file's name.
 
@@ -188,10 +191,10 @@ def save_reference(path: Path, subject: Subject, batch_fn: BatchFn, dtype: str) 
     steps = one_process(subject, saved, dtype)
     limits = [bound(TORCH_DTYPES[dtype], chain, step) for step in range(STEPS)]
     exact: list[Step] = []
-    if dtype == lost.DTYPE:
+    if dtype == LOW:
         chosen = [choice for step in steps for choice in step.choices]
         exact = one_process(subject, saved, "float64", chosen)
-        limits = [lost.off(s.choices, e.choices) for s, e in zip(steps, exact, strict=True)]
+        limits = [score_error(s.choices, e.choices) for s, e in zip(steps, exact, strict=True)]
     saved |= {"steps": [step.saved for step in steps]}
     saved |= {"exact": [step.saved for step in exact] or STEPS * [None]}
     torch.save(moved(saved | doubts(steps, limits, dtype), "cpu"), path)
@@ -241,3 +244,57 @@ def run_all(tasks: Iterable[Task], timeout: float, backend: str = "gloo") -> Ite
                 seconds, words = time.perf_counter() - start, refusal(error, pool.world_size)
                 text = "" if words else str(error)
                 yield CaseResult(case, seconds, [], text, refused=words)
+
+
+def assert_trains_alike(
+    model: ModelFn,
+    batch: Batch | BatchFn,
+    layouts: Layout | Iterable[Layout],
+    *,
+    dtype: str | Sequence[str] = "float64",
+    **settings: Any,
+) -> Report:
+    """Assert that a plain model trains on these layouts as in one process; see `verify`.
+
+    Args:
+        model: Module-level function, or class without arguments, that makes the plain module.
+        batch: The global batch of every step, or a function of the step that returns it; see
+            `verify`. Each dp rank needs at least two rows, one for each micro-batch.
+        layouts: Such as "dp2", "dp2-tp2", "1x1x1x2" (DPxPPxCPxTP), a `Grid`, or several of them.
+        dtype: 'float64', 'float32', 'bfloat16', or several of them.
+        settings: Other arguments of `verify`, such as `options`, `plan`, `loss_fn`, `optimizer`.
+
+    Returns:
+        The report.
+
+    Raises:
+        AssertionError: A layout trains differently, fails or is refused; the text is the report.
+
+    Example:
+        >>> def test_my_model():
+        ...     assert_trains_alike(MyModel, my_batch, ["dp2", "tp2", "dp2-tp2"])
+    """
+    __tracebackhide__ = True  # pytest leaves this frame out: the report says everything
+    if isinstance(model, nn.Module):
+        raise InvalidArgumentError(
+            f"assert_trains_alike needs what makes the model, not a {type(model).__name__} that is "
+            "made: every rank makes its own, so give the class, or a function at module level"
+        )
+    chosen = [layouts] if isinstance(layouts, str | Grid) else list(layouts)
+    if not chosen:
+        raise InvalidArgumentError("assert_trains_alike needs a layout, such as 'dp2' or 'dp2-tp2'")
+    report = verify(
+        model,
+        batch if callable(batch) else lambda step: batch,
+        layouts=[parse_layout(each) if isinstance(each, str) else each for each in chosen],
+        dtype=dtype,
+        **settings,
+    )
+    if report.passed:
+        return report
+    things = {"model": model, "batch": batch, "plan": settings.get("plan")}
+    things |= {"loss": settings.get("loss_fn"), "optimizer": settings.get("optimizer")}
+    names = ("optimizer_args", "row_dims", "sequence_dims")
+    values = {name.replace("_", "-"): settings.get(name) for name in names}
+    command = report.command + named(things, values)
+    raise AssertionError(f"{name_of(model)}\n{replace(report, command=command)}")

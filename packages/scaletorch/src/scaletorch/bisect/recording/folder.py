@@ -121,7 +121,6 @@ class Recording:
         path: The file of the tensors.
         number: Unique among the recordings of this process.
         known: Cache of places and indices worked out from it.
-        settled: Values that replace the recorded ones, by line, such as the global loss.
     """
 
     header: dict[str, Any]
@@ -129,7 +128,6 @@ class Recording:
     path: Path
     number: int = field(default_factory=itertools.count().__next__)
     known: dict[Any, Any] = field(default_factory=dict)
-    settled: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -137,9 +135,7 @@ class Recording:
         return int(self.header["rank"])
 
     def tensor(self, number: int) -> Tensor:
-        """Return the tensor of a line, from `settled` or the file."""
-        if number in self.settled:
-            return self.settled[number]
+        """Return the tensor of a line, read from the file."""
         line = self.lines[first_name(self.lines, number)]
         found = torch.empty(line.shape, dtype=getattr(torch, line.dtype))
         if size := found.numel() * found.element_size():
@@ -160,7 +156,7 @@ def read(folder: Path) -> dict[int, list[Recording]]:
     found = sorted(folder.glob("step*.rank*.bin")) if folder.is_dir() else []
     if not found:
         raise InvalidArgumentError(
-            f"{folder} has no recording: it is a folder that `scaletorch.bisect.record` wrote"
+            f"{folder} has no recording: pass a folder that `scaletorch.bisect.record` wrote"
         )
     for path in found:
         recording = _read_rank(path)

@@ -14,7 +14,7 @@ _Source = tuple[Any, ...]
 class Use(NamedTuple):
     """The use of a parameter, or of a noted tensor's line, as input `place` of a graph node."""
 
-    of: Any
+    source: Any
     node: Any
     place: int
 

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from ...compose.forward import rehearses
 from ...dist import get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError
 from ...verify.precision import model_precision
@@ -34,7 +39,7 @@ from ..keys import (
     UNGRADED,
     WEIGHT,
 )
-from .described import (
+from .descriptions import (
     Description,
     Place,
     arguments_of,
@@ -44,18 +49,16 @@ from .described import (
     tensors_of,
 )
 from .folder import Line, Writer, first_name
-from .hooks import backward_to, calls_to, follow_gradient, followed
 from .lineage import Lineage, Use
-from .stages import Stages, stages_of
 
 
 class Tape:
     """Records a rank's tensors of a step; made by `record`."""
 
     def __init__(
-        self, writer: Writer, model: nn.Module | None, said: Description, patches: ExitStack
+        self, writer: Writer, model: nn.Module | None, description: Description, patches: ExitStack
     ) -> None:
-        self._writer, self._said, self._patches = writer, said, patches
+        self._writer, self._description, self._patches = writer, description, patches
         self._model: nn.Module | None = None
         self._names: dict[nn.Module, str] = {}
         self._parameters: dict[int, str] = {}
@@ -69,7 +72,6 @@ class Tape:
         self._done: set[str] = set()
         self._followed: set[tuple[Any, int]] = set()
         self._uses = Counter[int]({-1: 2})  # of each tensor's line; -1, for parameters, always > 1
-        self._losses: list[tuple[Tensor, list[int]]] = []  # roots of backward, with their parents
         if model is not None:
             self._know(model)
 
@@ -80,15 +82,10 @@ class Tape:
         self._parameters = {id(p): name for name, p in model.named_parameters()}
         for name in self._parameters.values():
             self._owned.setdefault(name.rpartition(".")[0], []).append(name)
-        dtypes = Counter(p.dtype for _, p in model.named_parameters() if p.is_floating_point())
-        most = max(dtypes, key=lambda dtype: dtypes[dtype], default=torch.float32)
-        self._narrow = {name for name, module in model.named_modules() if _is_narrow(module)}
-        self._patches.enter_context(model_precision(most, self._computes_narrow))
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        wide = dtypes == {torch.float64}
+        self._patches.enter_context(model_precision(torch.float64 if wide else torch.float32))
         self.put_all(START, dict(model.named_parameters(remove_duplicate=False)))
-
-    def _computes_narrow(self) -> bool:
-        """Return whether the running module has weights in a dtype below float64."""
-        return bool(self._stack) and self._stack[-1] in self._narrow
 
     def put(self, kind: str, tensor: Tensor) -> None:
         """Record the loss or the norm of all gradients; it must be the same on every rank.
@@ -121,7 +118,7 @@ class Tape:
         """Record gradients or weights of parameters, by plain names."""
         self._done.add(kind)
         for name, tensor in tensors.items():
-            self._add(Line(kind, name, "", 0, "", []), tensor, self._said.places.get(name))
+            self._add(Line(kind, name, "", 0, "", []), tensor, self._description.places.get(name))
 
     def gradients(self) -> None:
         """Record all gradients as they are now; called automatically before an optimizer step."""
@@ -133,19 +130,6 @@ class Tape:
         """Record all weights as they are now; called at the end if an optimizer made a step."""
         if self._model is not None and WEIGHT not in self._done:
             self.put_all(WEIGHT, dict(self._model.named_parameters(remove_duplicate=False)))
-
-    def backwarded(self, loss: Tensor) -> None:
-        """Add a loss to those of this rank, see `hooks.backward_to`."""
-        parents = [*(use.of for use in self._lineage.parents(loss)[0]), *self._unlinked[0]]
-        self._losses.append((loss.detach().clone(), parents))
-
-    def own_loss(self) -> bool:
-        """Record this rank's loss, unless the program has put one; return True if recorded."""
-        losses, parents = zip(*self._losses, strict=True) if self._losses else ((), ())
-        if own := bool(losses) and LOSS not in self._done:
-            line = Line(LOSS, "", "", 0, "", [], parents=sorted({p for e in parents for p in e}))
-            self._add(line, sum(losses[1:], losses[0]))
-        return own
 
     def tied(self) -> dict[str, str]:
         """Return other name -> first name, for parameters that have several names."""
@@ -163,18 +147,18 @@ class Tape:
         if not self._stack and self._model is None and module not in self._names:
             self._know(module)
         name = self._names.get(module)
-        if name is None or self._said.chunk() < 0 or torch._C._current_graph_task_id() != -1:
+        if name is None or self._description.chunk() < 0 or torch._C._current_graph_task_id() != -1:
             return original(module, *args, **kw)  # without a name, or recomputed in backward
         if not self._stack:
             self._ungraded = "" if torch.is_grad_enabled() else UNGRADED
-        chunk = self._said.chunk()
+        chunk = self._description.chunk()
         call = self._calls[name + self._ungraded, chunk]
         self._calls[name + self._ungraded, chunk] += 1
         for own, parameter in module._parameters.items():  # FSDP2 swaps them during a call
             self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
         with self._lineage.call():
             inputs: list[tuple[Tensor, int]] = []
-            if (name, "in", chunk) not in self._said.unseen:
+            if (name, "in", chunk) not in self._description.unseen:
                 inputs = self._see(name, call, arguments_of(module, args, kw), self._unlinked[-1])
             self._stack.append(name)
             self._unlinked.append(_unlinked(inputs))
@@ -183,7 +167,7 @@ class Tape:
             finally:
                 self._stack.pop()
                 inside = self._unlinked.pop()
-            if (name, "out", chunk) in self._said.unseen:
+            if (name, "out", chunk) in self._description.unseen:
                 return output
             results = self._see(name, call, tensors_of(output, "out"), inside)
         for tensor, number in results:
@@ -205,7 +189,7 @@ class Tape:
 
     def _see_one(self, line: Line, tensor: Tensor, unlinked: list[int]) -> int:
         line.inside = self._stack[-1] if self._stack else None
-        line.stage = self._said.chunk()
+        line.stage = self._description.chunk()
         received = line.stage > 0 and not self._stack and line.item.startswith("in")
         # A tensor received from another rank is new, though it may reuse the same memory.
         line.same = -1 if received else self._lineage.line_of(tensor)
@@ -218,7 +202,7 @@ class Tape:
                 line.parents = list(dict.fromkeys([*line.parents, *unlinked]))
             number = self._add(line, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                follow_gradient(tensor, partial(self._came, number))
+                _follow_gradient(tensor, partial(self._came, number))
         self._lineage.note(tensor, number)
         return number
 
@@ -226,29 +210,29 @@ class Tape:
         """Note a tensor's sources, and hook its nodes to record its share of their gradients."""
         user = line.name if line.item.startswith("out") else line.inside or ""
         lines, parameters = self._lineage.parents(tensor)
-        line.parents = list(dict.fromkeys(use.of for use in lines))
+        line.parents = list(dict.fromkeys(use.source for use in lines))
         if not tensor.requires_grad and line.item.startswith("out"):
             line.uses += self._owned.get(line.name, [])
         for use in lines:
-            of = self._writer.lines[use.of]
-            share = Line(SHARE, of.name, f"{of.item} {user}", of.call, "", [])
+            known = self._writer.lines[use.source]
+            share = Line(SHARE, known.name, f"{known.item} {user}", known.call, "", [])
             self._follow(use, share, None)
         for use in parameters:
-            if name := self._parameters.get(id(use.of)):
+            if name := self._parameters.get(id(use.source)):
                 line.uses.append(name)
                 term = Line(TERM, name, user, max(self._calls["", line.stage] - 1, 0), "", [])
-                self._follow(use, term, self._said.places.get(name))
+                self._follow(use, term, self._description.places.get(name))
 
     def _follow(self, use: Use, line: Line, place: Place | None) -> None:
         if (use.node, use.place) in self._followed:
             return
         self._followed.add((use.node, use.place))
-        tensor = first_name(self._writer.lines, use.of) if line.kind == SHARE else -1
+        tensor = first_name(self._writer.lines, use.source) if line.kind == SHARE else -1
         self._uses[tensor] += 1
-        at = use.place  # not `use` itself: the node's hook would then hold a reference to the node
+        input_of_node = use.place  # not `use` itself: the node's hook would then hold the node
 
         def came(gradients: tuple[Tensor | None, ...], _: Any) -> None:
-            added = gradients[at]
+            added = gradients[input_of_node]
             if added is not None and self._uses[tensor] > 1:  # a single use has the whole gradient
                 self._add(replace(line), added, place)
 
@@ -263,16 +247,16 @@ class Tape:
         if number in self._seen or gradient is None:
             return
         self._seen.add(number)
-        of = self._writer.lines[number]
-        line = Line(BACKWARD, of.name, of.item, of.call, "", [], parents=[number])
-        line.sums = of.item.startswith("in") and of.name in self._said.terms
+        known = self._writer.lines[number]
+        line = Line(BACKWARD, known.name, known.item, known.call, "", [], parents=[number])
+        line.sums = known.item.startswith("in") and known.name in self._description.terms
         self._add(line, gradient)
 
     def _add(self, line: Line, tensor: Tensor | None, place: Place | None = None) -> int:
         if tensor is None:
             return self._writer.add(line, None)
         if line.kind == LOSS and tensor.requires_grad:
-            line.parents = [use.of for use in self._lineage.parents(tensor)[0]]
+            line.parents = [use.source for use in self._lineage.parents(tensor)[0]]
             line.parents += self._unlinked[0]
         local, own_place, is_term = local_part(tensor.detach())
         line.sums |= is_term
@@ -284,22 +268,75 @@ class Tape:
         return self._writer.add(line, local)
 
 
-def _is_narrow(module: nn.Module) -> bool:
-    """Return whether a module, or a direct child, has floating weights not in float64."""
-    near = (module, *module.children())
-    own = [t for m in near for t in (*m._parameters.values(), *m._buffers.values())]
-    return any(t.is_floating_point() and t.dtype != torch.float64 for t in own if t is not None)
-
-
 def _unlinked(seen: Iterable[tuple[Tensor, int]]) -> list[int]:
     """Return the lines of floating tensors without gradient: autograd does not know their users."""
     return [n for t, n in seen if t.is_floating_point() and not t.requires_grad]
 
 
 @contextmanager
+def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
+    """Replace every call of a module by `called(original, module, *args, **kwargs)`."""
+    kind: Any = nn.Module
+    original = kind.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Compiled code is one unit, and a rehearsal is not part of the training.
+        if torch.compiler.is_compiling() or rehearses():
+            return original(self, *args, **kwargs)
+        return called(original, self, *args, **kwargs)
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = original
+
+
+def _follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> None:
+    """Call `came` with a tensor's gradient, by a hook on the leaf or on the node that made it."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    if node is None:
+        tensor.register_hook(came)
+    else:
+        node.register_prehook(lambda gradients: came(gradients[number]))
+
+
+@contextmanager
+def _following(tape: Tape) -> Iterator[None]:
+    """Let a `Tape` record gradients before clipping and optimizer steps, and the new weights."""
+    stepped = False
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def clipped(*args: Any, **kwargs: Any) -> Tensor:
+        tape.gradients()
+        total = clip(*args, **kwargs)
+        tape.norm(getattr(total, "full_tensor", lambda: total)())
+        return total
+
+    def before(*_: Any) -> None:
+        tape.gradients()
+
+    def after(*_: Any) -> None:
+        nonlocal stepped
+        stepped = True
+
+    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    torch.nn.utils.clip_grad_norm_ = clipped
+    try:
+        yield
+        tape.gradients()
+        if stepped:
+            tape.weights()
+    finally:
+        torch.nn.utils.clip_grad_norm_ = clip
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def record(
     folder: str | Path,
-    model: Any = None,
+    model: nn.Module | None = None,
     *,
     describe: Mapping[str, Any] | Description | None = None,
     step: int = 0,
@@ -307,14 +344,12 @@ def record(
     """Record a training step of this rank.
 
     Records the weights before the step, the inputs and outputs of every module, their gradients,
-    the parameters' gradients, and the weights after an optimizer's step. Meanwhile, a float64 model
-    skips its casts to float32.
+    the parameters' gradients, and the weights after an optimizer's step. Meanwhile, a model whose
+    weights are all float64 skips its casts to float32.
 
     Args:
         folder: The same for all ranks of a run; created if missing.
         model: The module whose names are recorded, wrapped or not; None is the first one called.
-            For `torch.distributed.pipelining` pass this rank's stage, a list of its stages, or the
-            schedule that has them.
         describe: This rank's shard of the global batch, if it has not all of it: name of an axis
             -> (indices, total), such as `{"rows": (range(4, 8), 8)}`; for several micro-batches,
             a list of indices. DTensors describe themselves.
@@ -324,60 +359,30 @@ def record(
         The tape, which can record more: `tape.put("loss", loss)`.
 
     Raises:
-        InvalidArgumentError: `describe` is not a mapping of this form.
+        InvalidArgumentError: `model` is no module, or `describe` not a mapping of this form.
     """
-    said, model = description_of(describe), stages_of(model)
+    if not isinstance(model, nn.Module | None):
+        raise InvalidArgumentError(
+            f"record takes a module, not a {type(model).__name__}; of a pipeline's stage pass the "
+            "layers: nn.ModuleDict(stage.submod.named_children())"
+        )
+    described = description_of(describe)
     header: dict[str, Any] = {
         "step": step, "world_size": get_world_size(), "torch": torch.__version__,
-        "micro_batches": said.micro_batches, "groups": said.groups, "weight": said.weight,
-        "shared": said.shared,
-        "axes": {name: [axis.total, axis.parts] for name, axis in said.axes.items()},
+        "micro_batches": described.micro_batches, "groups": described.groups,
+        "weight": described.weight, "shared": described.shared,
+        "axes": {name: [axis.total, axis.parts] for name, axis in described.axes.items()},
     }  # fmt: skip
-    if isinstance(model, Stages):
-        said, header["pipeline"] = replace(said, chunk=lambda: model.running), model.ranks
     writer = Writer(Path(folder), get_rank(), header)
     try:
         with ExitStack() as stack:
-            tape = Tape(writer, model, said, stack)
+            tape = Tape(writer, model, described, stack)
             stack.callback(tape._forget)
-            back = model.followed if isinstance(model, Stages) else backward_to
-            stack.enter_context(back(tape.backwarded))
-            stack.enter_context(calls_to(tape.called))
-            stack.enter_context(followed(tape))
+            stack.enter_context(_calls_to(tape.called))
+            stack.enter_context(_following(tape))
             yield tape
-            writer.header["own_loss"] = tape.own_loss()
         writer.header["tied"] = tape.tied()
     except BaseException as error:
         writer.close(f"{type(error).__name__}: {error}"[:500] or "stopped")
         raise
     writer.close()
-
-
-def trainer_callback(folder: str | Path) -> Any:
-    """Return a callback that records the first step of a `transformers.Trainer`.
-
-    It records all micro-batches of the first update, on each rank.
-
-    Args:
-        folder: The same for all ranks of a run; created if missing.
-
-    Example:
-        >>> trainer.add_callback(trainer_callback("runs/one"))
-    """
-    from transformers import TrainerCallback
-
-    class Records(TrainerCallback):  # type: ignore[misc]
-        """Records from the start of the first step until its update."""
-
-        stack: ExitStack | None = None
-
-        def on_step_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
-            if self.stack is None:
-                self.stack = ExitStack()
-                self.stack.enter_context(record(folder, model))
-
-        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-            if self.stack is not None:
-                self.stack.close()
-
-    return Records()

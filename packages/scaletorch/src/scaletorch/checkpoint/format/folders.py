@@ -1,23 +1,27 @@
-"""Folders of checkpoints: names, finishing and removal, and detection of other libraries'."""
+"""Folders of checkpoints: names, lock, finishing, removal, detection of other libraries'."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
+import time
 import warnings
+import weakref
 from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
-from ..together import CheckpointError, DamagedCheckpointError
-from .files import flush_folder
-from .lock import LOCK
+from ..agreement import CheckpointError, DamagedCheckpointError
 from .metadata import METADATA, unseal
+from .safetensors_files import flush_folder
 
 FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 UNFINISHED = ".unfinished"
+LOCK = "scaletorch.lock"
+_locked: set[tuple[int, Path]] = set()  # process and folder
 _REMOVED = ".removed"
 _FINISHED = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"step-(\d{8,})(-\d+)?\.(unfinished|removed)")
@@ -92,6 +96,49 @@ def latest(folder: str | Path) -> Path | None:
     It may be damaged; `load` finds out, and takes the one before.
     """
     return next((path for path in finished(Path(folder)) if (path / METADATA).is_file()), None)
+
+
+def lock(root: Path, owner: object) -> None:
+    """Lock a folder against other jobs until `owner` is collected or this process ends.
+
+    The operating system releases the lock when the process ends, even if it is killed. On a file
+    system without locks other jobs are not kept out.
+
+    Raises:
+        CheckpointError: Another job writes there; the text has its process, host and start.
+    """
+    key = os.getpid(), root.resolve()
+    if key in _locked:
+        return
+    try:
+        import fcntl
+
+        key[1].mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(key[1] / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except (ImportError, OSError):  # if nothing can be written there, the save itself says so
+        return
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        job = f"process {os.getpid()} on host {socket.gethostname()} since {time.ctime()}\n"
+        os.pwrite(descriptor, job.encode(), 0)
+        _locked.add(key)
+        weakref.finalize(owner, _unlock, key, descriptor)
+    except (BlockingIOError, PermissionError):
+        job = os.read(descriptor, 1000).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise CheckpointError(
+            f"{root} is being written by {job or 'another process'}: end that job, or save into "
+            "another folder"
+        ) from None
+    except OSError:  # no locks here
+        os.close(descriptor)
+
+
+def _unlock(key: tuple[int, Path], descriptor: int) -> None:
+    if key[0] == os.getpid():  # a forked child does not hold its parent's lock
+        _locked.discard(key)
+        os.close(descriptor)
 
 
 def start(root: Path, step: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..together import CheckpointError, DamagedCheckpointError
+from ..agreement import CheckpointError, DamagedCheckpointError
 from .values import canonical, dtype_name, named_dtype
 
 FORMAT, VERSION = "scaletorch-checkpoint", 1

@@ -15,8 +15,8 @@ from torch import Tensor
 from ...compose.draws import seed_ranks
 from ...parallel.pg_manager import ProcessGroupManager
 from ..format.metadata import Saved
-from .entries import Entry, Record
-from .held import Part
+from .model_tensors import Part
+from .record import Entry, Record
 
 
 def _device_module(device: torch.device) -> Any:

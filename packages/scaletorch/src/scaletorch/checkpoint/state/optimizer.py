@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard
+from ..agreement import CheckpointError
 from ..format.metadata import Saved
 from ..format.values import decode, encode, like
-from ..together import CheckpointError
-from .entries import Entry, Record
-from .held import Held, Part
+from .model_tensors import Held, Part
+from .record import Entry, Record
 
 T = TypeVar("T")
 # Settings of how an optimizer computes; they stay those of the running program.
@@ -133,7 +133,7 @@ def make_states(
     """
     tensors, numbers = _by_parameter(saved), _by_parameter(scalars)
     groups = {id(t): group for group in optimizer.param_groups for t in group["params"]}
-    made = []
+    states = []
     for shard, held in shards:
         group = groups.get(id(shard.tensor))
         if group is None or not shard.tensor.numel():
@@ -148,8 +148,8 @@ def make_states(
             dtype = shard.tensor.dtype if entry.dtype == of_parameter.dtype else entry.dtype
             name = f"optimizer.{held.name}.{key}"
             state[key] = _make_tensor(name, entry, dtype, shard, held, targets, current.get(key))
-        made.append((shard.tensor, state))
-    return made
+        states.append((shard.tensor, state))
+    return states
 
 
 def _by_parameter(saved: Mapping[str, T]) -> dict[str, dict[str, T]]:

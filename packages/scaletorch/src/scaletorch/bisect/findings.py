@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .comparing.births import Birth
-from .comparing.judge import BAD, UNSEEN, Judged
+from .comparison.births import Birth
+from .comparison.judge import BAD, UNSEEN, Judged
 from .keys import FINAL, GRADIENT, START, Key
 
 _BORN = {START: "before the step, where weights are made, loaded or divided"}
@@ -55,8 +55,6 @@ class Found:
         if birth.others:
             named = ", ".join(str(each.key) for each in birth.others[:SHOWN])
             lines.append(f"  so born too, {len(birth.others)}: {named}" + _dots(birth.others))
-        if own.derived:
-            lines.append("  several places fitted these parts; values decided which they have")
         return "\n".join(lines)
 
 
@@ -146,7 +144,6 @@ def _plain(found: Found) -> dict[str, Any]:
             for each in found.birth.inputs
         ],
         "others": [str(each.key) for each in found.birth.others],
-        "derived": own.derived,
     }
 
 

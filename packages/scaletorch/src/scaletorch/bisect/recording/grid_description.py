@@ -16,7 +16,7 @@ from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.pipeline_parallel import PipelineParallel
 from ...parallel.pipeline_parallel.building import PassThrough
 from ...parallel.tensor_parallel.building import ParameterCut, find_cuts, summed_outside
-from .described import Axis, Description, Place, as_ranges
+from .descriptions import Axis, Description, Place, as_ranges
 
 
 def describe_grid(

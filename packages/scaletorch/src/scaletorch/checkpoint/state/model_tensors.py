@@ -112,9 +112,9 @@ class Held:
         else:
             places = list(rectangles(start, self.tensor.numel() if stop is None else stop, shape))
             flat = found.split([prod(sizes) for _, sizes in places])
-            boxes = [(at, t.view(sizes)) for (at, sizes), t in zip(places, flat, strict=True)]
-        for at, box in boxes:
-            for part in self._cut(at, box):
+            boxes = [(start, t.view(sizes)) for (start, sizes), t in zip(places, flat, strict=True)]
+        for offsets, box in boxes:
+            for part in self._cut(offsets, box):
                 if self.experts is None:
                     yield part
                 else:
@@ -131,8 +131,8 @@ class Held:
         for own, owner in zip(cut.ranges[rank], cut.owners(rank), strict=True):
             low, high = max(begin, local), min(end, local + len(own))
             if low < high:
-                at = (*offsets[:dim], own.start + low - local, *offsets[dim + 1 :])
-                yield Part(at, box.narrow(dim, low - begin, high - low), owner)
+                begins = (*offsets[:dim], own.start + low - local, *offsets[dim + 1 :])
+                yield Part(begins, box.narrow(dim, low - begin, high - low), owner)
             local += len(own)
 
 
@@ -197,8 +197,8 @@ def refresh_shards(shards: Sequence[tuple[Shard, Held]]) -> None:
     """Copy parameters into the shards that are copies of them, except masters and matrices."""
     for shard, held in shards:
         begin = shard.parameter.data_ptr() + shard.start * shard.parameter.itemsize
-        apart = shard.tensor.data_ptr() != begin and not is_whole_matrix(shard, held)
-        if apart and not shard.is_master:
+        is_copy = shard.tensor.data_ptr() != begin and not is_whole_matrix(shard, held)
+        if is_copy and not shard.is_master:
             own = shard.parameter.flatten()[shard.start : shard.stop]
             shard.tensor.copy_(own.view_as(shard.tensor))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as c10d
@@ -31,13 +31,6 @@ class CheckpointError(ScaletorchError, RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint is incomplete, or has changed since it was saved."""
-
-
-class Failure(NamedTuple):
-    """The error of a rank: its text, and whether the checkpoint is damaged."""
-
-    text: str
-    damaged: bool
 
 
 def on_first_rank(task: Callable[[], T], group: ProcessGroup | None) -> T:
@@ -83,8 +76,7 @@ def collect(
         value = task()
     except Exception as error:  # any kind: the other ranks must know
         failed = error
-    told = None if failed is None else tuple(_describe(failed))  # a plain tuple needs no pickle
-    reports = gather_object((value, told), 0, group)
+    reports = gather_object((value, failed and _describe(failed)), 0, group)
     answer: list[Any] = [(None, None)]
     if reports is not None:
         answer = [_conclude(what, reports, conclude)]
@@ -99,9 +91,18 @@ def collect(
 
 
 def _conclude(what: str, reports: list[Any], conclude: Callable[[list[Any]], Any]) -> Any:
-    failures = {rank: Failure(*told) for rank, (_, told) in enumerate(reports) if told}
-    if failures:
-        return None, _join(what, failures)
+    """Return the result and None, or None and the ranks' errors, joined into one.
+
+    The error means damage only if those of all ranks that failed do.
+    """
+    texts: dict[str, list[int]] = {}
+    for rank, (_, failure) in enumerate(reports):
+        if failure:
+            texts.setdefault(failure[0], []).append(rank)
+    if texts:
+        lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in texts.items()]
+        damaged = all(failure[1] for _, failure in reports if failure)
+        return None, (f"{what}: " + "\n".join(lines), damaged)
     try:
         return conclude([value for value, _ in reports]), None
     except Exception as error:  # any kind: the other ranks must know
@@ -109,20 +110,11 @@ def _conclude(what: str, reports: list[Any], conclude: Callable[[list[Any]], Any
         return None, (f"{what}: {text}" if what else text, damaged)
 
 
-def _describe(error: BaseException) -> Failure:
+def _describe(error: BaseException) -> tuple[str, bool]:
+    """Return an error's text, and whether the checkpoint is damaged."""
     ours = isinstance(error, ScaletorchError)
     text = str(error) if ours else f"{type(error).__name__}: {error}"
-    return Failure(text, isinstance(error, DamagedCheckpointError))
-
-
-def _join(what: str, failures: Mapping[int, Failure]) -> tuple[str, bool]:
-    """Merge the ranks' errors into one; it means damage only if all of them do."""
-    said: dict[str, list[int]] = {}
-    for rank, failure in failures.items():
-        said.setdefault(failure.text, []).append(rank)
-    lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in said.items()]
-    damaged = all(failure.damaged for failure in failures.values())
-    return f"{what}: " + "\n".join(lines), damaged
+    return text, isinstance(error, DamagedCheckpointError)
 
 
 def find_manager(manager: ProcessGroupManager | None) -> ProcessGroupManager:

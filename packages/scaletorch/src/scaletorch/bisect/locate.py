@@ -3,45 +3,64 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..compose.entries import RowDims
+from ..compose import local_gradients, train_step
+from ..compose.entries import POSITIONS, TOKENS, RowDims
+from ..compose.forward import pipeline_of
 from ..compose.naming import parse_layout
 from ..compose.own_loss import LossFunction
+from ..compose.samples import train_unsampled
 from ..dist import RankPool
 from ..dist.building import locate as locator
-from ..parallel.pg_manager import Grid
+from ..parallel.pg_manager import (
+    Grid,
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 from ..parallel.pipeline_parallel import Split
+from ..parallel.tensor_parallel import load_full_state_dict
+from ..verify import dropout, runner
 from ..verify.cases import Case
-from ..verify.lost import off
+from ..verify.device import choose_where, moved, rank_device
+from ..verify.differences import score_error
+from ..verify.precision import model_precision
 from ..verify.problem import (
     PHASES,
     STEPS,
+    TORCH_DTYPES,
+    Batch,
     BatchFn,
     Chosen,
     ModelFn,
+    Put,
     Subject,
+    Watch,
     begin,
     default_batch,
     default_model,
     doubts,
     one_process,
+    phase_at,
     phases_of,
 )
-from ..verify.where import choose_where, moved
 from .compare import compare_runs
-from .comparing.births import Birth
-from .comparing.judge import BAD, INFINITE, Judged, measure
-from .comparing.runs import Run, load
+from .comparison.births import Birth
+from .comparison.judge import BAD, INFINITE, Judged, measure
+from .comparison.runs import Run, load
+from .findings import Found, Report
 from .keys import BACKWARD, FORWARD, Key
-from .report import Found, Report
-from .run import Ran, record_case, recording
+from .recording.descriptions import Description
+from .recording.grid_description import describe_grid, places_of
+from .recording.tape import record
 
 EXACT, LOW = "float64", "float32"
 
@@ -62,6 +81,101 @@ class Prepared:
     reference: Run
     lost: Mapping[Key, float]
     steps: int
+
+
+def recording(folder: Path) -> Watch:
+    """Return a `Watch` that records one process's steps of a plain model into a folder."""
+
+    @contextmanager
+    def watch(model: nn.Module, step: int, batch: Batch) -> Iterator[Put]:
+        if step == 0:
+            with record(folder, model, step=-1):  # the initial weights
+                pass
+        with record(folder, model, step=step) as tape:
+            tape.batch(_with_positions(batch))
+            yield tape.put
+
+    return watch
+
+
+class Ran(NamedTuple):
+    """The facts that a rank returns in addition to its recording.
+
+    Attributes:
+        dropped: Names of dropout modules that drop wrong elements, each with the reason; a
+            comparison with one process cannot show this.
+        sent: Margins of the tokens that went to one process's experts, since rounding would have
+            chosen others; see `verify.expert_choices`.
+    """
+
+    dropped: list[tuple[str, str]]
+    sent: list[float]
+
+
+def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> Ran:
+    """Record steps of a case as one of its ranks.
+
+    Tokens go to the experts of one process if rounding would choose others.
+
+    Args:
+        case: The layout and options.
+        subject: The model and its training.
+        reference: A file with weights and batches.
+        folder: The recording's folder, the same for all ranks.
+        steps: Number of steps.
+    """
+    grid, ran, device = case.grid, Ran([], []), rank_device(subject.device)
+    saved = moved(runner.load_reference(reference), device)
+    manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
+    try:
+        dtype = TORCH_DTYPES[case.dtype]
+        plain = subject.model(case.dtype, device)
+        with record(folder, plain, describe=Description(places=places_of(plain)), step=-1):
+            pass
+        load_full_state_dict(plain, saved["state"])
+        model = runner.build(case, plain, subject, manager)
+        train_unsampled(model)  # skip sampled checks, so that a fault in replicas gets recorded
+        dropout.switch(model, on=False)
+        stage = pipeline_of(model).module
+        for step in range(steps):
+            phase, first = phase_at(step, subject.phases)
+            if first:
+                optimizers = runner.optimizers_of(case, phase, model)
+            batches = runner.divide(case, subject, saved["batches"][step], model)
+            description = describe_grid(model, batches, manager)
+            with record(folder, stage, describe=description, step=step) as tape:
+                for number, batch in enumerate(batches):
+                    tape.batch(batch if grid.cp > 1 else _with_positions(batch), number)
+                with model_precision(dtype), runner.choosing(saved, step, ran.sent):
+                    tape.put("loss", train_step(model, batches, manager, loss_fn=subject.loss))
+                tape.put_all("gradient", local_gradients(model))
+                tape.norm(runner.norm_of(model, manager, clips=phase.clips))
+                for optimizer in optimizers:
+                    optimizer.step()
+                tape.put_all("weight", _parameters(model))
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+        if saved["dropout"]:
+            numbered = {**saved, "steps": range(steps)}
+            found = list(runner.compare_dropout(case, model, manager, numbered, subject))
+            ran.dropped.extend((e.what.partition(" ")[2], e.note) for e in found if e.failed)
+        return ran
+    finally:
+        destroy_process_group_manager()
+
+
+def _with_positions(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a batch with the default position ids added, unless the batch has its own."""
+    tokens = batch.get(TOKENS)
+    if tokens is None:
+        return batch
+    return {POSITIONS: torch.arange(tokens.shape[1], device=tokens.device)[None], **batch}
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters as `state_dict` has them, with all updates gathered."""
+    named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in model.state_dict().items() if name in named}
 
 
 def bisect(
@@ -133,9 +247,9 @@ def prepare(
     _, saved = begin(subject, batch_fn, dtype, steps)
     low = LOW if dtype == EXACT else dtype
     rounded = one_process(subject, saved, low, watch=recording(folder / "noise"))
-    made = [] if dtype == EXACT else [choice for step in rounded for choice in step.choices]
-    exact = one_process(subject, saved, EXACT, made, recording(folder / "exact"))
-    limits = [off(r.choices, e.choices) for r, e in zip(rounded, exact, strict=True)]
+    choices = [] if dtype == EXACT else [choice for step in rounded for choice in step.choices]
+    exact = one_process(subject, saved, EXACT, choices, recording(folder / "exact"))
+    limits = [score_error(r.choices, e.choices) for r, e in zip(rounded, exact, strict=True)]
     torch.save(moved(saved | doubts(rounded, limits, dtype), "cpu"), folder / "start.pt")
     reference = load(folder / "exact")
     lost = measure(load(folder / "noise"), reference)
@@ -162,8 +276,8 @@ def locate(
         run: Called on each rank to record: `run(case, subject, file, folder, steps, *arguments)`.
         arguments: Further arguments of `run`.
     """
-    given = prepared.path, str(folder), prepared.steps, *arguments
-    ran: list[Ran] = pool.run(run, case, subject, *given)
+    sent_along = prepared.path, str(folder), prepared.steps, *arguments
+    ran: list[Ran] = pool.run(run, case, subject, *sent_along)
     dropped = {name: why for each in ran for name, why in each.dropped}
     report = compare_runs(prepared.reference, load(folder), prepared.lost)
     if sent := [margin for each in ran for margin in each.sent]:

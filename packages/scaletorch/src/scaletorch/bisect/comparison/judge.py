@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...compose.summation import ROOM, root_mean_square
 from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, START, TERM, WEIGHT, Key
-from .places import Held, Piece, Way, assemble, in_terms, part_of, pieces_of, ways
+from .places import Held, Piece, Sharding, assemble, in_terms, part_of, pieces_of, shardings
 from .runs import Run, calling
 
 GOOD, BAD, UNSEEN = "good", "bad", "unseen"
@@ -32,7 +32,6 @@ class Judged:
         error: The largest relative difference of a rank's shard, in the 2-norm.
         bound: The largest error that rounding explains.
         wrong: (rank, micro-batch) of the shards beyond the bound.
-        derived: Whether several places fitted the shards, so that values decided.
         why: Why it could not be compared, or why it is wrong without a comparison.
     """
 
@@ -41,26 +40,7 @@ class Judged:
     error: float = 0.0
     bound: float = 0.0
     wrong: list[tuple[int, int]] = field(default_factory=list)
-    derived: bool = False
     why: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The measured effect of rounding.
-
-    Attributes:
-        lost: Rounding error of each tensor in one process, in epsilons of a dtype, see `measure`.
-        eps: Epsilon of the coarsest dtype of the run in question.
-    """
-
-    lost: Mapping[Key, float]
-    eps: float
-
-    @property
-    def chooses(self) -> bool:
-        """True if rounding changes integers, such as expert indices; never in float64."""
-        return self.eps > torch.finfo(torch.float64).eps and INFINITE in self.lost.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +50,14 @@ class Met:
     Attributes:
         pieces: The shards of the run in question.
         whole: The full tensor of the reference.
-        ways: The sharding of its dims.
+        dims: The sharding of its dims.
         errors: The error of each piece, see `Judged.error`.
-        derived: As in `Judged`.
     """
 
     pieces: list[Piece]
     whole: Tensor
-    ways: tuple[Way, ...]
+    dims: tuple[Sharding, ...]
     errors: list[float]
-    derived: bool
 
     @property
     def error(self) -> float:
@@ -119,14 +97,20 @@ def judge_all(
         chain: Number of additions between inputs and results.
     """
     found: dict[Key, Judged] = {}
-    measured = Measured(lost, coarsest(run))
-    rounds = rounding(run, reference, sources)
+    eps, rounds = coarsest(run), rounding(run, reference, sources)
+    # In a dtype below float64, rounding alone may choose other experts.
+    chooses = eps > torch.finfo(torch.float64).eps and INFINITE in lost.values()
     for step in reference.steps:
-        typical = _typical(reference, step)
+        gradients = [k for k in reference.held if k[:2] == (step, GRADIENT)]
+        typical = root_mean_square(h.tensor for k in gradients for h in reference.held[k])
         for key in reference.held:
             may_lack = key.kind in (SHARE, TERM) or (key.kind == DATA and key not in run.held)
             if key.step == step and not may_lack:
-                found[key] = _judge(key, run, reference, measured, rounds[key], chain, typical)
+                limit = _bound(key, rounds[key], lost, eps, chain)
+                found[key] = _judge(key, run, reference, limit, typical)
+                if chooses and key.kind == FORWARD and not found[key].bound and found[key].wrong:
+                    why = "whole numbers, and rounding alone chose others"
+                    found[key] = Judged(key, UNSEEN, why=why)
         found |= {
             key: Judged(key, BAD, INFINITE, why=EXTRA) for key in _extra(step, run, reference)
         }
@@ -158,17 +142,16 @@ def meet(
         weighed: Whether they are gradients of each rank's own loss, see `Description.weight`.
     """
     best: Met | None = None
-    tried = 0
-    for tried, way in enumerate(ways([*theirs, *ours])):
+    for dims in shardings([*theirs, *ours]):
         whole = assemble(
-            pieces_of(theirs, way, weighed=weighed), way, sums=any(h.line.sums for h in theirs)
+            pieces_of(theirs, dims, weighed=weighed), dims, sums=any(h.line.sums for h in theirs)
         )
-        pieces = pieces_of(ours, way, weighed=weighed)
-        if any(held.line.sums for held in ours) or (weighed and in_terms(ours, way)):
-            errors = [_error(assemble(pieces, way, sums=True), whole, whole, typical)]
+        pieces = pieces_of(ours, dims, weighed=weighed)
+        if any(held.line.sums for held in ours) or (weighed and in_terms(ours, dims)):
+            errors = [_error(assemble(pieces, dims, sums=True), whole, whole, typical)]
         else:
             errors = [_error(p.tensor, part_of(whole, p), whole, typical) for p in pieces]
-        met = Met(pieces, whole, way, errors, tried > 0)
+        met = Met(pieces, whole, dims, errors)
         if best is None or met.error < best.error:
             best = met
         if met.error <= NEAR:
@@ -180,9 +163,7 @@ def _judge(
     key: Key,
     run: Run,
     reference: Run,
-    measured: Measured,
-    eps: float,
-    chain: int,
+    limit: float,
     typical: float,
 ) -> Judged:
     theirs, ours = reference.held[key], run.held.get(key, [])
@@ -194,10 +175,12 @@ def _judge(
     floor = typical if key.kind == GRADIENT else 0.0
     met = meet(ours, theirs, floor, weighed=key.kind == BACKWARD)
     if met is None:
-        parts, whole = ({tuple(h.line.shape) for h in each} for each in (ours, theirs))
-        return Judged(key, UNSEEN, why=f"parts of {sorted(parts)} fit no place in {sorted(whole)}")
-    rounds = any(eps_of(held) for held in [*ours, *theirs])
-    limit = _bound(key, eps if rounds else 0.0, measured, chain)
+        shards, whole = ({tuple(h.line.shape) for h in each} for each in (ours, theirs))
+        return Judged(
+            key, UNSEEN, why=f"shards of {sorted(shards)} fit no place in {sorted(whole)}"
+        )
+    if not any(eps_of(held) for held in [*ours, *theirs]):
+        limit = 0.0  # integers
     wrong = [
         (piece.rank, piece.micro_batch)
         for piece, error in zip(met.pieces, met.errors, strict=False)
@@ -206,7 +189,7 @@ def _judge(
     if key.kind == GRADIENT and (none := _without(key, run)):
         wrong += [(rank, 0) for rank in none]
         why = f"ranks {none} have the parameter and no gradient of it"
-        return Judged(key, BAD, INFINITE, limit, wrong, met.derived, why)
+        return Judged(key, BAD, INFINITE, limit, wrong, why)
     if (
         wrong
         and key.kind == BACKWARD
@@ -214,10 +197,8 @@ def _judge(
         and adds_up(ours, theirs, limit)
     ):
         return Judged(key, GOOD, 0.0, limit)  # a tensor without rows: ranks hold gradient terms
-    if wrong and not limit and key.kind == FORWARD and measured.chooses:
-        return Judged(key, UNSEEN, why="whole numbers, and rounding alone chose others")
     state = GOOD if met.error <= limit else BAD
-    return Judged(key, state, met.error, limit, wrong, met.derived)
+    return Judged(key, state, met.error, limit, wrong)
 
 
 def _without(key: Key, run: Run) -> list[int]:
@@ -233,17 +214,20 @@ def _is_of_all_rows(met: Met, ours: Sequence[Held]) -> bool:
     """Return whether a tensor has no rows, though ranks or micro-batches have different ones."""
     axes = [held.recording.header["axes"].get("rows") for held in ours]
     divided = all(axis is not None and sum(b - a for a, b in axis[1][0]) < axis[0] for axis in axes)
-    return divided and not any("rows" in way.name for way in met.ways)
+    return divided and not any("rows" in each.name for each in met.dims)
 
 
-def _bound(key: Key, eps: float, measured: Measured, chain: int) -> float:
-    """Return the largest error that rounding explains; 0 for integers."""
-    by_length, lost = eps * ROOM * math.sqrt(chain * (key.step + 1)), measured.lost.get(key)
-    if lost is None or not eps:
+def _bound(key: Key, eps: float, lost: Mapping[Key, float], coarse: float, chain: int) -> float:
+    """Return the largest error that rounding explains, where its epsilon is `eps`.
+
+    `coarse` is the epsilon of the run's coarsest dtype, in which `lost` is counted. A tensor, such
+    as the loss, may have a finer dtype than its sources.
+    """
+    by_length = eps * ROOM * math.sqrt(chain * (key.step + 1))
+    if key not in lost or not eps:
         return by_length
-    # A tensor, such as the loss, may have a finer dtype than its sources.
-    floor = by_length if by_length < NEAR else measured.eps * ROOM
-    return max(MEASURED * lost * measured.eps, floor)
+    floor = by_length if by_length < NEAR else coarse * ROOM
+    return max(MEASURED * lost[key] * coarse, floor)
 
 
 def rounding(run: Run, reference: Run, sources: Mapping[Key, list[Key]]) -> dict[Key, float]:
@@ -254,8 +238,8 @@ def rounding(run: Run, reference: Run, sources: Mapping[Key, list[Key]]) -> dict
     }
     found: dict[Key, float] = dict(own)
     users: dict[Key, list[Key]] = {}
-    for key, from_which in sources.items():
-        for source in from_which:
+    for key, parents in sources.items():
+        for source in parents:
             users.setdefault(source, []).append(key)
     for eps in sorted(set(own.values()), reverse=True):  # coarser dtypes override finer ones
         waiting = [key for key in own if own[key] == eps]
@@ -307,35 +291,22 @@ def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
 
     If not, try each tp rank by itself: tp ranks may each hold the whole sum, or another shard.
     """
-    way = next(iter(ways([*theirs, *ours])), None)
-    if way is None:
+    dims = next(iter(shardings([*theirs, *ours])), None)
+    if dims is None:
         return False
-    whole = assemble(pieces_of(theirs, way), way, sums=True)
-    apart: dict[int, list[Held]] = {}
+    whole = assemble(pieces_of(theirs, dims), dims, sums=True)
+    by_tp_rank: dict[int, list[Held]] = {}
     for held in ours:
-        groups = held.recording.header["groups"].get("tp", [])
-        rank = held.recording.rank
-        apart.setdefault(next((g.index(rank) for g in groups if rank in g), 0), []).append(held)
-    if (
-        _error(assemble(pieces_of(ours, way, weighed=True), way, sums=True), whole, whole, 0.0)
-        <= limit
-    ):
+        groups, rank = held.recording.header["groups"].get("tp", []), held.recording.rank
+        tp_rank = next((group.index(rank) for group in groups if rank in group), 0)
+        by_tp_rank.setdefault(tp_rank, []).append(held)
+    total = assemble(pieces_of(ours, dims, weighed=True), dims, sums=True)
+    if _error(total, whole, whole, 0.0) <= limit:
         return True
-    for own in apart.values():
-        pieces = pieces_of(own, way, weighed=True)
-        added = assemble(pieces, way, sums=True)
-        if any(
-            not _error(part_of(added, p), part_of(whole, p), whole, 0.0) <= limit for p in pieces
-        ):
+    for terms in by_tp_rank.values():
+        pieces = pieces_of(terms, dims, weighed=True)
+        total = assemble(pieces, dims, sums=True)
+        errors = (_error(part_of(total, p), part_of(whole, p), whole, 0.0) for p in pieces)
+        if not all(error <= limit for error in errors):
             return False
     return True
-
-
-def _typical(run: Run, step: int) -> float:
-    """Return the size of a typical element of all gradients of a step."""
-    return root_mean_square(
-        each.tensor
-        for key, held in run.held.items()
-        for each in held
-        if key.step == step and key.kind == GRADIENT
-    )

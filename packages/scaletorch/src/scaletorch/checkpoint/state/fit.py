@@ -10,11 +10,11 @@ import torch
 from ...dist import all_gather_object
 from ...parallel.data_parallel import Shard
 from ...parallel.pg_manager import ProcessGroupManager
+from ..agreement import CheckpointError
 from ..format.metadata import Saved
 from ..format.values import kind_of
-from ..together import CheckpointError
-from .entries import Entry
-from .held import Held, is_whole_matrix
+from .model_tensors import Held, is_whole_matrix
+from .record import Entry
 
 Shapes = Mapping[str, Saved]
 
@@ -54,8 +54,8 @@ def check_fit(
             tied = groups.get(name, [name])
             if name in known and set(tied) != set(each.names):
                 wrong.append(
-                    f"{name} is tied to {_others(tied, name)} there, and to "
-                    f"{_others(each.names, name)} in the model"
+                    f"{name} is tied to {_other_names(tied, name)} there, and to "
+                    f"{_other_names(each.names, name)} in the model"
                 )
     if wrong:
         raise CheckpointError("it is of another model: " + "; ".join(wrong[:12]))
@@ -66,7 +66,7 @@ def _listed(names: Collection[str]) -> str:
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
-def _others(names: Iterable[str], name: str) -> str:
+def _other_names(names: Iterable[str], name: str) -> str:
     return ", ".join(other for other in names if other != name) or "nothing"
 
 
@@ -140,8 +140,8 @@ def check_parts(
         CheckpointError: It has no optimizer or scheduler, one of another class, or another number
             of groups.
     """
-    given = {"optimizer": (optimizer, "groups"), "scheduler": (scheduler, "scheduler")}
-    for part, (program, key) in given.items():
+    programs = {"optimizer": (optimizer, "groups"), "scheduler": (scheduler, "scheduler")}
+    for part, (program, key) in programs.items():
         saved, own = document.get("kinds", {}).get(part), kind_of(program)
         article = "an" if part == "optimizer" else "a"
         if program is not None and document[key] is None:

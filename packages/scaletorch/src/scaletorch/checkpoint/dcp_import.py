@@ -18,12 +18,12 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..parallel.pg_manager import ProcessGroupManager
+from .agreement import CheckpointError, DamagedCheckpointError
 from .format.metadata import Chunk, Saved, from_json, require_whole, to_json
 from .format.values import canonical, encode
-from .importing import Whole, read_folder
 from .state.optimizer import KNOBS
 from .storage import Read, Reader
-from .together import CheckpointError, DamagedCheckpointError
+from .weights_import import Whole, read_folder
 
 _CLASSES = {  # that torch pickles in a `.metadata`, in addition to dtypes
     "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.pg_manager import ProcessGroupManager
-from .held import Part
+from .model_tensors import Part
 
 Index = tuple[str, tuple[int, ...]]  # an entry's name, and the offsets of a rectangle
 

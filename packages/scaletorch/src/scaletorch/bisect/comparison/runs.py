@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,17 +74,13 @@ class Run:
                     names.append(child)
 
 
-def load(folder: str | Path, steps: Mapping[int, Sequence[Recording]] | None = None) -> Run:
+def load(folder: str | Path) -> Run:
     """Load the run that was recorded into a folder.
-
-    Args:
-        folder: Folder of the recordings.
-        steps: The result of `read`, if it was called already.
 
     Raises:
         InvalidArgumentError: As for `folder.read`.
     """
-    run = Run(Path(folder), read(Path(folder)) if steps is None else steps)
+    run = Run(Path(folder), read(Path(folder)))
     for step, recordings in run.steps.items():
         found = [each for recording in recordings for each in _keyed(run, step, recording)]
         for key, held in sorted(found, key=lambda each: _turn(*each)):
@@ -123,11 +119,11 @@ def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Hel
 
 def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | None]:
     """Return the key and micro-batch of each line; None if they are unknown."""
-    per, cut = _calls(run, recording), _cut(run.steps[step])
+    per = _calls(run, recording)
     found: list[tuple[Key, int] | None] = []
     for line in recording.lines:
         if line.kind in (FORWARD, BACKWARD, SHARE):
-            if calling(line) in run.uncounted or _is_between(line, cut):
+            if calling(line) in run.uncounted:
                 found.append(None)
                 continue
             micro_batch, call = divmod(line.call, per[calling(line)])
@@ -140,22 +136,6 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
     return found
 
 
-def _cut(recordings: Sequence[Recording]) -> dict[str, set[int]]:
-    """Return the pipeline stages of each module that runs in several of them."""
-    found: dict[str, set[int]] = {}
-    for recording in recordings:
-        for line in recording.lines if "pipeline" in recording.header else ():
-            if line.kind == FORWARD:
-                found.setdefault(line.name, set()).add(line.stage)
-    return {name: stages for name, stages in found.items() if len(stages) > 1}
-
-
-def _is_between(line: Line, cut: Mapping[str, set[int]]) -> bool:
-    """Return whether a tensor is sent between stages within a module that spans several."""
-    stages = cut.get(line.name, {line.stage})
-    return line.stage != (min if line.item.startswith("in") else max)(stages)
-
-
 def _calls(run: Run, recording: Recording) -> dict[str, int]:
     """Return each module's calls per micro-batch; note modules whose number of calls varies."""
     calls: Counter[str] = Counter()
@@ -163,11 +143,11 @@ def _calls(run: Run, recording: Recording) -> dict[str, int]:
         if line.kind == FORWARD:
             calls[calling(line)] = max(calls[calling(line)], line.call + 1)
     several = int(recording.header["micro_batches"])
-    for name, made in calls.items():
-        if made % several:
-            reason = f"rank {recording.rank} called it {made} times in {several} micro-batches"
+    for name, count in calls.items():
+        if count % several:
+            reason = f"rank {recording.rank} called it {count} times in {several} micro-batches"
             run.uncounted[name] = reason
-    return {name: made // several for name, made in calls.items()}
+    return {name: count // several for name, count in calls.items()}
 
 
 def calling(line: Line | Key) -> str:
@@ -200,30 +180,94 @@ def require_comparable(ours: Run, theirs: Run) -> None:
         shapes = [run.held[key][0].line.shape for run in (ours, theirs) if key in run.held]
         if key.kind == GRADIENT and shapes[0] != shapes[-1]:
             raise InvalidArgumentError(
-                f"these are runs of unlike models: {key.name} has shape {shapes[0]} in "
+                f"these runs are of different models: {key.name} has shape {shapes[0]} in "
                 f"{ours.folder} and {shapes[-1]} in {theirs.folder}"
             )
-    _require_names_of_stages(ours, theirs)
     named = [{k.name for k in run.held if k.kind == GRADIENT} for run in (ours, theirs)]
     if named[0] != named[1]:
         only = [sorted(a - b)[:3] for a, b in (named, named[::-1])]
         if not named[0] & named[1] or all(only):
             raise InvalidArgumentError(
-                f"these are runs of unlike models: {ours.folder} alone has gradients of {only[0]}, "
-                f"{theirs.folder} alone of {only[1]}"
+                f"these runs are of different models: {ours.folder} alone has gradients of "
+                f"{only[0]}, {theirs.folder} alone of {only[1]}"
             )
-
-
-def _require_names_of_stages(ours: Run, theirs: Run) -> None:
-    known = {key.name for key in theirs.held}
-    lacking = sorted({k.name for k in ours.held if k.kind == GRADIENT} - known)
-    if lacking and any("pipeline" in each[0].header for each in theirs.steps.values()):
-        raise InvalidArgumentError(
-            f"no stage in {theirs.folder} has {lacking[:3]}, which the model in {ours.folder} has; "
-            f"they have {sorted(k.name for k in theirs.held if k.kind == GRADIENT)[:3]}: a stage "
-            "has the whole model's names if it is that model without the layers of other stages"
-        )
 
 
 def _alone(run: Run) -> bool:
     return all(len(recordings) == 1 for recordings in run.steps.values())
+
+
+def ancestors(run: Run) -> dict[Key, list[Key]]:
+    """Return the direct sources of each tensor of a run, in forward, backward and the update."""
+    users: dict[tuple[int, str], list[Key]] = defaultdict(list)
+    for key, names in run.uses.items():
+        for name in names:
+            users[key.step, name].append(key)
+    _link_losses(run)
+    for key in run.held:  # if a parameter has no recorded use, its module's outputs count as uses
+        if key.kind == FORWARD and key.item.startswith("out"):
+            users[key.step, key.name].append(key)
+    found = {key: list(dict.fromkeys(_sources(key, run, users))) for key in run.held}
+    for source, results in _without_gradients(run):
+        for key in results:
+            found[key].append(source)
+    return found
+
+
+def _link_losses(run: Run) -> None:
+    """Link losses without sources to the outputs from which nothing else is known to be made."""
+    for loss in [key for key in run.held if key.kind == LOSS and not run.parents.get(key)]:
+        for key in run.held:
+            is_output = key[:2] == (loss.step, FORWARD) and key.item.startswith("out")
+            if is_output and all(child.kind == LOSS for child in run.children.get(key, ())):
+                run.link(loss, key)
+
+
+def _without_gradients(run: Run) -> Iterator[tuple[Key, list[Key]]]:
+    """Yield (source, results) for sources that may have no gradient, which autograd misses."""
+    outputs: dict[tuple[int, str, int], list[Key]] = defaultdict(list)
+    for key in run.held:
+        if key.kind == FORWARD and key.item.startswith("out"):
+            outputs[key.step, key.name, key.call].append(key)
+    for key in run.held:
+        if key.kind == DATA:
+            yield key, [k for k in run.held if k.step == key.step and _sees(k.kind, key.name)]
+        elif key.kind == FORWARD and key.item.startswith("in"):
+            yield key, outputs[key.step, key.name, key.call]
+
+
+def _sees(kind: str, entry: str) -> bool:
+    """Return whether tensors of a kind may depend on an entry of the batch, by its name."""
+    of_loss = entry == "labels" or entry.startswith("loss_")
+    return kind == LOSS or (kind == FORWARD and not of_loss)
+
+
+def _sources(key: Key, run: Run, users: Mapping[tuple[int, str], list[Key]]) -> Iterator[Key]:
+    step = key.step
+    if key.kind in (FORWARD, LOSS):
+        yield from run.parents.get(key, ())
+        for name in run.uses.get(key, ()):
+            yield Key(step, START, name)
+    elif key.kind == BACKWARD:
+        yield from _passed_back(run.used_by(key._replace(kind=FORWARD)), run)
+    elif key.kind == GRADIENT:
+        name = run.steps[step][0].header["tied"].get(key.name, key.name)
+        own = users.get((step, name)) or users.get((step, name.rpartition(".")[0]), [])
+        yield from _passed_back(own, run)
+    elif key.kind == NORM:
+        yield from (k for k in run.held if k.step == step and k.kind == GRADIENT)
+    elif key.kind == START:
+        yield Key(step - 1, WEIGHT, key.name)
+    elif key.kind == WEIGHT:
+        yield Key(step, START, key.name)
+        yield Key(step, GRADIENT, key.name)
+        yield Key(step, NORM, "")
+
+
+def _passed_back(results: Iterable[Key], run: Run) -> Iterator[Key]:
+    """Yield the sources of a tensor's gradient, given the tensors computed from that tensor."""
+    for result in results:
+        yield result
+        yield from run.parents.get(result, ())
+        if result.kind == FORWARD:
+            yield result._replace(kind=BACKWARD)

@@ -12,21 +12,21 @@ from torch import nn
 
 from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
-from .exporting import INDEX, WHOLE
-from .format.files import read_header
-from .format.metadata import from_json
-from .format.values import dtype_name
-from .loading import Plan, Program, describe
-from .state.fitting import all_names
-from .state.held import find_ties
-from .storage import Reader
-from .together import (
+from .agreement import (
     CheckpointError,
     DamagedCheckpointError,
     all_or_none,
     control_group,
     on_first_rank,
 )
+from .format.metadata import from_json
+from .format.safetensors_files import read_header
+from .format.values import dtype_name
+from .loading import Plan, Program, describe
+from .state.fit import all_names
+from .state.model_tensors import find_ties
+from .storage import Reader
+from .weights_export import INDEX, WHOLE
 
 
 class Whole(NamedTuple):
@@ -91,7 +91,8 @@ def read_folder(
     group, what = control_group(), f"{root}"
     program = all_or_none(what, lambda: describe(model, optimizer, None, manager, group), group)
     names = all_names(program.held.values(), program.manager)
-    ties = _all_ties(program)
+    stages = all_gather_object(find_ties(program.held), program.manager.pp_group)
+    ties = {name: tied for stage in stages for name, tied in stage.items()}
     firsts = {name: name for name in names}
     firsts |= {alias: first for first, tied in ties.items() for alias in tied}
     whole = Whole(firsts, ties, optimizer, _group_names(program))
@@ -99,11 +100,6 @@ def read_folder(
     saved = from_json(document["entries"])
     plan = all_or_none(what, lambda: Plan(program, document, saved, names, cast=True), group)
     plan.read(reader(root, saved, document["files"]), what)
-
-
-def _all_ties(program: Program) -> dict[str, list[str]]:
-    stages = all_gather_object(find_ties(program.held), program.manager.pp_group)
-    return {name: names for stage in stages for name, names in stage.items()}
 
 
 def _group_names(program: Program) -> list[set[str]]:

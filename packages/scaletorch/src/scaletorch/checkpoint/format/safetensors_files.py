@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from ..together import CheckpointError, DamagedCheckpointError
+from ..agreement import CheckpointError, DamagedCheckpointError
 
 BLOCK = 2**22  # bytes per checksum, so that a read of a slice checks only the blocks it needs
 _CODES = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,18 @@ from ..compose import full_state_dict
 from ..dist import all_gather_object, functional
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
-from .format.files import flush, flush_folder, plan_file, write_tensor
+from .agreement import CheckpointError, all_or_none, control_group, find_manager, on_first_rank
 from .format.folders import UNFINISHED
+from .format.safetensors_files import flush, flush_folder, plan_file, write_tensor
 from .saving import wait_for_last
-from .state.held import Held, find_held
-from .together import CheckpointError, all_or_none, control_group, find_manager, on_first_rank
+from .state.model_tensors import Held, find_held
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_FILE = 5 * 10**9  # bytes
 ADAPTER = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # names in peft's files are those in a PeftModel
-_BESIDE = ("modules_to_save", "bias", "trainable_token_indices")  # peft would write these too
+_TRAINED = ("modules_to_save", "bias", "trainable_token_indices")  # peft would write these too
 
 Listing = list[list[tuple[str, int]]]  # for each file, name and number of bytes of each tensor
 
@@ -84,9 +84,8 @@ def _describe(
 def _start(root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     found = {path.name for path in root.glob("model*.safetensors*")}
-    there = sorted(name for name in found if not name.endswith(UNFINISHED))
-    if there:
-        raise CheckpointError(f"{root} has weights already ({there[0]}); export to another folder")
+    if names := sorted(name for name in found if not name.endswith(UNFINISHED)):
+        raise CheckpointError(f"{root} has weights already ({names[0]}); export to another folder")
 
 
 def _not_earlier(held: list[Held], grid: ProcessGroupManager) -> list[Held]:
@@ -158,7 +157,8 @@ def _finish(root: Path, stages: list[Listing]) -> None:
     for name in names:
         os.replace(root / f"{name}{UNFINISHED}", root / name)
     if len(files) > 1:
-        where = {name: at for at, file in zip(names, files, strict=True) for name, _ in file}
+        pairs = zip(names, files, strict=True)
+        where = {tensor: name for name, file in pairs for tensor, _ in file}
         size = sum(nbytes for file in files for _, nbytes in file)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
         unfinished = root / f"{INDEX}{UNFINISHED}"
@@ -191,66 +191,51 @@ def export_adapter(
             every rank.
     """
     group, root = control_group(), Path(folder)
-    config = all_or_none(f"the export to {folder}", lambda: _config(model, adapter), group)
-    state = full_state_dict(model, manager, only=lambda name: _saved_as(name, adapter) is not None)
-    named = {saved: x for name, x in state.items() if (saved := _saved_as(name, adapter))}
-    on_first_rank(lambda: _write_adapter(root, named, config), group)
+    what = f"the export to {folder}"
+    module = all_or_none(what, lambda: _adapted(model, adapter), group)
+    state = full_state_dict(model, manager, only=lambda name: "lora_" in name)
+    on_first_rank(lambda: _write_adapter(root, module, adapter, state), group)
 
 
-def _saved_as(name: str, adapter: str) -> str | None:
-    """Return the name of an adapter's tensor in peft's file; None for any other tensor."""
-    found = re.fullmatch(rf"(.*\blora_\w+)\.{re.escape(adapter)}(\..+)?", name)
-    if found is None:
-        return None
-    where, last = found.groups(default="")
-    # DoRA's vector is a module in peft today, but a parameter in the names of peft's files.
-    last = "" if where.endswith("lora_magnitude_vector") else last
-    return _PREFIX + where.removeprefix(_PREFIX) + last
-
-
-def _config(model: nn.Module, adapter: str) -> Any:
-    """Return peft's config of an adapter.
+def _adapted(model: nn.Module, adapter: str) -> Any:
+    """Return the module that has peft's config of an adapter.
 
     Raises:
         InvalidArgumentError: It is missing, or peft would write more than low-rank matrices.
     """
-    found = [getattr(module, "peft_config", None) for module in model.modules()]
-    held = [configs for configs in found if isinstance(configs, dict)]
-    config = next((configs[adapter] for configs in held if adapter in configs), None)
+    found = [m for m in model.modules() if isinstance(getattr(m, "peft_config", None), dict)]
+    configs: dict[str, Any] = {name: c for m in found for name, c in m.peft_config.items()}  # type: ignore[union-attr,operator]
+    config = configs.get(adapter)
     if config is None:
-        names = sorted({name for configs in held for name in configs})
         raise InvalidArgumentError(
             f"{type(model).__name__} has no adapter {adapter!r} of peft; it has "
-            f"{', '.join(names) or 'none'}"
+            f"{', '.join(sorted(configs)) or 'none'}"
         )
     kind = getattr(config.peft_type, "value", config.peft_type)
-    beside = [name for name in _BESIDE if getattr(config, name, None) not in (None, [], "none")]
-    if kind != "LORA" or beside:
-        what = f"has {' and '.join(beside)}" if beside else f"is of kind {kind}"
+    trained = [name for name in _TRAINED if getattr(config, name, None) not in (None, [], "none")]
+    if kind != "LORA" or trained:
+        what = f"has {' and '.join(trained)}" if trained else f"is of kind {kind}"
         raise InvalidArgumentError(
             f"adapter {adapter!r} {what}, and of adapters only the matrices of LoRA are exported: "
             "save checkpoints of it (scaletorch.checkpoint.save), or export the whole model "
             "(export_safetensors)"
         )
-    return config
+    return next(m for m in found if adapter in m.peft_config)  # type: ignore[operator]
 
 
-def _write_adapter(root: Path, tensors: dict[str, Tensor], config: Any) -> None:
+def _write_adapter(root: Path, module: Any, adapter: str, state: dict[str, Tensor]) -> None:
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
     root.mkdir(parents=True, exist_ok=True)
     if (root / ADAPTER).exists():
         raise CheckpointError(f"{root} has an adapter already; export to another folder")
-    ordered = sorted(tensors.items(), key=lambda entry: -entry[1].dtype.itemsize)  # keeps alignment
-    slots = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
-    unfinished = root / f"{ADAPTER}{UNFINISHED}"
-    with unfinished.open("wb") as file:
-        file.write(plan_file(slots, {"format": "pt"})[0])
-        for _, tensor in ordered:
-            write_tensor(file, tensor)
-        flush(file)
-    trains, config.inference_mode = config.inference_mode, True  # peft writes True, too
-    try:
-        config.save_pretrained(str(root))
-    finally:
-        config.inference_mode = trains
-    os.replace(unfinished, root / ADAPTER)
+    saved = get_peft_model_state_dict(module, state, adapter, save_embedding_layers=False)
+    # The names in peft's files are those in a PeftModel, also of adapters that others put on.
+    named = {_PREFIX + k.removeprefix(_PREFIX): v.cpu().contiguous() for k, v in saved.items()}
+    save_file(named, root / f"{ADAPTER}{UNFINISHED}", {"format": "pt"})
+    config = copy(module.peft_config[adapter])
+    config.inference_mode = True  # as peft writes it
+    config.save_pretrained(str(root))
+    os.replace(root / f"{ADAPTER}{UNFINISHED}", root / ADAPTER)
     flush_folder(root)

@@ -86,19 +86,19 @@ def description_of(given: Mapping[str, Any] | Description | None) -> Description
     if isinstance(given, Description):
         return given
     found = Description(weight=None)
-    for name, said in (given or {}).items():
+    for name, value in (given or {}).items():
         if name == "weight":
-            found.weight = float(said)
+            found.weight = float(value)
             continue
         try:
-            indices, total = said
+            indices, total = value
             several = isinstance(indices, list) and not isinstance(indices[0], int)
             parts = [as_ranges(each) for each in (indices if several else [indices])]
             found.axes[name] = Axis(int(total), parts)
         except (TypeError, ValueError, IndexError):
             raise InvalidArgumentError(
                 f'describe["{name}"] must be (indices, total), such as (range(0, 4), 8), or '
-                f"([range(0, 2), range(2, 4)], 8) for two micro-batches; it is {said!r}"
+                f"([range(0, 2), range(2, 4)], 8) for two micro-batches; it is {value!r}"
             ) from None
     counts = {len(axis.parts) for axis in found.axes.values()} - {1}
     if len(counts) > 1:

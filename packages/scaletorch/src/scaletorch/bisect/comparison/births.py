@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from ...compose.naming import listed
 from ..keys import (
     BACKWARD,
     DATA,
@@ -21,13 +22,17 @@ from ..keys import (
     WEIGHT,
     Key,
 )
-from .judge import BAD, NEAR, UNSEEN, Judged, adds_up, meet
-from .places import assemble
+from .judge import BAD, NEAR, UNSEEN, Judged, Met, adds_up, meet
+from .patterns import explain
+from .places import ALIKE, GIVEN, WHOLE, Sharding, assemble, part_of, pieces_of
 from .runs import Run
+from .wrong_shards import numbered
 
 JUMP = 8.0  # times the sources' error: up to this, a computation may have amplified it
 ABSORBED = 1e3  # times the users' error: beyond this, the users do not depend on the wrong values
 SYNCHRONISATION, UPDATE = "synchronisation", "update"
+ZEROS = " all zeros"
+STALE = ": does the optimizer hold other tensors than those that are trained?"
 MOST = 0.5  # if more than this share of gradients is born wrong, modules are not to blame
 
 
@@ -61,11 +66,11 @@ def find_births(
     """
     sources = _seen_sources(ancestry, judged)
     wrong = {key for key, each in judged.items() if each.state == BAD}
-    meant = _absorbed(wrong, sources, judged)
-    for key in [k for each in meant if (k := each._replace(kind=BACKWARD)) in wrong]:
+    intended = _absorbed(wrong, sources, judged)
+    for key in [k for each in intended if (k := each._replace(kind=BACKWARD)) in wrong]:
         if adds_up(run.held[key], reference.held[key], NEAR):
-            meant.add(key)
-    wrong -= meant
+            intended.add(key)
+    wrong -= intended
     mattering = _mattering(sources, wrong)
     born = [key for key in judged if key in mattering and not wrong.intersection(sources[key])]
     born = born or [key for key in judged if key in mattering][:1]  # sources form a cycle
@@ -175,12 +180,12 @@ def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]
         for term in terms
         if term in run.held and not adds_up(run.held[term], reference.held[term], NEAR)
     ]
-    if terms and not wrong and (not unknown or untied(key, run, reference)):
+    if terms and not wrong and (not unknown or _untied(key, run, reference)):
         return SYNCHRONISATION, []
     return BACKWARD, wrong or unknown or [name.rpartition(".")[0]]
 
 
-def untied(key: Key, run: Run, reference: Run) -> list[str]:
+def _untied(key: Key, run: Run, reference: Run) -> list[str]:
     """Return the names of a tied weight if its separate gradients add up to the right one."""
     tied = reference.steps[key.step][0].header["tied"]
     first = tied.get(key.name, key.name)
@@ -191,7 +196,7 @@ def untied(key: Key, run: Run, reference: Run) -> list[str]:
     met = [meet(each, reference.held[key]) for each in held]
     if any(each is None for each in met):
         return []
-    total = torch.stack([assemble(each.pieces, each.ways) for each in met if each]).sum(0)
+    total = torch.stack([assemble(each.pieces, each.dims) for each in met if each]).sum(0)
     whole = met[0].whole if met[0] else total
     off = float(torch.linalg.vector_norm(total - whole))
     return names if off <= NEAR * float(torch.linalg.vector_norm(whole)) else []
@@ -258,3 +263,62 @@ def _gathered(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
             known.modules = list(dict.fromkeys(known.modules + birth.modules))
             known.others.append(birth.judged)
     return list(found.values())
+
+
+# Explanations
+
+
+def explain_birth(birth: Birth, run: Run, reference: Run) -> list[str]:
+    """Return sentences that say in which way a tensor is wrong, surest first."""
+    key, bound = birth.judged.key, birth.judged.bound
+    met = _meet_key(key, run, reference)
+    if met is None:
+        return []
+    if key.kind == GRADIENT and (names := _untied(key, run, reference)):
+        held = {name: run.held[key._replace(name=name)] for name in names}
+        ranks = {name: {each.recording.rank for each in held[name]} for name in names}
+        copies = [f"{name} on {numbered('rank', ranks[name])}" for name in names]
+        return [
+            f"{listed(copies)} have partial sums: the gradients of a tied weight are not summed"
+        ]
+    if key.kind == WEIGHT and (start := reference.held.get(key._replace(kind=START))):
+        before = assemble(pieces_of(start, met.dims), met.dims)
+        steps = [replace(p, tensor=p.tensor - part_of(before, p)) for p in met.pieces]
+        size = float(torch.linalg.vector_norm(met.whole))
+        change = replace(met, pieces=steps, whole=met.whole - before)
+        sentences = _explain(key, change, bound, run, size)
+        return [f"of its change in the step {text}" + STALE * (ZEROS in text) for text in sentences]
+    sentences = _explain(key, met, bound, run)
+    for parent in reference.parents.get(key, ()) if key.kind == LOSS else ():
+        gradient, limit = parent._replace(kind=BACKWARD), max(bound, NEAR)
+        back = _meet_key(gradient, run, reference)
+        if back is not None and back.error > limit:
+            found = _explain(gradient, back, limit, run)
+            sentences += [f"of the {gradient}, {text}" for text in found]
+    return sentences
+
+
+def _meet_key(key: Key, run: Run, reference: Run) -> Met | None:
+    ours, theirs = run.held.get(key), reference.held.get(key)
+    return meet(ours, theirs, weighed=key.kind == BACKWARD) if ours and theirs else None
+
+
+def _explain(key: Key, met: Met, bound: float, run: Run, scale: float | None = None) -> list[str]:
+    groups = run.held[key][0].recording.header["groups"].items()
+    return explain(
+        met.pieces,
+        met.whole,
+        bound,
+        axes=[_plural_of(sharding) for sharding in met.dims],
+        groups={name: [tuple(ranks) for ranks in found] for name, found in groups},
+        scale=scale,
+    )
+
+
+def _plural_of(sharding: Sharding) -> str:
+    """Return the plural name of a dim's indices for a sentence, such as rows; '' for no name."""
+    if sharding.name in (ALIKE, GIVEN, WHOLE):
+        return ""
+    if " x " in sharding.name:
+        return "tokens"
+    return {"shares": "positions"}.get(sharding.name, sharding.name.partition(" ")[0])

@@ -15,10 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .compare import Difference
-
-REPLAYED = "routing"  # name of the difference that reports replayed choices
-
 
 class Choice(NamedTuple):
     """One call of `topk`: the scores, [T, E], and whether each was chosen."""
@@ -126,32 +122,22 @@ def by_scores(choices: Sequence[Choice], limit: float, sent: list[float]) -> Dec
     """
 
     def decide(ours: Choice) -> Tensor | None:
-        alike = [c for c in choices if c.scores.shape[1] == ours.scores.shape[1]]
+        same_width = [c for c in choices if c.scores.shape[1] == ours.scores.shape[1]]
         near = (margins(ours) <= 2 * limit).nonzero().flatten()
-        if not alike or not len(near):
+        if not same_width or not len(near):
             return None
-        scores = torch.cat([each.scores for each in alike])
-        taken = torch.cat([each.chosen for each in alike])
+        scores = torch.cat([each.scores for each in same_width])
+        taken = torch.cat([each.chosen for each in same_width])
         gaps = (ours.scores[near][:, None] - scores[None]).abs().nan_to_num(nan=0.0).amax(2)
-        gap, at = gaps.min(1)
-        found = (gap <= limit * sizes(scores[at])) & (taken[at] != ours.chosen[near]).any(1)
-        found &= taken[at].sum(1) == ours.chosen[near].sum(1)
+        gap, nearest = gaps.min(1)
+        found = gap <= limit * sizes(scores[nearest])
+        found &= (taken[nearest] != ours.chosen[near]).any(1)
+        found &= taken[nearest].sum(1) == ours.chosen[near].sum(1)
         if not found.any():
             return None
-        sent.extend(margins(Choice(scores[at][found], taken[at][found])).tolist())
+        sent.extend(margins(Choice(scores[nearest][found], taken[nearest][found])).tolist())
         chosen = ours.chosen.clone()
-        chosen[near[found]] = taken[at][found]
+        chosen[near[found]] = taken[nearest][found]
         return chosen
 
     return decide
-
-
-def replayed(sent: Sequence[float], step: int, limit: float) -> Iterator[Difference]:
-    """Yield a difference that reports the number of replayed choices, if there are any."""
-    if sent:
-        note = (
-            f"{len(sent)} choices were made as in one process, where rounding chose other experts: "
-            f"their last score and the next are up to {max(sent):.1e} of the largest apart, and "
-            f"rounding may come to {limit:.1e}"
-        )
-        yield Difference(REPLAYED, step, 0.0, limit, note=note)

@@ -5,13 +5,20 @@ add up like a random walk: n additions of similar terms are off by about epsilon
 sum. Errors of consecutive computations, or training steps, add in squares. So the bound grows with
 the root of the number of additions between inputs and result (N. J. Higham, T. Mary, A new approach
 to probabilistic rounding error analysis, 2019).
+
+In bfloat16 such a bound would let every fault pass. There a layout may lose 1.25 times what one
+process loses by rounding: one process trains in bfloat16 and another in float64, from the same
+weights, and their difference is the loss. The float64 process and the ranks send tokens to the
+experts that the bfloat16 process chose, see `expert_choices`. For a single tensor this loss is up
+to chance, so tensors of a kind are taken together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +30,10 @@ from ..parallel.expert_parallel.building import find_expert_cuts
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pg_manager.building import digest
 from ..parallel.tensor_parallel import take_own
+from .expert_choices import Choice, sizes
 
+LOW, FACTOR = "bfloat16", 1.25  # the dtype that is held to what one process loses, and how far
+SCORES = 4.0  # times the median error of scores
 LARGEST = 1e-3  # a larger bound would let bfloat16 pass for float32: it rounds by 1e-3 or more
 
 
@@ -41,7 +51,7 @@ def bound(dtype: torch.dtype, chain: int, step: int) -> float:
 def blind(dtype: torch.dtype, chain: int, steps: int) -> str:
     """Say why rounding in a dtype would hide faults, or return '' if it would not.
 
-    bfloat16 has its own limit, measured in one process; see `lost`.
+    bfloat16 has its own limit, measured in one process.
     """
     if dtype == torch.bfloat16:
         return ""
@@ -57,6 +67,7 @@ def blind(dtype: torch.dtype, chain: int, steps: int) -> str:
 
 INFINITE = float("inf")
 Shard = Callable[[str, Tensor], Tensor]
+Exact = Mapping[str, Any] | None  # a step of the float64 process; None unless judging bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +155,9 @@ def compare_named(
 
 
 def _largest_gap(gap: Tensor, ours: Tensor, theirs: Tensor) -> str:
-    at = gap.abs().nan_to_num(nan=INFINITE).argmax()
-    place = [int(i) for i in torch.unravel_index(at, gap.shape)]
-    values = ours.flatten()[at].item(), theirs.flatten()[at].item()
+    index = gap.abs().nan_to_num(nan=INFINITE).argmax()
+    place = [int(i) for i in torch.unravel_index(index, gap.shape)]
+    values = ours.flatten()[index].item(), theirs.flatten()[index].item()
     return f"largest at {place}: {values[0]:.9g}, one process {values[1]:.9g}"
 
 
@@ -206,3 +217,81 @@ def own_part(model: nn.Module) -> Shard:
         return own if cut is None else own[cut.own.start : cut.own.stop]
 
     return take
+
+
+# In bfloat16, against float64
+
+
+def compare_number(
+    what: str, step: int, ours: Tensor, theirs: Tensor, limit: float, exact: Exact
+) -> Difference:
+    """Compare a loss or a norm with one process's, or in bfloat16 the rounding losses of both.
+
+    By chance one process may lose nothing, so bfloat16's epsilon is always allowed.
+    """
+    if exact is None:
+        return compare_tensor(what, step, ours, theirs, limit)
+    true = float(exact[what])
+    lost, allowed = (abs(float(each) - true) / (abs(true) or 1.0) for each in (ours, theirs))
+    allowed = FACTOR * max(allowed, torch.finfo(torch.bfloat16).eps)
+    return Difference(what, step, lost, allowed, note=f"{float(ours):.9g}, exactly {true:.9g}")
+
+
+def compare_all(
+    kind: str,
+    step: int,
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Any],
+    limit: float,
+    exact: Exact,
+    shard: Shard = whole,
+) -> Iterator[Difference]:
+    """Compare each tensor with one process's, or in bfloat16 the total rounding losses of both.
+
+    Args:
+        kind: Kind of the tensors: "gradient", "weight" or "whole weight".
+        step: 0-based.
+        ours: This rank's tensors, by plain names.
+        theirs: One process's step.
+        limit: The largest error of a tensor that rounding explains, if `exact` is None.
+        exact: The float64 process's step; None compares each tensor on its own.
+        shard: Takes this rank's shard of a whole tensor.
+    """
+    plural = f"{kind.split()[-1]}s"
+    theirs = theirs[plural]
+    if exact is None:
+        yield from compare_named(kind, step, ours, theirs, limit, shard)
+        return
+    exact = exact[plural]
+    typical = root_mean_square(exact.values())
+    ours_lost, theirs_lost = 0.0, 0.0
+    for name, tensor in ours.items():
+        part = shard(name, theirs[name]) if name in theirs else None
+        if part is None or (part.shape, part.dtype) != (tensor.shape, tensor.dtype):
+            yield Difference(f"{kind} {name}", step, INFINITE, limit, note="not one process's")
+            continue
+        true, scale = widest(shard(name, exact[name])), scale_of(exact[name], typical)
+        ours_lost += _distance(tensor, true, scale) ** 2
+        theirs_lost += _distance(part, true, scale) ** 2
+    note = "of all together, what rounding loses against float64; the bound is what it may"
+    yield Difference(
+        f"{kind}s", step, math.sqrt(ours_lost), FACTOR * math.sqrt(theirs_lost), note=note
+    )
+
+
+def _distance(tensor: Tensor, true: Tensor, scale: float) -> float:
+    return float(torch.linalg.vector_norm(widest(tensor) - true)) / scale if scale else 0.0
+
+
+def score_error(choices: Sequence[Choice], exact: Sequence[Choice]) -> float:
+    """Return the error of nearly all tokens' scores, relative to the largest score in the row.
+
+    Args:
+        choices: Choices of the bfloat16 process in a step.
+        exact: Choices of the float64 process in the same calls.
+    """
+    gaps = [
+        (a.scores.double() - b.scores).abs().nan_to_num(nan=0.0).amax(1) / sizes(b.scores)
+        for a, b in zip(choices, exact, strict=True)
+    ]
+    return SCORES * float(torch.cat(gaps).median()) if gaps else 0.0

@@ -1,0 +1,284 @@
+"""Explanations of a wrong tensor: a wrong factor, a missing sum, or slices in wrong places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from ...compose.naming import RUNS, ranges
+from .places import Piece
+from .wrong_shards import (
+    HUGE,
+    UNEXPLAINED,
+    Case,
+    Shard,
+    box_of,
+    has,
+    norm,
+    numbered,
+    pick,
+    plain,
+    plural,
+    ranks_of,
+    shard_of,
+    slices,
+    where,
+)
+
+SENTENCES = 3
+FINEST = 1e-14  # smallest bound: float64 itself rounds
+CANDIDATES = 8  # largest number of factors to try
+NEAR = 0.05  # relative distance within which an integer, or 1/k, is tried before the fit itself
+EXACT = 1e-6  # relative distance within which a factor is called 1/k
+LARGEST = 2**20  # largest number of pairs of slices to compare
+WIDTH = 16  # size of the random projection of slices, to find the nearest one
+SHOWN = 3  # ranges of a new order to name in a sentence
+BATCHES = "micro-batches"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A guess that holds.
+
+    Attributes:
+        covers: Indices in `Case.wrong` of the pieces that it explains.
+        sentence: The guess in words.
+    """
+
+    covers: frozenset[int]
+    sentence: str
+
+
+def explain(
+    pieces: Sequence[Piece],
+    whole: Tensor,
+    bound: float,
+    *,
+    axes: Sequence[str] = (),
+    groups: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
+    scale: float | None = None,
+) -> list[str]:
+    """Return sentences that say in which way a wrong tensor is wrong.
+
+    Args:
+        pieces: The ranks' pieces of it; several may hold the same index.
+        whole: The right tensor, of a real dtype.
+        bound: The largest relative difference, in the 2-norm, that rounding explains.
+        axes: Names of the slices of each dim, in the plural: 'rows', 'positions', 'heads'; '' for
+            a dim without a name.
+        groups: For each axis of the grid its groups of ranks, `{"tp": [(0, 1), (2, 3)]}`.
+        scale: The 2-norm that differences are divided by; None for the norm of `whole`.
+
+    Returns:
+        Three sentences at most, surest first, each without a full stop; none if nothing differs.
+    """
+    right = plain(whole)
+    finite = right.nan_to_num(0.0, 0.0, 0.0)
+    bound = min(max(bound, FINEST), 1.0) if bound > 0 else FINEST
+    scale = scale if scale is not None and 0 < scale < HUGE else norm(finite)
+    case = Case((), (), finite, bound, scale, axes, groups or {})
+    # If no piece is beyond the bound, only their sum was: then look for pieces beyond half of it.
+    for tried in (case, replace(case, bound=bound / 2)):
+        shards = [shard_of(piece, tried, right) for piece in pieces]
+        if any(bool(shard.mask.any() or shard.odd.any()) for shard in shards):
+            break
+    case = replace(case, shards=shards, wrong=[s for s in shards if bool(s.mask.any())])
+    sentences = []
+    if odd := [shard for shard in shards if bool(shard.odd.any())]:
+        place = where(case, odd, [shard.odd for shard in odd])
+        sentences.append(f"{has(ranks_of(case, odd))} NaN or infinity{place}, unlike the reference")
+    return [*sentences, *_guessed(case)][:SENTENCES]
+
+
+def _guessed(case: Case) -> Iterator[str]:
+    """Yield the guess that covers most pieces, then most of the rest, then what none explains."""
+    left = set(range(len(case.wrong)))
+    found = [finding for guess in GUESSES if left for finding in guess(case)]
+    while left:
+        best = max(found, key=lambda finding: len(finding.covers & left), default=None)
+        if best is None or not best.covers & left:
+            shards = [case.wrong[i] for i in sorted(left)]
+            had, due = (torch.cat([getattr(s, n) for s in shards]) for n in ("had", "due"))
+            by = f", by {norm(had - due) / norm(due):.4g} of their size" if norm(due) else ""
+            yield f"{has(ranks_of(case, shards))} values that differ{where(case, shards)}{by}"
+            return
+        yield best.sentence
+        left -= best.covers
+
+
+# Factors
+
+
+def _passing(case: Case, what: str, test: Callable[[Shard], bool]) -> Iterator[Finding]:
+    """Yield one finding for the wrong shards that pass a test, if there are any."""
+    covers = [i for i, shard in enumerate(case.wrong) if test(shard)]
+    if covers:
+        shards = [case.wrong[i] for i in covers]
+        text = f"{has(ranks_of(case, shards))} {what}{where(case, shards)}"
+        yield Finding(frozenset(covers), text)
+
+
+def zeros(case: Case) -> Iterator[Finding]:
+    """Find pieces that are all zeros."""
+    yield from _passing(case, "all zeros", lambda shard: not bool(shard.had.any()))
+
+
+def scaled(case: Case) -> Iterator[Finding]:
+    """Find factors, each for all elements of a piece; integers and inverses are tried first."""
+    fits = [_factor(shard) for shard in case.wrong]
+    simple = [factor for fit in fits for factor in _simple_factors(fit)]
+    for factor in list(dict.fromkeys([*simple, *fits]))[:CANDIDATES]:
+        yield from _passing(case, _times(factor, case.bound), partial(_is_scaled, case, factor))
+
+
+def _factor(shard: Shard) -> float:
+    square = float((shard.due * shard.due).sum())
+    return float((shard.had * shard.due).sum()) / square if square else 0.0
+
+
+def _simple_factors(fit: float) -> list[float]:
+    """Return the nearest integer and the nearest inverse of one, if they are within `NEAR`."""
+    inverse = round(1 / fit) if fit else 0
+    found = [float(round(fit)), 1 / inverse if inverse else 0.0]
+    return [f for f in found if f not in (0.0, 1.0) and abs(f - fit) < NEAR * abs(f)]
+
+
+def _is_scaled(case: Case, factor: float, shard: Shard) -> bool:
+    return factor != 0 and case.agrees(shard.had, factor * shard.due, shard.due, fitted=1)
+
+
+def _times(factor: float, bound: float) -> str:
+    size = abs(factor)
+    if factor == -1:
+        return "the right values with the sign flipped"
+    for k in range(2, 65):
+        if abs(size * k - 1) < EXACT:
+            return f"{'-' if factor < 0 else ''}1/{k} of the right values"
+    digits = min(max(1 - math.ceil(math.log10(bound)), 2), 4)
+    while float(f"{size:.{digits}g}") == 1 and digits < 12:
+        digits += 1  # 1.000001 is not 1
+    return f"{factor:.{digits}g} times the right values"
+
+
+# Other places
+
+
+def moved(case: Case) -> Iterator[Finding]:
+    """Find slices that are in the wrong places."""
+    for dim in range(case.whole.ndim):
+        found: dict[str, list[int]] = {}
+        for i, shard in enumerate(case.wrong):
+            if (pairs := _sources(case, shard, dim)) is not None:
+                place, source = pairs.tolist()
+                what = "in another order" if sorted(place) == sorted(source) else "from elsewhere"
+                moves = _moves(list(zip(place, source, strict=True)))
+                found.setdefault(f"{plural(case, dim)} {what}: {moves}", []).append(i)
+        for words, covers in found.items():
+            ranks = ranks_of(case, [case.wrong[i] for i in covers])
+            yield Finding(frozenset(covers), f"{has(ranks)} {words}")
+
+
+def _sources(case: Case, shard: Shard, dim: int) -> Tensor | None:
+    """Return the indices of wrong slices and their right indices, [2, n], or None.
+
+    Up to a third of the wrong slices may belong nowhere, e.g. after a shift over an edge.
+    """
+    box = box_of(shard.mask)
+    place, size = shard.piece.index[dim][box[dim]], case.whole.shape[dim]
+    if len(place) * size > LARGEST:
+        return None
+    index = [whole[local] for whole, local in zip(shard.piece.index, box, strict=True)]
+    index[dim] = torch.arange(size)
+    have, want = (slices(pick(tensor, box), dim) for tensor in (shard.have, shard.want))
+    pool = slices(pick(case.whole, index), dim)
+    nearest = _nearest(have, pool, place)
+    guess = pool[nearest]
+    fits = (have - guess).norm(dim=1) <= UNEXPLAINED * (have - want).norm(dim=1)
+    enough, choices = 3 * int(fits.sum()) >= 2 * len(place), len(place) * math.log(size)
+    if enough and case.agrees(have[fits], guess[fits], want[fits], choices=choices):
+        return torch.stack((place, nearest))[:, fits]
+    return None
+
+
+def _nearest(have: Tensor, pool: Tensor, place: Tensor) -> Tensor:
+    """Return, for each slice of [n, elements], the nearest slice of a pool, except at its place."""
+    if have.shape[1] > WIDTH:
+        generator = torch.Generator().manual_seed(0)
+        sketch = torch.randn(have.shape[1], WIDTH, generator=generator, dtype=have.dtype)
+        have, pool = have @ sketch, pool @ sketch
+    mode = "donot_use_mm_for_euclid_dist"  # matmul would lose digits by cancellation
+    distance = torch.cdist(have, pool, compute_mode=mode)
+    distance[torch.arange(len(place)), place] = torch.inf  # known to be wrong at its own place
+    return distance.argmin(1)
+
+
+def _moves(pairs: list[tuple[int, int]]) -> str:
+    """Return text such as 'at 0-3 is what 4-7 should have, at 4-7 what 0-3 should have'."""
+    texts: list[str] = []
+    for _, run in groupby(pairs, key=lambda pair: pair[0] - pair[1]):
+        places, sources = zip(*run, strict=True)
+        verb = "" if texts else " is"
+        texts.append(f"at {ranges(places)}{verb} what {ranges(sources)} should have")
+    return ", ".join(texts[:SHOWN]) + (" ..." if len(texts) > SHOWN else "")
+
+
+# Missing sums
+
+
+def sums(case: Case) -> Iterator[Finding]:
+    """Find pieces of ranks, or of micro-batches, whose sum or mean is the right piece."""
+    for over, clusters in _clusters(case):
+        found: dict[str, list[list[int]]] = {}
+        for cluster in clusters:
+            shards = [case.wrong[i] for i in cluster]
+            total = torch.stack([shard.have for shard in shards]).sum(0)
+            guesses = {
+                "partial sums: a sum": total,
+                "terms of a mean: a mean": total / len(shards),
+            }
+            for words, guess in guesses.items():
+                if all(case.agrees(guess, shard.want, shard.have) for shard in shards):
+                    found.setdefault(words, []).append(cluster)
+                    break
+        for words, right in found.items():
+            covers = frozenset(i for cluster in right for i in cluster)
+            yield Finding(covers, f"{_owners(case, right, over)} {words} over {over} is missing")
+
+
+def _clusters(case: Case) -> Iterator[tuple[str, list[list[int]]]]:
+    """Yield, for each axis, the lists of wrong pieces that a sum over it would add."""
+    axes = {n: [set(g) for g in gs] for n, gs in case.groups.items() if any(len(g) > 1 for g in gs)}
+    everyone = {shard.piece.rank for shard in case.shards}
+    if [everyone] not in axes.values():
+        axes["all ranks"] = [everyone]
+    for name, groups in (axes | {BATCHES: [{rank} for rank in everyone]}).items():
+        found: dict[object, list[int]] = {}
+        for i, piece in enumerate(shard.piece for shard in case.wrong):
+            group = next((n for n, ranks in enumerate(groups) if piece.rank in ranks), None)
+            if group is not None:
+                place = tuple(tuple(index.tolist()) for index in piece.index)
+                batch = None if name == BATCHES else piece.micro_batch
+                found.setdefault((place, batch, group), []).append(i)
+        yield name, [cluster for cluster in found.values() if len(cluster) > 1]
+
+
+def _owners(case: Case, clusters: Sequence[Sequence[int]], over: str) -> str:
+    """Return text such as 'ranks 0 and 1 (tp) have', or the ranks of several groups."""
+    ranks = [[case.wrong[i].piece.rank for i in cluster] for cluster in clusters]
+    if over == BATCHES:
+        ranks = [[rank for group in ranks for rank in group]]
+    groups = list(dict.fromkeys(numbered("rank", group) for group in ranks))
+    more = "; and so on" if len(groups) > RUNS else ""
+    return has(f"{'; '.join(groups[:RUNS])}{more} ({over})")
+
+
+# If two guesses explain the same number of pieces, the first of this list is chosen: it leaves less
+# to chance, or says more. A mean in place of a sum is 1/n of the right values, and n of them also
+# add up to these. Pieces that add up may be zeros if another rank's are not (a sharded embedding).
+GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (scaled, sums, zeros, moved)
