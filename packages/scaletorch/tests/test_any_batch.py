@@ -1,5 +1,6 @@
 """Models that are none of tokens: any first argument, any entries, rows as dim 0."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -103,6 +104,12 @@ class Recurrent(nn.Module):
         return self.head(self.recurrent(self.convolution(series).transpose(1, 2))[0][:, -1])
 
 
+@dataclasses.dataclass
+class Series:
+    series: torch.Tensor
+    labels: torch.Tensor
+
+
 def drawn(step, *shape):
     generator = torch.Generator().manual_seed(step)
     return torch.randn(ROWS, *shape, generator=generator, dtype=torch.float64)
@@ -119,7 +126,11 @@ def curves(step):
 
 def series(step):
     labels = torch.randint(5, (ROWS,), generator=torch.Generator().manual_seed(step))
-    return {"series": drawn(step, 3, 7), "labels": labels}
+    return Series(drawn(step, 3, 7), labels)
+
+
+def pairs(step):
+    return (series(step).series, series(step).labels)
 
 
 def of_noise(output, micro_batch):
@@ -159,6 +170,7 @@ MODELS = {  # batches, the loss, and the layouts that the model is for
     "denoiser": (Denoiser, noises, of_noise, DP + PP + REST),
     "fourier": (Fourier, curves, of_curve, DP + PP),
     "recurrent": (Recurrent, series, of_class, DP),
+    "recurrent, tuples": (Recurrent, pairs, of_class, [{"dp_size": 2}]),
 }
 CASES = [(name, sizes) for name, model in MODELS.items() for sizes in model[-1]]
 
@@ -167,8 +179,14 @@ CASES = [(name, sizes) for name, model in MODELS.items() for sizes in model[-1]]
 def expected(name):
     make, batch, loss_fn, _ = MODELS[name]
     torch.manual_seed(0)
-    batches = [batch(step) for step in range(2)]
+    batches = [as_mapping(batch(step)) for step in range(2)]
     return in_one_process(make().double(), batches, loss_fn=loss_fn)
+
+
+def as_mapping(batch):
+    if isinstance(batch, tuple):
+        batch = Series(*batch)
+    return batch if isinstance(batch, dict) else vars(batch)
 
 
 def built(make):
@@ -248,8 +266,14 @@ def test_batches_that_do_not_fit_are_named(alone):
         step({"time": batch["time"]}, loss_fn=of_noise)
     with pytest.raises(InvalidArgumentError, match="has no labels"):
         step(batch)
-    with pytest.raises(InvalidArgumentError, match=r"batch is a mapping from names .* got a tuple"):
+    with pytest.raises(InvalidArgumentError, match="needs model="):
         shard_global_batch((batch["latents"], batch["time"]), 1, alone)
+    with pytest.raises(
+        InvalidArgumentError, match="of 4 entries does not fit a forward of latents"
+    ):
+        shard_global_batch((batch["time"],) * 4, 1, model=model)
+    with pytest.raises(InvalidArgumentError, match="a dataclass or a tuple, got a Tensor"):
+        shard_global_batch(batch["latents"], 1, model=model)
     with pytest.raises(InvalidArgumentError, match=r"input_ids has the shape \[7, 8, 4\]"):
         shard_global_batch({"input_ids": batch["latents"]}, 1, model=model)
     with pytest.raises(InvalidArgumentError, match=r"dim 0 is rows.* what came has scale"):

@@ -77,10 +77,11 @@ def shard_global_batch(
     """Return this rank's micro-batches of a global batch.
 
     Args:
-        batch: A mapping from names to tensors, the same on every rank. Rows are dim 0 of every
-            entry, [B, ...]. Every micro-batch gets whole: numbers, tensors whose dim 0 has size 1,
-            and the starts of packed documents `cu_seq_lens_q` (0, a, ..., L). Entries named
-            `loss_...` go to your loss_fn, not to the model.
+        batch: A mapping from names to tensors, a dataclass or (with `model`) a tuple of the
+            forward's arguments, the same on every rank. Rows are dim 0 of every entry, [B, ...].
+            Every micro-batch gets whole: numbers, tensors whose dim 0 has size 1, and the starts of
+            packed documents `cu_seq_lens_q` (0, a, ..., L). Entries named `loss_...` go to your
+            loss_fn, not to the model.
             Models of tokens take `input_ids` [B, L]; `labels` [B, L] aligned with them, -100
             for tokens that have none; `position_ids` [B, L], [1, L] or of several axes
             [axes, B, L]. cp divides the columns of every entry that is [B, L].
@@ -138,7 +139,8 @@ def _grid(manager: ProcessGroupManager | None, terms: Terms | None) -> ProcessGr
 
 def _entries(batch: object, terms: Terms | None) -> dict[str, Any]:
     """Return a batch by name; add `position_ids` if the model computes its own from whole rows."""
-    entries, counting = named_entries(batch), None if terms is None else terms.counting
+    entries = named_entries(batch, None if terms is None else terms.arguments)
+    counting = None if terms is None else terms.counting
     given = entries.get(POSITIONS) is not None
     if counting is not None and not given and sequence_shape(entries) is not None:
         entries[POSITIONS] = counting(entries[TOKENS])

@@ -6,6 +6,7 @@ model takes the first argument of its forward, whose dims of positions are not k
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,14 +24,42 @@ _TOKENS = ("input_ids", "labels", "token_type_ids")  # always [B, L]: dim 0 is r
 _NUMBERS = bool | int | float | str | None
 
 
-def named_entries(batch: Any) -> dict[str, Any]:
-    """Return a batch's entries by name; refuse anything but a mapping."""
-    if not isinstance(batch, Mapping):
+def named_entries(batch: Any, arguments: Iterable[str] | None) -> dict[str, Any]:
+    """Return a batch's entries by name.
+
+    Args:
+        batch: A mapping, a dataclass, a named tuple, or a tuple or list of the forward's first
+            arguments in its order; if it has one entry too many, the last one is the labels.
+        arguments: The arguments of the model's forward; None if the model is not known.
+
+    Raises:
+        InvalidArgumentError: The batch is none of these, or its entries have no names.
+    """
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return dict(zip(batch._fields, batch, strict=True))
+    if not isinstance(batch, tuple | list):
         raise InvalidArgumentError(
-            f"a global batch is a mapping from names of forward's arguments to tensors, got a "
-            f"{type(batch).__name__}"
+            "a global batch is a mapping from names of forward's arguments to tensors, a dataclass "
+            f"or a tuple, got a {type(batch).__name__}"
         )
-    return dict(batch)
+    if arguments is None:
+        raise InvalidArgumentError(
+            f"a batch of {len(batch)} entries without names needs model=, whose forward names them"
+        )
+    taken = [name for name in arguments if name != LABELS]
+    names = taken[: len(batch)]
+    if len(batch) == len(names) + 1:
+        names.append(LABELS)
+    if len(batch) != len(names):
+        raise InvalidArgumentError(
+            f"a batch of {len(batch)} entries does not fit a forward of {', '.join(taken)}: give "
+            "them names, in a mapping"
+        )
+    return dict(zip(names, batch, strict=True))
 
 
 def sequence_shape(entries: Mapping[str, Any]) -> tuple[int, int] | None:

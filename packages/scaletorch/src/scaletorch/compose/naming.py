@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -13,7 +14,16 @@ from typing import Any
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import layout_name, parse_layout
 
-__all__ = ["RUNS", "layout_name", "listed", "load", "parse_layout", "ranges", "read_argument"]
+__all__ = [
+    "RUNS",
+    "layout_name",
+    "listed",
+    "load",
+    "names_sizes",
+    "parse_layout",
+    "ranges",
+    "read_argument",
+]
 
 RUNS = 4  # ranges that a list of numbers shows at most
 
@@ -65,3 +75,8 @@ def ranges(numbers: Iterable[int]) -> str:
     if len(shown) > RUNS:
         return f"{', '.join(shown[: RUNS - 1])} ... {shown[-1]} ({len(ordered)} of them)"
     return listed(shown)
+
+
+def names_sizes(error: Exception) -> bool:
+    """Return whether an error of torch or of a model speaks of sizes that do not fit."""
+    return re.search(r"\b(sizes?|shapes?|dimensions?)\b", str(error)) is not None

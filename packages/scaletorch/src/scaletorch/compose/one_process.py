@@ -33,7 +33,7 @@ class OneProcess:
 def entries_for(model: nn.Module, batch: Any) -> dict[str, Any]:
     """Return a batch's entries by name; the first one is the model's first argument."""
     terms = read_terms(model)
-    entries = named_entries(batch)
+    entries = named_entries(batch, terms.arguments)
     first = first_entry(entries, terms.arguments, terms.name)
     return {first: entries.pop(first), **entries}
 

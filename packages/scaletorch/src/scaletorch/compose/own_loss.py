@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree, caught, tensors_in
-from ..dist.errors import InvalidArgumentError, MismatchError
+from ..dist.errors import InvalidArgumentError, MismatchError, ScaletorchError
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager, describe_rank
 from .batches import Batch, Called, counts_nothing, size_of, token_count
 from .forward import terms_of
 from .loss import LossBatch, find_sharded_head, require_labels_fit
 from .loss_reads import Words, number_of_next_node, read_loss, require_no_parameters
+from .naming import names_sizes
 
 Number = int | float | Tensor
 LossFunction = Callable[[Any, Any], tuple[Tensor, Number]]
@@ -40,6 +41,12 @@ _HIDDEN = (
     "kept as attributes, and with pp_size={} those of other stages are missing: let layers pass "
     "them on in a tuple with the hidden states, and let forward return them"
 )
+_OTHER_POSITIONS = {
+    "cp": "cp divides positions of the output and of entries [B, L]: name the dim of positions of "
+    "other entries in shard_global_batch(..., sequence_dims={'loss_name': 1})",
+    "sequence_parallel": "sequence parallelism divides positions of hidden states: compute the "
+    "loss from logits, or leave sequence_parallel out",
+}
 NOTHING_COUNTS = "no rank's micro-batches have anything that the loss counts"
 
 
@@ -111,8 +118,9 @@ class OwnLoss:
         with words if self._first and manager.tp_size > 1 else nullcontext():
             try:
                 found = self.function(output, seen)
-            except (RuntimeError, ValueError, LookupError):
+            except (RuntimeError, ValueError, LookupError) as error:
                 self._require_tokens(output, seen)
+                self._explain(error)
                 raise
         total, count = _checked_pair(found, trains=self._trains)
         if self._trains:
@@ -133,6 +141,17 @@ class OwnLoss:
         shares = terms_of(self._model).shares_sequences and "labels" in batch
         if shares and isinstance(logits, Tensor) and logits.ndim == 3:
             require_labels_fit(logits, batch["labels"], self._manager.tp_size)
+
+    def _explain(self, error: Exception) -> None:
+        """Raise an error that says why sizes do not fit where positions are divided."""
+        shares, cp = terms_of(self._model).shares_sequences, self._manager.cp_size > 1
+        if isinstance(error, ScaletorchError) or not (shares or cp) or not names_sizes(error):
+            return
+        ways_out = [_OTHER_POSITIONS["cp"]] * cp + [_OTHER_POSITIONS["sequence_parallel"]] * shares
+        raise InvalidArgumentError(
+            f"{describe_rank()}: loss_fn fails on this rank's positions of each sequence "
+            f"({type(error).__name__}: {error}). {'; '.join(ways_out)}"
+        ) from error
 
     def settle(self, total: Tensor | float) -> None:
         """Raise on every rank if a rank has found an error in this step; compare sums over tp.

@@ -135,7 +135,7 @@ def rehearse(
     if manager.world_size * len(micro_batches) == 1:
         return
     terms.rehearses = False
-    terms.rehearsed.add(_code_of(loss_fn))
+    terms.rehearsed.add(_work_of(model, micro_batches, loss_fn))
     if terms.plain is None:
         raise StateError(
             "rehearse compares with the plain model, whose structure parallelize keeps unless it "
@@ -159,13 +159,14 @@ def _proven(
     loss_fn: LossFunction | None,
     proof: Callable[[], None],
 ) -> tuple[list[Called], Number]:
-    """Return the result of `ready`, after a rehearsal if this is the first step with a loss_fn.
+    """Return the result of `ready`, after a rehearsal if this is the first step of its kind.
 
-    On the very first step all ranks rehearse. Later a loss_fn may be new on some ranks only, and
-    they rehearse if `ready` tells that it is new on all.
+    On the very first step all ranks rehearse. Later a step may be new on some ranks only, and they
+    rehearse if `ready` tells that it is new on all.
     """
     terms = terms_of(model)
-    is_new = terms.plain is not None and _code_of(loss_fn) not in terms.rehearsed
+    work = _work_of(model, micro_batches, loss_fn)
+    is_new = terms.plain is not None and work not in terms.rehearsed
     terms.rehearses = is_new and not rehearses() and not has_gradients(model)
     if terms.rehearses and not terms.rehearsed:
         proof()
@@ -174,6 +175,14 @@ def _proven(
         proof()
         found = ready(model, micro_batches, manager, terms, own)
     return found
+
+
+def _work_of(
+    model: DataParallelBucket, micro_batches: Sequence[Batch], loss_fn: LossFunction | None
+) -> object:
+    """Return what a step may compute by: the code of its loss, its entries, and the mode."""
+    entries = frozenset(name for batch in micro_batches for name in batch)
+    return _code_of(loss_fn), entries, model.training
 
 
 def _code_of(function: Any) -> object:

@@ -20,6 +20,7 @@ from ...dist import (
 )
 from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError, StateError
+from .attributes import AxisAttributes
 from .grid import AXES, EXPERT_AXES, ORDER, Grid
 from .groups import GroupSet, first_unused_number, grouped_axis
 from .layouts import place_text, wrong_product
@@ -30,7 +31,7 @@ EXPERT_DIMS = ("edp", "pp", "ep", "etp")
 _current: ProcessGroupManager | None = None
 
 
-class ProcessGroupManager:
+class ProcessGroupManager(AxisAttributes):
     """This rank's coordinates, process groups and neighbours in a `Grid`.
 
     Every rank of the default group must create one, with the same sizes. It creates only the

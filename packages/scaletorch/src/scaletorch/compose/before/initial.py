@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -22,6 +21,7 @@ from ..batches import Batch, MicroBatch
 from ..digests import Key, parted_sides, text_hash
 from ..entries import OF_LOSS
 from ..forward import pipeline_of
+from ..naming import names_sizes
 
 _SUBJECT = (
     "the values of the plain model that parallelize is to cut (build it from one seed, or load one "
@@ -155,7 +155,7 @@ def failures_named(
 
     def ways_out(error: Exception) -> list[str]:
         # Fewer rows lead to a misfit of sizes; any other error has nothing to do with dp.
-        of_sizes = re.search(r"\b(sizes?|shapes?|dimensions?)\b", str(error)) is not None
+        of_sizes = names_sizes(error)
         axes = [axis for axis in _WAYS_OUT if sizes[axis] > 1 and (axis != "dp" or of_sizes)]
         return [_WAYS_OUT[axis] for axis in axes]
 

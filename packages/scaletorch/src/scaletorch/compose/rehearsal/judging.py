@@ -159,9 +159,11 @@ def _ratio(ours: Tensor, theirs: Tensor) -> str:
     """Describe the integer by which a tensor is too large or too small; "" if there is none."""
     a, b = widest(ours).flatten(), widest(theirs).flatten()
     size = float(torch.vdot(b, b).real)
-    if not size:
+    if not size or not math.isfinite(size):
         return ""
     factor = float(torch.vdot(b, a).real) / size
+    if not math.isfinite(factor):
+        return "not finite"
     for number, words in ((factor, "{} times"), (1 / factor if factor else 0.0, "1/{} of")):
         whole = round(number)
         if whole > 1 and abs(number - whole) < 1e-3 * whole:

@@ -95,7 +95,7 @@ def rehearse_step(
 
     try:
         replay, found = _widest(compared, narrow)
-        kept = found.kept if found.first is found.problem is None else []
+        kept = found.kept if found.first is None and found.problem is None else []
         if kept:  # what a forward leaves in attributes may change the next one
             replay, found = _widest(partial(compared, steps=2), narrow)
     except Exception as error:
