@@ -102,6 +102,22 @@ def test_without_gradients_nothing_is_judged(tmp_path, capsys):
     )
 
 
+def test_a_loss_of_zero_is_right_where_both_are(tmp_path):
+    for name, factor in (("one", 1.0), ("two", 2.0)):
+        torch.manual_seed(0)
+        model, described = nn.Sequential(nn.Linear(4, 4)).double(), {"rows": (range(2), 2)}
+        with record(tmp_path / name, model, describe=described if factor > 1 else None) as tape:
+            total = model(torch.ones(2, 4).double()).sum()
+            loss = total - total.detach()
+            (factor * loss).backward()
+            for parameter in model.parameters():
+                parameter.grad /= factor
+            tape.put("loss", loss)
+    report = compare(tmp_path / "one", tmp_path / "two")
+    assert report.sound
+    assert not report.count("bad")  # the factor of all activations' gradients is inferred
+
+
 def test_put_takes_the_names_that_it_says(tmp_path):
     with (
         pytest.raises(
