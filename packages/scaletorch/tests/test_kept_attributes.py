@@ -1,4 +1,4 @@
-"""State that a forward keeps in attributes: trained as one process does, or refused."""
+"""State in attributes, and other paths of later steps: as in one process, or refused."""
 
 import pytest
 import torch
@@ -119,18 +119,19 @@ class Shows(Layer):
 
 
 class Model(nn.Module):
-    """An embedding, four layers and a head."""
+    """An embedding, four layers and a head; with `wide` adds the mean over rows and positions."""
 
     def __init__(self, layer):
         super().__init__()
         self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
         self.layers = nn.ModuleList([layer() for _ in range(4)])
 
-    def forward(self, input_ids, position_ids=None):
+    def forward(self, input_ids, position_ids=None, wide=None):
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        output = self.head(x)
+        return output if wide is None else output + output.mean((0, 1), keepdim=True)
 
 
 class Build:
@@ -142,10 +143,11 @@ class Build:
         return Model(self.layer).double()
 
 
-def batches():
+def batches(wide_from=3):
     for step in range(3):
         drawn = torch.randint(32, (8, 17), generator=torch.Generator().manual_seed(step))
-        yield {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
+        batch = {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
+        yield {**batch, "wide": torch.ones(8)} if step >= wide_from else batch
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +188,24 @@ def test_what_a_layer_remembers_of_its_rows_is_refused_where_ranks_have_others(r
     if not {"dp_size", "cp_size"} & LAYOUTS[layout].keys():
         return trained(ranks, Remembers, layout)
     ranks.run(refused, layout)
+
+
+def switched(layout):
+    """Return an error's text, or what was found."""
+    options = {"plan": PLAN} if LAYOUTS[layout].get("tp_size") else {}
+    how = {"options": options, "rehearse": True}
+    build = Build(Layer)
+    try:
+        return on_a_layout(build, LAYOUTS[layout], [*batches(wide_from=1)], sgd, **how)
+    except RehearsalError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("layout", today(list(LAYOUTS), 2))
+def test_the_first_step_with_another_entry_is_rehearsed(ranks, layout):
+    expected = in_one_process(Build(Layer)(), batches(wide_from=1), sgd)
+    for found in ranks.run(switched, layout):
+        if {"dp_size", "cp_size"} & LAYOUTS[layout].keys():
+            assert "the loss is off" in found
+        else:
+            require_alike(found, expected)
