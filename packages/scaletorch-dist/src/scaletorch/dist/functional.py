@@ -15,12 +15,13 @@ The backwards of `all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` a
 if the loss is the sum of the ranks' losses; those of `copy`, `reduce`, `gather` and `split`, if
 every rank computes the same loss. No call changes its input. With one rank nothing is sent and `x`
 itself may be returned. Backward communicates, so every rank of the group must run it, in the same
-order.
+order. The checker of the package `spmd_types` knows the placements that each takes and returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -76,16 +77,42 @@ def _backward(function: type[Function], grad: Tensor, group: Group, *args: Any) 
     return _apply(function, grad, *args)
 
 
+def spmd_type(x: Tensor, group: Group, rule: str, src: str | int, dst: str | int) -> Any:
+    """Return the type of a collective's result, for the checker of `spmd_types`.
+
+    Autograd functions call it in their `spmd_typecheck`, which nobody but that checker calls.
+
+    Args:
+        x: The collective's input.
+        group: Its ranks.
+        rule: Name of a function in `spmd_types.rules`.
+        src: Placement of `x`: "R", "I", "V", "P" or the dim of a shard. Terms of a sum may come as
+            varying values, since a product of shards does not say that it is a term.
+        dst: Placement of the result.
+    """
+    types: Any = import_module("spmd_types")
+    axis = torch.distributed.group.WORLD if group is None else group
+    if src == "P" and types.get_local_type(x).get(types.normalize_axis(axis)) is types.V:
+        src = "V"
+    start, end = (types.S(t) if isinstance(t, int) else getattr(types, t) for t in (src, dst))
+    return getattr(types.rules, rule)(x, axis, src=start, dst=end)
+
+
 class _Whole(Function):
     """A collective on whole tensors: `_forth` is its forward, `_back` the class for backward."""
 
     _forth: ClassVar[Callable[..., Tensor]]
     _back: ClassVar[type[Function]]
+    _types: ClassVar[tuple[str, str, str]]  # rule, placement of the input and of the result
 
     @classmethod
     def forward(cls, ctx: Any, x: Tensor, group: Group = None) -> Tensor:
         ctx.way = cls._back, group
         return cls._forth(x, group)
+
+    @classmethod
+    def spmd_typecheck(cls, *, x: Tensor, group: Group) -> Any:
+        return spmd_type(x, group, *cls._types)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -97,6 +124,7 @@ class Copy(_Whole):
     """Identity forward, sum over the ranks backward."""
 
     _forth = staticmethod(lambda x, group: x.view_as(x))
+    _types = "convert", "I", "R"
 
 
 class Reduce(_Whole):
@@ -104,12 +132,14 @@ class Reduce(_Whole):
 
     _forth = staticmethod(shards.sum_over_ranks)
     _back = Copy
+    _types = "all_reduce", "P", "I"
 
 
 class AllReduce(_Whole):
     """Sum over the ranks in both directions."""
 
     _forth = staticmethod(shards.sum_over_ranks)
+    _types = "all_reduce", "P", "R"
 
 
 Copy._back = Reduce
@@ -121,6 +151,13 @@ class _Along(Function):
 
     _forth: ClassVar[Callable[..., Tensor]]
     _back: ClassVar[type[Function]]
+    # Rule, placement of the input and of the result; None stands for the shard along the dim.
+    _types: ClassVar[tuple[str, str | None, str | None]]
+
+    @classmethod
+    def spmd_typecheck(cls, *, x: Tensor, dim: int, group: Group) -> Any:
+        rule, src, dst = cls._types
+        return spmd_type(x, group, rule, dim if src is None else src, dim if dst is None else dst)
 
     @classmethod
     def forward(
@@ -149,6 +186,7 @@ class AllGather(_Along):
     """All-gather along a dim forward; reduce-scatter backward."""
 
     _forth = staticmethod(shards.join)
+    _types = "all_gather", None, "R"
 
 
 class ReduceScatter(_Along):
@@ -156,12 +194,14 @@ class ReduceScatter(_Along):
 
     _forth = staticmethod(_summed_shard)
     _back = AllGather
+    _types = "reduce_scatter", "P", None
 
 
 class Gather(_Along):
     """All-gather along a dim forward; this rank's shard backward."""
 
     _forth = staticmethod(shards.join)
+    _types = "all_gather", None, "I"
 
 
 class Split(_Along):
@@ -169,6 +209,7 @@ class Split(_Along):
 
     _forth = staticmethod(shards.shard_of)
     _back = Gather
+    _types = "convert", "I", None
 
 
 AllGather._back = ReduceScatter
