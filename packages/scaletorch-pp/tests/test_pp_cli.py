@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -54,20 +53,12 @@ def test_chunks(capsys):
     assert "F0.2" in capsys.readouterr().out
 
 
-def test_a_trace(capsys, tmp_path):
-    trace = tmp_path / "mine.json"
-    assert main([*SMALL, "--trace", str(trace)]) == 0
-    assert len([e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]) == 8
-    assert capsys.readouterr().out == PICTURE
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([*SMALL, "--chunks", "2"], "--chunks is for interleaved_1f1b, looped_bfs"),
         ([*SMALL, "--forward", "0"], "costs of actions and factors of stages must be positive"),
-        ([*SMALL, "--trace", "nowhere/a.json"], "No such file or directory: 'nowhere/a.json'"),
-        ([*SMALL, "--stages", "0"], "at least 1 rank and 1 micro-batch"),
+        ([*SMALL, "--stages", "0"], "at least 1 of ranks, got 0"),
     ],
 )
 def test_wrong_arguments(arguments, said, capsys):
@@ -84,11 +75,11 @@ def test_without_torch(tmp_path):
         "from scaletorch.parallel.pipeline_parallel.__main__ import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
-    words = "--schedule zb_v --stages 2 --micro-batches 4 --trace p.json"
+    words = "--schedule zb_v --stages 2 --micro-batches 4"
     done = subprocess.run(
         [sys.executable, "-c", program, *words.split()], cwd=tmp_path,
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert "zb_v: makespan" in done.stdout
-    assert {each.name for each in tmp_path.iterdir()} == {"p.json"}
+    assert not [*tmp_path.iterdir()]

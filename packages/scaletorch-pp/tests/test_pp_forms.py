@@ -162,7 +162,7 @@ def test_parameters_frozen_and_unfrozen_between_steps():
 @distributed_test(world_size=3)
 def test_more_forms_than_are_remembered():
     stages = "scaletorch.parallel.pipeline_parallel.stages"
-    with patch(f"{stages}.passage.MANY_FORMS", 5), patch(f"{stages}.state.MANY_FORMS", 5):
+    with patch(f"{stages}.passage.MANY_FORMS", 5), patch(f"{stages}.stage.MANY_FORMS", 5):
         many_lengths()
 
 

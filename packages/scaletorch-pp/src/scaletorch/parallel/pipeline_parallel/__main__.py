@@ -7,17 +7,10 @@ import inspect
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
-from .drawing import to_chrome_trace, to_text
-from .schedules import (
-    SCHEDULES,
-    Costs,
-    Schedule,
-    check,
-    simulate,
-)
+from .drawing import to_text
+from .schedules import SCHEDULES, Costs, Schedule, check, simulate
 
 EPILOG = """\
 F0 is the forward of micro-batch 0, B0 its backward, I0 and W0 the two parts of a backward: the
@@ -36,9 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         timeline = simulate(schedule, _costs(args))
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         text = to_text(timeline, width, peak=report.peak_live)
-        if args.trace:
-            args.trace.write_text(to_chrome_trace(timeline), encoding="utf-8")
-    except (InvalidArgumentError, OSError) as error:
+    except InvalidArgumentError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     print(text)
@@ -62,8 +53,8 @@ def _takes_chunks(name: str) -> bool:
 
 
 def _costs(args: argparse.Namespace) -> Costs:
-    part = args.backward / 2
-    return Costs(args.forward, args.backward, part, part, args.message)
+    half = args.backward / 2
+    return Costs(args.forward, args.backward, half, half, args.message)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,10 +80,6 @@ def _parser() -> argparse.ArgumentParser:
             f"--{name}", type=float, default=cost, metavar="T",
             help=f"time of {what} (default: {cost:g})",
         )  # fmt: skip
-    parser.add_argument(
-        "--trace", type=Path, metavar="PATH",
-        help="write the timeline, as a Chrome trace for https://ui.perfetto.dev",
-    )  # fmt: skip
     return parser
 
 

@@ -48,11 +48,7 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=64)
 def plan_of(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank: int) -> Plan:
-    """Prove a schedule, and derive the program of one rank.
-
-    Raises:
-        ScheduleError: It would deadlock, or not compute every gradient.
-    """
+    """Prove a schedule, and derive the program of one rank."""
     chosen = built(schedule, num_ranks, num_micro_batches)
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
     program = program_of(chosen, *proven(chosen), rank)
@@ -72,31 +68,20 @@ def execute(
     contents, so that no rank waits forever and none is left over for the next step. If a guard is
     on, it tells all ranks instead, also those outside the pipeline that wait for this one.
 
-    Args:
-        program: This rank's program.
-        mail: The outputs on their way.
-        run: Runs a task whose input has arrived.
-        group: The pipeline's group; None in one process.
-        note: Returns a flag that this rank tells the others at the end.
-
     Returns:
-        Whether `note` returned true on any rank.
-
-    Raises:
-        StageError: Another rank has failed.
-        RankFaultError: A guard has found a fault of another rank.
+        Whether `note` returned true on any rank, once the step has ended.
     """
     rest = deque(program)
     try:
         while rest:
-            each = rest[0]
-            if isinstance(each, Message):
-                mail.start(each)
+            operation = rest[0]
+            if isinstance(operation, Message):
+                mail.start(operation)
             else:
                 mail.flush()
-                if each.needs is not None:
-                    mail.wait(each.needs)
-                run(each)
+                if operation.needs is not None:
+                    mail.wait(operation.needs)
+                run(operation)
             rest.popleft()
         mail.finish()  # inside the try, since the step fails if a last message does
     except RankFaultError:  # all ranks know of the fault, and no more messages will come
@@ -123,14 +108,7 @@ class _Failure(NamedTuple):
 def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | None) -> None:
     """Send and receive the remaining messages empty, and tell the other ranks of an error.
 
-    Args:
-        error: The error.
-        rest: The rest of the program, from the failed task or message.
-        mail: The outputs on their way.
-        group: The pipeline's group.
-
-    Raises:
-        StageError: Another rank's failure has caused the error.
+    `rest` is the rest of the program, from the failed task or message.
     """
     own = None if isinstance(error, StageError) else _failure(error, rest)
     first = None
@@ -155,19 +133,15 @@ def _settled(
     noted: bool = False,
     own: _Failure | None = None,
 ) -> tuple[bool, _Failure | None]:
-    """End the step: all ranks of the pipeline call it.
-
-    Returns:
-        Whether `noted` is true on any rank, and the first failure, or None.
-    """
+    """Return whether `noted` on any rank, and the first failure or None; all ranks call it."""
     if group is None:
         return noted, None
-    told = torch.tensor([failed, noted])  # on the CPU, so that no device has to be waited for
-    failed, noted = torch.stack(all_gather(told, group=group)).any(0).tolist()
+    flags = torch.tensor([failed, noted])  # on the CPU, so that no device has to be waited for
+    failed, noted = torch.stack(all_gather(flags, group=group)).any(0).tolist()
     if not failed:
         return noted, None
-    found = [each for each in all_gather_object(own, group=group) if each is not None]
-    return noted, min(found)
+    failures = [one for one in all_gather_object(own, group=group) if one is not None]
+    return noted, min(failures)
 
 
 def _failure(error: Exception, rest: Program) -> _Failure:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import NamedTuple
 
-from .schedule import Action, Schedule
-from .simulate import Times, proven
+from .schedule import Schedule
+from .simulate import Times
 from .tasks import Task, Tasks, receiver
 
 
@@ -52,30 +52,13 @@ class Receive(Message):
         return f"receive {self.content} from rank {self.peer}"
 
 
-Operation = Action | Message
-
-
-def derive_messages(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:
-    """Add sends and receives to each rank's actions.
-
-    Returns:
-        Each rank's program. An output is sent after the action that made it and before the next
-        action. By the times of `simulate`, it is received when the receiver waits for it or has
-        just ended an action. Nothing is sent between two stages of one rank.
-
-    Raises:
-        ScheduleError: `check` refuses the schedule.
-    """
-    proof = proven(schedule)
-    programs = (program_of(schedule, *proof, rank) for rank in range(schedule.num_ranks))
-    return tuple(
-        tuple(each.action if isinstance(each, Task) else each for each in program)
-        for program in programs
-    )
-
-
 def program_of(schedule: Schedule, tasks: Tasks, times: Times, rank: int) -> list[Task | Message]:
-    """Return one rank's program of a schedule that is `proven`."""
+    """Return one rank's program, its tasks and messages in order, of a schedule that is `proven`.
+
+    An output is sent after the action that made it and before the next action. By the times of
+    `simulate`, it is received when the receiver waits for it or has just ended an action. Nothing
+    is sent between two stages of one rank.
+    """
     # All actions and messages of all ranks have one global order: an action stands at its start, a
     # message at the end of the action that made it, before actions that start at that time.
     # Messages of the same time are ordered by stage and micro-batch, forwards first. Each program

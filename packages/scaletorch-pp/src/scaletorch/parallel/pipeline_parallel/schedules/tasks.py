@@ -55,12 +55,7 @@ def receiver(schedule: Schedule, key: Key) -> int:
 
 
 def tasks_of(schedule: Schedule) -> Tasks:
-    """Return the tasks of a schedule that is complete, and in order on each rank.
-
-    Raises:
-        ScheduleError: A stage is on no rank or on two; an action is out of range, repeated,
-            missing, or before one on its rank that it needs. Deadlocks are not looked for.
-    """
+    """Return the tasks of a schedule, after checking all but deadlocks (`ScheduleError`)."""
     known = vars(schedule)  # cached there, since a search simulates a schedule at many costs
     tasks: Tasks | None = known.get("tasks")
     if tasks is None:

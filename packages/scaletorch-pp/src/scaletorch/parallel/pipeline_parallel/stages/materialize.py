@@ -90,8 +90,8 @@ def materialize(
             "state must be a mapping of names to tensors, such as a state_dict, or an open "
             f"safetensors file, got {type(state).__name__}"
         )
-    others = list(_buffers(stage, persistent=False))
-    lost = [name for name, buffer in others if buffer.is_meta]
+    unsaved = list(_buffers(stage, persistent=False))
+    lost = [name for name, buffer in unsaved if buffer.is_meta]
     if lost:
         raise InvalidArgumentError(
             f"buffers on the meta device that no state holds, as they are not persistent: "
@@ -101,18 +101,14 @@ def materialize(
     values = _values(_sources(stage, set(state.keys())), read, torch.device(device), dtype)
     for tensor, value in values:
         _replace(tensor, value)
-    for _, buffer in others:
+    for _, buffer in unsaved:
         moved = buffer.to(device)
         if moved is not buffer:
             _replace(buffer, moved)
 
 
 def _sources(stage: nn.Module, known: set[str]) -> dict[Tensor, str]:
-    """Return, for each tensor to fill, its name in the state.
-
-    Raises:
-        InvalidArgumentError: The state lacks tensors; the message lists them.
-    """
+    """Return, for each tensor to fill, its name in the state; refuse a state that lacks some."""
     names = _saved_names(stage)
     found = {t: next((n for n in aliases if n in known), None) for t, aliases in names.items()}
     missing = [" or ".join(names[tensor]) for tensor, name in found.items() if name is None]
@@ -152,11 +148,7 @@ def _values(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Read the new value of each tensor.
-
-    Raises:
-        InvalidArgumentError: Some have another shape; the message lists them.
-    """
+    """Read the new value of each tensor; refuse values of another shape."""
     values: list[tuple[Tensor, Tensor]] = []
     wrong: list[str] = []
     for tensor, name in sources.items():

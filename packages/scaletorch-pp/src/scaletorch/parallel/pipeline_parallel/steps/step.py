@@ -73,10 +73,6 @@ class Step:
             with_labels: Whether micro-batches need labels.
             trains: Whether the step runs backwards.
             facts: Other facts that must be the same on all ranks.
-
-        Raises:
-            InvalidArgumentError: This rank's input or schedule is wrong.
-            MismatchError: Ranks differ, or another rank's input or schedule is wrong.
         """
         pipeline, lines = self.pipeline, list(facts)
         failed: list[Exception] = []
@@ -124,11 +120,7 @@ class Step:
     def execute(
         self, perform: Callable[[Task], None], note: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Execute this rank's program; return whether `note` returned true on any rank.
-
-        Raises:
-            StageError: Another rank has failed.
-        """
+        """Execute this rank's program; return whether `note` returned true on any rank."""
 
         def run(task: Task) -> None:
             with torch.profiler.record_function(f"{task.action} of stage {task.stage}"):
@@ -172,11 +164,7 @@ class Step:
 
 
 def unwrap(model: nn.Module) -> tuple[list[nn.Module], PipelineParallel]:
-    """Return the wrappers around a `PipelineParallel`, outermost first, and the pipeline itself.
-
-    Raises:
-        InvalidArgumentError: `model` does not wrap one.
-    """
+    """Return the wrappers around a `PipelineParallel`, outermost first, and the pipeline itself."""
     wrappers: list[nn.Module] = []
     inner: Any = model
     while not isinstance(inner, PipelineParallel):
