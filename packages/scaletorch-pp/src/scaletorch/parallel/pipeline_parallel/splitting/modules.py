@@ -103,6 +103,17 @@ def listing(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
+def check_one_stack(model: nn.Module) -> None:
+    """Check that the layers are not those of a decoder that attends to an encoder of the model."""
+    path = _decoder_of(model)
+    stacks = path and len(_outermost_lists(model)) > 1
+    if stacks and takes(model.get_submodule(path or ""), "encoder_hidden_states"):
+        raise InvalidArgumentError(
+            f"{type(model).__name__} has an encoder and a decoder that attends to it, and a "
+            "pipeline takes one stack of layers: take pp_size=1, and these ranks for dp or tp"
+        )
+
+
 def find_parts(model: nn.Module) -> Parts:
     """Return the names before the layers, of the list of layers, and after them.
 
@@ -141,6 +152,13 @@ def _outermost_lists(model: nn.Module) -> list[str]:
     return [name for name in lists if not any(within(name, o) for o in lists if o != name)]
 
 
+def _decoder_of(model: nn.Module) -> str | None:
+    """Return the name of the module that `get_decoder` returns, as in models of transformers."""
+    method = getattr(model, "get_decoder", None)
+    decoder = method() if callable(method) else None
+    return next((name for name, module in model.named_modules() if module is decoder), None)
+
+
 def _lists_of_decoder(model: nn.Module, lists: list[str]) -> list[str]:
     """Return those of several lists that may be the layers, or all if the model gives no clue.
 
@@ -148,9 +166,7 @@ def _lists_of_decoder(model: nn.Module, lists: list[str]) -> list[str]:
     a smaller depth than the layers of towers for other inputs. A list of modules without children,
     such as projections, does not hold layers.
     """
-    method = getattr(model, "get_decoder", None)
-    decoder = method() if callable(method) else None
-    path = next((name for name, module in model.named_modules() if module is decoder), None)
+    path = _decoder_of(model)
     if path is None:
         return lists
     blocks = [

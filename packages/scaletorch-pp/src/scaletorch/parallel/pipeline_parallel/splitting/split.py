@@ -13,6 +13,7 @@ from .modules import (
     Parts,
     called_modules,
     check_name,
+    check_one_stack,
     check_parts,
     children,
     find_parts,
@@ -129,6 +130,8 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
         return _place_by_points(model, split, num_stages)
     if num_stages == 1 and not split.describes():  # nothing to cut, so the layers do not matter
         return Placement(split, ((),))
+    if not split.describes():
+        check_one_stack(model)
     parts = _parts(model, split)
     first, *layers, last = parts_of(model, split)
     costs = _costs(model, split, (first, *layers, last))

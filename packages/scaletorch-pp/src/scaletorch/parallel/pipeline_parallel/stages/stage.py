@@ -107,7 +107,7 @@ class PipelineParallel(ModuleWrapper):
 
     Args:
         model: A plain module that holds its layers in a list.
-        config: The places to cut it at; None infers them (`infer_split`).
+        config: The places to cut it at; None infers them.
         group: The ranks in order; None is the manager's pp axis.
         schedule: The schedule of `train_step_pipeline`: a name in `SCHEDULES`, a function of the
             numbers of ranks and micro-batches, or a schedule. It decides which stages a rank has.
