@@ -18,7 +18,7 @@ from scaletorch.parallel.pipeline_parallel.schedules import (
     check,
     one_f_one_b,
 )
-from scaletorch.parallel.pipeline_parallel.schedules.messages import Message, Receive, Send
+from scaletorch.parallel.pipeline_parallel.schedules.tasks import Message, Receive, Send
 
 
 def derive_messages(schedule: Schedule) -> list[list[Action | Message]]:

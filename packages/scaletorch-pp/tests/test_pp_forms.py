@@ -7,14 +7,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from one_process import Net, accumulate, build, require_same, split, trains_on
+from one_process import Net, accumulate, build, forward_everywhere, require_same, split, trains_on
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import (
     StageError,
-    pipeline_forward,
     train_step_pipeline,
 )
 
@@ -115,7 +114,7 @@ def close(a, b):
 
 def forwards(stage, plain, *sizes):
     batches = make_batches(*sizes)
-    outputs = pipeline_forward(stage, batches, everywhere=True)
+    outputs = forward_everywhere(stage, batches)
     for output, batch in zip(outputs, batches, strict=True):
         close(output, plain(batch["input_ids"]))
 

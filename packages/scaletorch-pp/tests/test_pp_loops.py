@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from one_process import build, require_same, serial, split
+from one_process import build, forward_everywhere, require_same, serial, split
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
@@ -11,7 +11,6 @@ from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     Split,
     StageError,
-    pipeline_forward,
     train_step_pipeline,
 )
 
@@ -118,7 +117,7 @@ def as_one_process(cases):
             require_same(stage, plain, atol=1e-15)
         with torch.no_grad():
             outputs = [plain(batch["input_ids"]) for batch in make_batches()]
-        found = pipeline_forward(stage, make_batches(), everywhere=True)
+        found = forward_everywhere(stage, make_batches())
         torch.testing.assert_close(found, outputs, rtol=1e-12, atol=1e-14)
 
 

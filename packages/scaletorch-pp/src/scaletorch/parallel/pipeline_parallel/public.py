@@ -35,7 +35,7 @@ from .splitting.balance import distribute_layers
 from .splitting.split import Split, layers_of
 from .stages.cut import PassThrough
 from .stages.materialize import materialize, meta_parameters
-from .steps.evaluate import pipeline_forward
+from .steps.step import pipeline_forward
 
 __all__ = [
     "SCHEDULES",

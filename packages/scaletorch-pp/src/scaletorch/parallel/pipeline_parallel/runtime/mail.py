@@ -16,8 +16,7 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import has_streams
-from ..schedules.messages import Message, Receive
-from ..schedules.tasks import Key
+from ..schedules.tasks import Key, Message, Receive
 from .forms import HEADER_BYTES, NOTHING, Form, Hidden, from_header, to_header
 
 IN_FLIGHT = 8  # at most this many sends are under way, since their tensors stay in memory

@@ -1,4 +1,4 @@
-"""A schedule's actions as tasks, with their inputs from and outputs for other stages."""
+"""A schedule's actions as tasks, with their inputs from and outputs for other stages; messages."""
 
 from __future__ import annotations
 
@@ -43,6 +43,41 @@ class Task(NamedTuple):
     def __str__(self) -> str:
         """Return the action as text."""
         return str(self.action)
+
+
+class Message(NamedTuple):
+    """A message between two ranks, as one of them sees it.
+
+    Attributes:
+        peer: The other rank.
+        stage: The stage that made the content; the same on both sides.
+        micro_batch: Its micro-batch.
+        gradient: Whether it is the gradient of hidden states, which goes from stage s to s - 1;
+            otherwise it is hidden states, which go from s to s + 1.
+    """
+
+    peer: int
+    stage: int
+    micro_batch: int
+    gradient: bool
+
+    def __str__(self) -> str:
+        """Return text such as `send F3 of stage 0 to rank 1`; a gradient is `B3`."""
+        verb, to = ("receive", "from") if isinstance(self, Receive) else ("send", "to")
+        content = f"{'B' if self.gradient else 'F'}{self.micro_batch} of stage {self.stage}"
+        return f"{verb} {content} {to} rank {self.peer}"
+
+
+class Send(Message):
+    """A message that carries the output of one of this rank's actions to its peer."""
+
+    __slots__ = ()
+
+
+class Receive(Message):
+    """The same message as the rank at its other end sees it."""
+
+    __slots__ = ()
 
 
 Tasks = list[list[Task]]  # each rank's, in order

@@ -59,8 +59,6 @@ def materialize(
     stage: nn.Module,
     device: torch.device | str,
     state: Mapping[str, Tensor] | TensorFile,
-    *,
-    dtype: torch.dtype | None = None,
 ) -> None:
     """Allocate a stage's parameters and persistent buffers on a device, and fill them from a state.
 
@@ -74,16 +72,12 @@ def materialize(
         device: Device of its tensors afterwards.
         state: Tensors by the names of the whole plain model: its `state_dict`, another mapping or
             an open safetensors file. Only this stage's tensors are read, one at a time. Values are
-            copied.
-        dtype: Floating point type of parameters and persistent buffers; None keeps the model's.
+            copied, and cast to the dtypes of the model.
 
     Raises:
         InvalidArgumentError: The state lacks names or has tensors of other shapes, or a buffer on
             meta is not persistent. The stage is unchanged then.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        message = f"dtype must be a floating point type such as torch.bfloat16, got {dtype}"
-        raise InvalidArgumentError(message)
     read = getattr(state, "get_tensor", None) or getattr(state, "__getitem__", None)
     if read is None or not hasattr(state, "keys"):
         raise InvalidArgumentError(
@@ -98,7 +92,7 @@ def materialize(
             f"{listing(lost)}; build the model under meta_parameters() instead of "
             "torch.device('meta'), or set them to real tensors first"
         )
-    values = _values(_sources(stage, set(state.keys())), read, torch.device(device), dtype)
+    values = _values(_sources(stage, set(state.keys())), read, torch.device(device))
     for tensor, value in values:
         _replace(tensor, value)
     for _, buffer in unsaved:
@@ -143,10 +137,7 @@ def _buffers(stage: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tenso
 
 
 def _values(
-    sources: Mapping[Tensor, str],
-    read: Callable[[str], Any],
-    device: torch.device,
-    dtype: torch.dtype | None,
+    sources: Mapping[Tensor, str], read: Callable[[str], Any], device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
     """Read the new value of each tensor; refuse values of another shape."""
     values: list[tuple[Tensor, Tensor]] = []
@@ -155,8 +146,7 @@ def _values(
         value = read(name)
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         if shape == tuple(tensor.shape):
-            kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-            fresh = torch.empty_like(tensor, dtype=kind, device=device, requires_grad=False)
+            fresh = torch.empty_like(tensor, device=device, requires_grad=False)
             values.append((tensor, fresh.copy_(value.detach())))
         else:
             wrong.append(f"{name}: expected {tuple(tensor.shape)}, got {shape}")
