@@ -148,7 +148,7 @@ def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | Non
     with suppress(Exception):  # the first error is raised, whatever fails during the clean-up
         # Messages that have started finish as they are. All later ones pass empty, in their order,
         # so that sends and receives still match on both sides.
-        mail.skip(each for each in rest if isinstance(each, Message))
+        mail.skip(message for message in rest if isinstance(message, Message))
         mail.finish()
         _, first = _settled(group, failed=True, own=own)
     if first is None:

@@ -194,11 +194,11 @@ def _deadlock(
 ) -> ScheduleError:
     """Return the error for a circle of ranks, each waiting for the next."""
     rank = min(needs)
-    met: list[int] = []
-    while rank not in met:
-        met.append(rank)
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
         rank, _ = schedule.places[needs[rank].stage]
-    circle = met[met.index(rank) :]
+    circle = path[path.index(rank) :]
     links = []
     for waiting in circle[:SHOWN]:
         owner, _ = schedule.places[needs[waiting].stage]

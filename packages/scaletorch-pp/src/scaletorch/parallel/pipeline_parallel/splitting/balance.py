@@ -69,7 +69,9 @@ def parameter_costs(model: nn.Module, parts: Iterable[Iterable[str]]) -> tuple[f
         model: The whole model.
         parts: Sets of modules, each given by the modules' names.
     """
-    held = [{p for name in part for p in model.get_submodule(name).parameters()} for part in parts]
+    held = [
+        {p for name in names for p in model.get_submodule(name).parameters()} for names in parts
+    ]
     return tuple(sum(p.numel() for p in parameters) for parameters in held)
 
 

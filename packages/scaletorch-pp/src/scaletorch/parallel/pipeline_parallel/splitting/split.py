@@ -61,9 +61,9 @@ class Split:
     costs: str | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for part in ("first", "last", "points"):
-            names = getattr(self, part)
-            object.__setattr__(self, part, (names,) if isinstance(names, str) else tuple(names))
+        for field in ("first", "last", "points"):
+            names = getattr(self, field)
+            object.__setattr__(self, field, (names,) if isinstance(names, str) else tuple(names))
         if self.costs is not None and not isinstance(self.costs, str):
             object.__setattr__(self, "costs", tuple(self.costs))
 
@@ -105,6 +105,7 @@ class Placement:
     def crossed(self) -> tuple[str, ...]:
         """Return the names of modules whose input and output are on different stages."""
         # A module that encloses the last module of a stage has its output on the next stage.
+        ends = [names[-1] for names in self.stages[:-1]]
         around: dict[str, list[tuple[str, int]]] = {}
         for name, stage in self.homes():
             path = name.split(".")
@@ -113,11 +114,8 @@ class Placement:
         return "", *(
             holder
             for holder, inside in around.items()
-            if inside[0][1] != inside[-1][1] or self._ends(*inside[-1])
+            if inside[0][1] != inside[-1][1] or inside[-1][0] in ends
         )
-
-    def _ends(self, name: str, stage: int) -> bool:
-        return stage < len(self.stages) - 1 and name == self.stages[stage][-1]
 
 
 def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
@@ -239,10 +237,7 @@ def _cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...],
     for stage, modules in enumerate(stages):
         if not any(map(has_parameters, modules.values())):
             raise InvalidArgumentError(_empty(points, stage, modules))
-    return tuple(
-        tuple(name for outer, module in modules.items() for name in called_modules(outer, module))
-        for modules in stages
-    )
+    return tuple(_called(model, modules) for modules in stages)
 
 
 def _pieces(parent: nn.Module, prefix: str, points: tuple[str, ...]) -> Iterator[_Piece]:

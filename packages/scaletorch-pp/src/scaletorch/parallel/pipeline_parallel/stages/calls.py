@@ -8,7 +8,7 @@ stage's wrapper refuses stand-ins as arguments, and takes the output of the last
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, update_wrapper
 from itertools import chain
 from typing import Any, Protocol
@@ -162,9 +162,9 @@ def _surrounded(own: type[nn.Module]) -> type[nn.Module]:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             # Protocol 2 would require the class that the module has now, so take 1 at most.
-            made, arguments, *rest = super().__reduce_ex__(min(protocol, 1))
-            made = own if made is Surrounded else made
-            return made, tuple(own if each is Surrounded else each for each in arguments), *rest
+            function, arguments, *rest = super().__reduce_ex__(min(protocol, 1))
+            function = own if function is Surrounded else function
+            return function, tuple(own if a is Surrounded else a for a in arguments), *rest
 
     # Set after the class is made: some classes wrap the forward of every subclass, as layers of
     # transformers do.
@@ -206,11 +206,6 @@ class Gates:
             gate = _Gate(self, name, siblings[name])
             surround(module, gate)
             self._gates.append((module, gate))
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the modules."""
-        for module in self.modules.values():
-            yield from module.parameters()
 
     def running(self) -> Passage | None:
         """Return the running forward if it is this stage's, or None."""

@@ -103,7 +103,14 @@ def materialize(
 
 def _sources(stage: nn.Module, known: set[str]) -> dict[Tensor, str]:
     """Return, for each tensor to fill, its name in the state; refuse a state that lacks some."""
-    names = _saved_names(stage)
+    own = chain(stage.named_parameters(remove_duplicate=False), _buffers(stage, persistent=True))
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in own:
+        names.setdefault(tensor, []).append(name)
+    ties = stage.ties if isinstance(stage, PipelineParallel) else ()
+    for tie in ties:  # a checkpoint may hold it only by its name on another stage
+        if tie.parameter is not None:
+            names[tie.parameter] = [*dict.fromkeys((*names[tie.parameter], *tie.names))]
     found = {t: next((n for n in aliases if n in known), None) for t, aliases in names.items()}
     missing = [" or ".join(names[tensor]) for tensor, name in found.items() if name is None]
     if missing:
@@ -113,19 +120,6 @@ def _sources(stage: nn.Module, known: set[str]) -> dict[Tensor, str]:
             f"{', ...' if len(known) > 5 else ''}: name them as the plain model's state_dict does"
         )
     return {tensor: name for tensor, name in found.items() if name is not None}
-
-
-def _saved_names(stage: nn.Module) -> dict[Tensor, list[str]]:
-    """Return each parameter and persistent buffer with its names in the whole model."""
-    own = chain(stage.named_parameters(remove_duplicate=False), _buffers(stage, persistent=True))
-    names: dict[Tensor, list[str]] = {}
-    for name, tensor in own:
-        names.setdefault(tensor, []).append(name)
-    ties = stage.ties if isinstance(stage, PipelineParallel) else ()
-    for tie in ties:  # a checkpoint may hold it only by its name on another stage
-        if tie.parameter is not None:
-            names[tie.parameter] = [*dict.fromkeys((*names[tie.parameter], *tie.names))]
-    return names
 
 
 def _buffers(stage: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tensor]]:

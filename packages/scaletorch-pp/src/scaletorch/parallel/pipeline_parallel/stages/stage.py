@@ -271,7 +271,8 @@ class PipelineParallel(ModuleWrapper):
             else:
                 output = self.module(passage.first, **kwargs)
         if passage.source[0] < self.num_stages - 1:
-            return passage.passed_on(output, gates.parameters())
+            own = (p for module in gates.modules.values() for p in module.parameters())
+            return passage.passed_on(output, own)
         if stands(output):  # its real tensor may have been received for a layer of this stage
             output = arrived(output)
             check_output(output)

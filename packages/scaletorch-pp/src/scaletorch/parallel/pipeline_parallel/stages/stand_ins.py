@@ -158,11 +158,11 @@ class _Standing(torch.autograd.Function):
 def _standing(
     form: Tensor, device: Any, forward: Forward, source: tuple[int, Any] | None
 ) -> StandIn:
-    made: StandIn = Tensor._make_wrapper_subclass(
+    standing: StandIn = Tensor._make_wrapper_subclass(
         StandIn, form.size(), strides=form.stride(), dtype=form.dtype, device=device
     )
-    made.form, made.forward, made.source = form, forward, source
-    return made
+    standing.form, standing.forward, standing.source = form, forward, source
+    return standing
 
 
 def _form(tensor: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forwar
     named = {a.name: value for a, value in zip(schema.arguments, args, strict=False)}
     values = [value for name, value in {**named, **kwargs}.items() if name in written]
     new_form = torch.Tag.inplace_view in func.tags
-    others = [tensor for tensor in tensors_in(values) if not isinstance(tensor, StandIn)]
-    if (others or new_form) and not forward.past:
+    real = any(not isinstance(tensor, StandIn) for tensor in tensors_in(values))
+    if (real or new_form) and not forward.past:
         _refuse("writes to a tensor what it makes of")
     if not schema.returns:
         return None
@@ -244,18 +244,14 @@ def runs_alike(module: nn.Module) -> bool:
     True if no module inside has forward hooks or another forward than its class's; wrappers that
     set `__wrapped__` (`functools.wraps`) are seen through.
     """
-    return not any(
-        inner._forward_hooks or inner._forward_pre_hooks or not _has_own_forward(inner)
-        for inner in module.modules()
-    )
-
-
-def _has_own_forward(module: nn.Module) -> bool:
-    """Return whether a module's forward is its class's own, apart from wrappers."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
-    own = inspect.unwrap(type(module).forward)
-    return inspect.unwrap(getattr(module.forward, "__func__", module.forward)) is own
+    for inner in module.modules():
+        scripted = isinstance(inner, torch.jit.ScriptModule)
+        if scripted or inner._forward_hooks or inner._forward_pre_hooks:
+            return False
+        forward = inspect.unwrap(getattr(inner.forward, "__func__", inner.forward))
+        if forward is not inspect.unwrap(type(inner).forward):
+            return False
+    return True
 
 
 def _tensors(one: nn.Module, other: nn.Module) -> list[tuple[Any, Any]]:
@@ -264,11 +260,11 @@ def _tensors(one: nn.Module, other: nn.Module) -> list[tuple[Any, Any]]:
 
 def _without_values(tensor: Tensor, forward: Forward, like: Tensor | None = None) -> Any:
     like = tensor if like is None else like
-    made = _standing(
-        torch.empty(tensor.shape, dtype=like.dtype, device=_META), like.device, forward, None
-    )
-    made._is_param = isinstance(tensor, nn.Parameter)  # makes isinstance(made, nn.Parameter) true
-    return made
+    form = torch.empty(tensor.shape, dtype=like.dtype, device=_META)
+    standing = _standing(form, like.device, forward, None)
+    # This makes isinstance(standing, nn.Parameter) true.
+    standing._is_param = isinstance(tensor, nn.Parameter)
+    return standing
 
 
 def is_data(value: Any) -> bool:

@@ -101,9 +101,9 @@ class TiedGradients:
         """Copy the first owner's values to every owner."""
         for parameter, tie in self._own():
             if not parameter.is_meta:
-                first, *others = (self._ranks[owner] for owner in tie.owners)
+                first, *rest = (self._ranks[owner] for owner in tie.owners)
                 own, data = self._rank == tie.owners[0], parameter.detach()
-                sends = [(data, other) for other in others] if own else []
+                sends = [(data, peer) for peer in rest] if own else []
                 exchange(sends, [] if own else [(data, first)], self._group_of(tie))
 
     def check(self, held: Iterable[nn.Parameter]) -> None:

@@ -127,7 +127,7 @@ def _train(step: Step, loss_fn: LossFunction | None) -> Tensor:
     with _deferred_sync(step.wrappers) as switches:
         tied.begin()
         training = Training(step, loss_fn, switches)
-        wide = step.execute(training.run, training.is_wide)
+        wide = step.execute(training.run, lambda: training.total.dtype == torch.float64)
         if all(switches.values()):
             step.pipeline.sync_tied_gradients()
         else:  # gradient accumulation: a later step syncs the wrapper's gradients
@@ -156,10 +156,6 @@ class Training:
         self._lost: dict[Hashable, str] = {}  # messages for inputs without a gradient so far
         self._autocasts = autocasts(step.inputs.device)
         self.total = torch.zeros((), dtype=torch.float32, device=step.inputs.device)
-
-    def is_wide(self) -> bool:
-        """Return whether the losses were float64."""
-        return self.total.dtype == torch.float64
 
     def run(self, task: Task) -> None:
         """Run a task whose input has arrived."""
