@@ -350,6 +350,9 @@ def test_tied_parameters_that_are_no_longer_tied():
         match=r"ranks \[0\] of the pipeline have frozen embed.weight, which ranks \[0, 2\]",
     ):
         train_step_pipeline(stage, make_batches())  # also where nothing of it is held
+    if stage.rank != 1:
+        with pytest.raises(StateError, match=r"have frozen embed.weight, which ranks \[0, 2\]"):
+            stage.sync_tied_gradients()
     plain, stage = pair(Net, tied=True)
     state = {name: t for name, t in plain.state_dict().items() if name in stage.state_dict()}
     stage.load_state_dict(state, assign=True)

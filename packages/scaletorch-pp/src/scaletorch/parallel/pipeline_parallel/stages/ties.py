@@ -129,13 +129,7 @@ class TiedGradients:
                for tie in self.ties]  # fmt: skip
         flags = all_gather_object(own, self._group)
         for index, tie in enumerate(self.ties):
-            frozen = [owner for owner in tie.owners if flags[owner][index]]
-            if 0 < len(frozen) < len(tie.owners):
-                raise StateError(
-                    f"{describe_rank()}: ranks {frozen} of the pipeline have frozen "
-                    f"{tie.names[0]}, which ranks {list(tie.owners)} hold; freeze it on all of "
-                    "them, by the name that it has there, or on none"
-                )
+            _require_all_or_none([owner for owner in tie.owners if flags[owner][index]], tie)
 
     def begin(self) -> None:
         """Drop gradients that `sync` has summed, except on each parameter's first owner.
@@ -158,12 +152,18 @@ class TiedGradients:
         An owner without a gradient counts as zeros. If no owner has one, it stays None.
         """
         self._pending = False
+        found: list[tuple[list[int], Tie]] = []
         for parameter, tie in self._own():
             if tie.trained:
-                # On the CPU, so that the host can read it without waiting for the device.
-                held = torch.tensor([parameter.grad is not None], dtype=torch.uint8)
-                if torch.cat(self._gather(held, tie)).any():
+                # On the CPU, so that the host can read them without waiting for the device.
+                flags = [parameter.grad is not None, not parameter.requires_grad]
+                gathered = self._gather(torch.tensor(flags, dtype=torch.uint8), tie)
+                held, frozen = torch.stack(gathered).bool().unbind(1)
+                found.append(([o for o, is_ in zip(tie.owners, frozen, strict=True) if is_], tie))
+                if held.any():
                     parameter.grad = _total(self._gather(_gradient_of(parameter), tie))
+        for owners, tie in found:  # only now: an earlier error would leave other owners waiting
+            _require_all_or_none(owners, tie)
 
     def _own(self) -> Iterator[tuple[nn.Parameter, Tie]]:
         return ((tie.parameter, tie) for tie in self.ties if tie.parameter is not None)
@@ -184,6 +184,15 @@ def _gradient_of(parameter: nn.Parameter) -> Tensor:
         return torch.zeros_like(parameter, requires_grad=False)
     gradient = parameter.grad.detach()
     return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _require_all_or_none(frozen: Sequence[int], tie: Tie) -> None:
+    if 0 < len(frozen) < len(tie.owners):
+        raise StateError(
+            f"{describe_rank()}: ranks {list(frozen)} of the pipeline have frozen "
+            f"{tie.names[0]}, which ranks {list(tie.owners)} hold; freeze it on all of them, by "
+            "the name that it has there, or on none"
+        )
 
 
 def _total(gradients: Sequence[Tensor]) -> Tensor:
