@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as c10d
 from one_process import Net, build, split, sum_loss, token_batches, trains_on
-from scaletorch.parallel.pipeline_parallel.schedules.messages import Send
 from torch import nn
 
 from scaletorch.dist import RankFailedError
@@ -24,6 +23,7 @@ from scaletorch.parallel.pipeline_parallel import (
     train_step_pipeline,
 )
 from scaletorch.parallel.pipeline_parallel.runtime import execute, mail
+from scaletorch.parallel.pipeline_parallel.schedules.tasks import Send
 from scaletorch.parallel.pipeline_parallel.stages import ties
 
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]
