@@ -51,11 +51,11 @@ def plan_of(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank:
     """Prove a schedule, and derive the program of one rank."""
     chosen = built(schedule, num_ranks, num_micro_batches)
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
-    program = _program_of(chosen, *proven(chosen), rank)
+    program = program_of(chosen, *proven(chosen), rank)
     return Plan(chosen, f"schedule {chosen.name!r} ({digest})", program)
 
 
-def _program_of(schedule: Schedule, tasks: Tasks, times: Times, rank: int) -> Program:
+def program_of(schedule: Schedule, tasks: Tasks, times: Times, rank: int) -> Program:
     """Return one rank's program, its tasks and messages in order, of a schedule that is `proven`.
 
     An output is sent after the action that made it and before the next action. By the times of
