@@ -181,13 +181,7 @@ def check_output(output: Any) -> None:
 
 
 class Gates:
-    """Wrappers of a stage's modules: they refuse stand-ins, and take the last module's output.
-
-    Args:
-        passages: The forwards of the rank's stages.
-        stage: The stage.
-        last: Whether it is the model's last stage.
-    """
+    """Wrappers of a stage's modules: they refuse stand-ins, and take the last module's output."""
 
     def __init__(self, passages: Passages, stage: int, *, last: bool) -> None:
         self.passages, self.stage, self.last = passages, stage, last

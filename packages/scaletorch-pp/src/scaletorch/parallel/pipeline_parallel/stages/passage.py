@@ -172,13 +172,7 @@ class Passage:
     def passed_on(self, output: Any, parameters: Iterable[nn.Parameter]) -> Hidden:
         """Return the value for the next stage: the output of this stage's last module.
 
-        Args:
-            output: The output of the model's forward; None if it did not reach its end.
-            parameters: The stage's parameters.
-
-        Raises:
-            InvalidArgumentError: The hidden states were changed in place, cannot be sent, or the
-                model's output depends on this stage in another way too.
+        `output` is the model's, or None if its forward did not reach its end.
         """
         self.over = True
         if self._passed is None:  # the model skips the last module, or all of them

@@ -77,12 +77,8 @@ def groups_of_owners(
 class TiedGradients:
     """Keeps values and gradients of tied parameters equal on all their owners.
 
-    Args:
-        ties: All ties of the pipeline, in the same order on every rank.
-        ranks: Global ranks of the pipeline, in order.
-        rank: This rank's place in it.
-        group: The pipeline's process group.
-        groups: Separate groups of owners, by the owners' places; others use `group`.
+    The ties are in the same order on every rank. `ranks` are the pipeline's global ranks, `rank` is
+    this rank's place among them. Owners without a group of their own in `groups` use `group`.
     """
 
     def __init__(
