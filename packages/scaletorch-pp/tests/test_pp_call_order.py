@@ -3,8 +3,8 @@
 import pytest
 from torch import nn
 
-from scaletorch.parallel.pipeline_parallel import infer_split
 from scaletorch.parallel.pipeline_parallel.splitting.call_order import calls_around
+from scaletorch.parallel.pipeline_parallel.splitting.split import place
 
 
 class Decoder(nn.Module):
@@ -50,7 +50,7 @@ def test_the_source_tells():
 
 
 def test_a_split_follows_it_and_else_the_registration():
-    split = infer_split(Model())
+    split = place(Model(), None, 2).split
     assert split.first == ("decoder.embed", "decoder.embed_norm")
     assert split.last == (
         "decoder.final_norm", "decoder.unused", "decoder.twice", "head",

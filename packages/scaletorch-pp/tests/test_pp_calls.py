@@ -458,7 +458,7 @@ class Nested(Net):
 
 def watched(net):
     """Return the gradients that hooks around all layers see, by where they are."""
-    seen = {"whole": [], "body": [], "before": [], "behind": []}
+    seen = {"body": [], "before": [], "behind": []}
 
     def before(module, args):
         args[0].register_hook(seen["before"].append)
@@ -466,7 +466,6 @@ def watched(net):
     def behind(module, args, output):
         output.register_hook(seen["behind"].append)
 
-    net.register_full_backward_hook(lambda module, into, out: seen["whole"].append(out[0]))
     net.layers.register_full_backward_pre_hook(lambda module, out: seen["body"].append(out[0]))
     net.layers.register_forward_pre_hook(before)
     net.layers.register_forward_hook(behind)
@@ -487,9 +486,10 @@ def hooks_around_stages(schedule):
         found = [gradient for rank in ranks for gradient in rank[where]]
         assert all(not rank[where] or len(rank[where]) == len(found) for rank in ranks), where
         torch.testing.assert_close(found, gradients, rtol=1e-12, atol=1e-14)
-    handle = stage.module.layers.register_full_backward_hook(lambda module, into, out: None)
-    refused(stage, r"layers \(Inner\) has a full backward hook")
-    handle.remove()
+    for module, text in ((stage.module, "the model"), (stage.module.layers, "layers")):
+        handle = module.register_full_backward_hook(lambda module, into, out: None)
+        refused(stage, rf"{text} \(\w+\) has a full backward hook")
+        handle.remove()
     train_step_pipeline(stage, ids_of(3), loss_fn=squared)
 
 

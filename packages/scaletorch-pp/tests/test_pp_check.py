@@ -8,18 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scaletorch.parallel.pipeline_parallel.runtime.execute import plan_of
 from scaletorch.parallel.pipeline_parallel.schedules import (
     SCHEDULES,
     Action,
-    Receive,
     Schedule,
     ScheduleError,
-    Send,
     afab,
     check,
-    derive_messages,
     one_f_one_b,
 )
+from scaletorch.parallel.pipeline_parallel.schedules.tasks import Message, Receive, Send
+
+
+def derive_messages(schedule: Schedule) -> list[list[Action | Message]]:
+    """Return the program of each rank: its actions, sends and receives."""
+    sizes = schedule.num_ranks, schedule.num_micro_batches
+    programs = [plan_of(schedule, *sizes, rank).program for rank in range(sizes[0])]
+    return [
+        [each if isinstance(each, Message) else each.action for each in program]
+        for program in programs
+    ]
+
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 4), (3, 5), (4, 8), (6, 3)]
 ROUNDS = 8

@@ -1,7 +1,5 @@
 """Pictures of timelines, predicted and measured."""
 
-import json
-
 import pytest
 
 from scaletorch.dist import InvalidArgumentError
@@ -13,10 +11,7 @@ from scaletorch.parallel.pipeline_parallel import (
     Timeline,
     simulate,
 )
-from scaletorch.parallel.pipeline_parallel.drawing import (
-    to_chrome_trace,
-    to_text,
-)
+from scaletorch.parallel.pipeline_parallel.drawing import to_text
 
 
 def on_one_rank(names: str, ends: list[float], unit: str = "", stages=((0,),)) -> Timeline:
@@ -94,42 +89,11 @@ def test_every_schedule_shows_every_action(name):
 # --- Chrome trace
 
 
-def actions(trace: str) -> list[dict]:
-    return [e for e in json.loads(trace)["traceEvents"] if e["ph"] == "X"]
-
-
-def test_trace_has_processes_threads_and_microseconds():
-    timeline = on_one_rank("F0 . B0.1", [0.5, 0.75, 1.0], unit="s", stages=((0, 1),))
-    trace = to_chrome_trace(timeline)
-    first, second = actions(trace)
-    assert first["name"] == "F0"
-    assert (first["pid"], first["tid"], first["ts"], first["dur"]) == (0, 0, 0, 500_000)
-    assert second["args"] == {"kind": "B", "micro_batch": 0, "chunk": 1, "stage": 1}
-    assert (second["name"], second["ts"], second["dur"]) == ("B0.1", 750_000, 250_000)
-    names = {e["name"]: e["args"] for e in json.loads(trace)["traceEvents"] if e["ph"] == "M"}
-    assert names["process_name"] == {"name": "mine"}
-    assert names["thread_name"] == {"name": "rank 0"}
-
-
-def test_a_predicted_unit_is_a_millisecond():
-    both = actions(to_chrome_trace(predicted(), predicted("zb_h1")))
-    assert both[0]["dur"] == 1_000
-    assert {e["pid"] for e in both} == {0, 1}
-
-
 # --- what cannot be drawn
 
 
 def test_what_cannot_be_drawn():
-    for draw in (to_text, to_chrome_trace):
-        with pytest.raises(InvalidArgumentError, match="the actions of 'mine' take no time"):
-            draw(on_one_rank("F0", [0]))
+    with pytest.raises(InvalidArgumentError, match="the actions of 'mine' take no time"):
+        to_text(on_one_rank("F0", [0]))
     with pytest.raises(InvalidArgumentError, match="a width of at least 9, got 5"):
         to_text(predicted(), width=5)
-
-
-def test_timelines_and_titles_that_do_not_fit():
-    with pytest.raises(InvalidArgumentError, match="at least one timeline"):
-        to_chrome_trace()
-    with pytest.raises(InvalidArgumentError, match="one title for each of 1 timelines, got 2"):
-        to_chrome_trace(predicted(), titles=["a", "b"])

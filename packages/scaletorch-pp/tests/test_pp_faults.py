@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from one_process import Layer, Net, build, split, sum_loss, token_batches, trains_on, world
+from one_process import (
+    Layer,
+    Net,
+    build,
+    forward_everywhere,
+    split,
+    sum_loss,
+    token_batches,
+    trains_on,
+    world,
+)
 
 from scaletorch.dist import MismatchError
 from scaletorch.dist.testing import distributed_test, run_ranks
@@ -114,7 +124,7 @@ def forwards(stage, plain, trap):
         with pytest.raises(kind, match="boom in forward"):
             pipeline_forward(stage, make_batches(length=length))
         trap.spring(None)
-        outputs = pipeline_forward(stage, make_batches(length=length), everywhere=True)
+        outputs = forward_everywhere(stage, make_batches(length=length))
         for output, batch in zip(outputs, make_batches(length=length), strict=True):
             assert torch.equal(output, plain(batch["input_ids"]))
 

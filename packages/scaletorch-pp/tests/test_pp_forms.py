@@ -7,14 +7,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from one_process import Net, accumulate, build, require_same, split, trains_on
+from one_process import Net, accumulate, build, forward_everywhere, require_same, split, trains_on
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import (
     StageError,
-    pipeline_forward,
     train_step_pipeline,
 )
 
@@ -115,7 +114,7 @@ def close(a, b):
 
 def forwards(stage, plain, *sizes):
     batches = make_batches(*sizes)
-    outputs = pipeline_forward(stage, batches, everywhere=True)
+    outputs = forward_everywhere(stage, batches)
     for output, batch in zip(outputs, batches, strict=True):
         close(output, plain(batch["input_ids"]))
 
@@ -162,7 +161,7 @@ def test_parameters_frozen_and_unfrozen_between_steps():
 @distributed_test(world_size=3)
 def test_more_forms_than_are_remembered():
     stages = "scaletorch.parallel.pipeline_parallel.stages"
-    with patch(f"{stages}.passage.MANY_FORMS", 5), patch(f"{stages}.state.MANY_FORMS", 5):
+    with patch(f"{stages}.passage.MANY_FORMS", 5), patch(f"{stages}.stage.MANY_FORMS", 5):
         many_lengths()
 
 

@@ -35,7 +35,7 @@ def test_a_form_comes_back(dtype):
     trained = torch.ones(2, 3, requires_grad=True)
     hidden = {"states": (trained, [torch.ones(3, 0, dtype=dtype)]), "rate": 0.5, "name": None}
     places = {Place(1, 2, 3): (0, 1)}
-    for value in (trained, hidden, Passed(hidden, [trained], places, 1, Form(hidden))):
+    for value in (trained, hidden, Passed(hidden, [trained], places)):
         assert from_header(to_header(Form(value))) == Form(value)
     assert from_header(to_header(None)) is None
 

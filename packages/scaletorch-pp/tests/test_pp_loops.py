@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from one_process import build, require_same, serial, split
+from one_process import build, forward_everywhere, require_same, serial, split
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
@@ -11,7 +11,6 @@ from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     Split,
     StageError,
-    pipeline_forward,
     train_step_pipeline,
 )
 
@@ -118,23 +117,24 @@ def as_one_process(cases):
             require_same(stage, plain, atol=1e-15)
         with torch.no_grad():
             outputs = [plain(batch["input_ids"]) for batch in make_batches()]
-        found = pipeline_forward(stage, make_batches(), everywhere=True)
+        found = forward_everywhere(stage, make_batches())
         torch.testing.assert_close(found, outputs, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("points", [("layers.3",), ("layers.1",), ("layers.1", "layers.3")])
-def test_a_stage_may_begin_behind_a_loop_and_before_it(points):
-    cases = [(kind, Split(points=points)) for kind in (Looped, OfLength)]
-    run_ranks(as_one_process, len(points) + 1, cases)
+def test_a_stage_may_begin_before_a_loop_and_have_a_layer_behind_it():
+    cases = [(kind, Split(points=points)) for kind in (Looped, OfLength)
+             for points in (("layers.1",), ("layers.4",))]  # fmt: skip
+    run_ranks(as_one_process, 2, cases)
 
 
 @distributed_test(world_size=2)
 def test_what_no_stage_can_do_alone_is_refused():
-    for kind, text in (
-        (Looped, "comes back to it after modules of stage 1: .* or use no pipe"),
-        (OfReversible, "in an autograd function that computes their gradients itself"),
+    for kind, point, text in (
+        (Looped, "layers.2", "comes back to it after modules of stage 1: .* or use no pipe"),
+        (Looped, "layers.3", "calls it more than once; .* let the stage end after the loop"),
+        (OfReversible, "layers.2", "by another way than .* reversible layers"),
     ):
-        stage = split(build(kind), points=Split(points=("layers.2",)))
+        stage = split(build(kind), points=Split(points=(point,)))
         with pytest.raises((InvalidArgumentError, StageError), match=text):
             train_step_pipeline(stage, make_batches())
 

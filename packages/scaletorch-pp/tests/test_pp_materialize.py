@@ -167,18 +167,11 @@ def test_tied_parameters_stay_tied_and_any_of_their_names_will_do():
     assert same(model.eval()(ids), whole.eval()(ids))
 
 
-def test_another_dtype():
-    model = stage_on_meta(0)
-    materialize(model, "cpu", plain().state_dict(), dtype=torch.bfloat16)
+def test_values_take_the_dtype_of_the_model():
+    model = stage_on_meta(0).bfloat16()
+    materialize(model, "cpu", plain().state_dict())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    norm = model.layers[0].norm
-    assert (norm.running_mean.dtype, norm.num_batches_tracked.dtype) == (
-        torch.bfloat16,
-        torch.int64,
-    )
-    assert model.rotary.inv_freq.dtype == torch.float32
-    with pytest.raises(InvalidArgumentError, match=r"floating point type .*, got torch\.int8"):
-        materialize(model, "cpu", {}, dtype=torch.int8)
+    assert same(model.embed.weight, plain().embed.weight.bfloat16())
 
 
 def test_a_model_built_wholly_on_meta():

@@ -23,7 +23,7 @@ from scaletorch.parallel.pipeline_parallel import (
     train_step_pipeline,
 )
 from scaletorch.parallel.pipeline_parallel.runtime import execute, mail
-from scaletorch.parallel.pipeline_parallel.schedules.messages import Send
+from scaletorch.parallel.pipeline_parallel.schedules.tasks import Send
 from scaletorch.parallel.pipeline_parallel.stages import ties
 
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]

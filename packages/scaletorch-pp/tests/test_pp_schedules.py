@@ -127,14 +127,12 @@ def _less_w(ranks):
 def test_names_and_bad_numbers(name):
     build = SCHEDULES[name]
     assert build(2, 3).name == name
-    for sizes in ((0, 1), (1, 0), (-1, 2)):
-        with pytest.raises(InvalidArgumentError, match="at least 1 rank and 1 micro-batch"):
+    for sizes, text in (((0, 1), "ranks, got 0"), ((2, -1), "micro-batches, got -1")):
+        with pytest.raises(InvalidArgumentError, match=f"at least 1 of {text}"):
             build(*sizes)
     if build in CHUNKED:
-        with pytest.raises(InvalidArgumentError, match="at least 1 chunk, got 0"):
+        with pytest.raises(InvalidArgumentError, match="at least 1 of stages a rank, got 0"):
             build(2, 2, 0)
-    with pytest.raises(InvalidArgumentError, match="10000 ranks, 100000 micro-batches and"):
-        build(10**4, 10**5)
     with pytest.raises(InvalidArgumentError, match=r"a whole number of micro-batches, got 2\.5"):
         build(2, 2.5)
 

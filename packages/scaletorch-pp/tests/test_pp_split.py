@@ -16,7 +16,6 @@ from scaletorch.parallel.pipeline_parallel import (
     PassThrough,
     PipelineParallel,
     Split,
-    infer_split,
     train_step_pipeline,
 )
 from scaletorch.parallel.pipeline_parallel.splitting.modules import takes
@@ -112,7 +111,7 @@ SPLIT = Split(
 
 
 def test_inference_at_any_depth():
-    assert infer_split(Outer()) == SPLIT
+    assert place(Outer(), None, 2).split == SPLIT
     names = tuple(f"model.layers.{index}" for index in range(3))
     assert layers_of(Outer()) == layers_of(Outer(), SPLIT) == names
 
@@ -126,7 +125,7 @@ def test_inference_at_any_depth():
 )
 def test_layers_that_cannot_be_told(model, text):
     with pytest.raises(InvalidArgumentError, match=text):
-        infer_split(model)
+        place(model, None, 2)
 
 
 @pytest.mark.parametrize(
@@ -325,15 +324,15 @@ class Seeing(nn.Module):
 
 
 def test_layers_are_those_of_the_decoder_that_a_model_names():
-    found = infer_split(Seeing())
+    found = place(Seeing(), None, 2).split
     assert found.layers == "decoder.layers"
     assert set(found.first + found.last) == {"tower", "decoder.early", "head"}
     deeper = Seeing()
     deeper.decoder.eyes = nn.ModuleDict({"tower": Seeing().tower})
-    assert infer_split(deeper).layers == "decoder.layers"
+    assert place(deeper, None, 2).split.layers == "decoder.layers"
     deeper.decoder.more = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
     with pytest.raises(InvalidArgumentError, match=r"has decoder\.layers, decoder\.more; pass"):
-        infer_split(deeper)
+        place(deeper, None, 2)
 
 
 class Numbered(nn.Module):

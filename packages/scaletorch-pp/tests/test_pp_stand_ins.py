@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from one_process import build, require_same, split
+from one_process import build, forward_everywhere, require_same, split
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +14,6 @@ from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import (
     Split,
     StageError,
-    pipeline_forward,
     train_step_pipeline,
 )
 
@@ -415,7 +414,7 @@ def test_forwards_without_gradients_are_examined_too():
         with torch.no_grad():
             expected = [plain(**batch) for batch in given]
         for _ in range(2):
-            found = pipeline_forward(stage, make_batches(), everywhere=True)
+            found = forward_everywhere(stage, make_batches())
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 

@@ -1,21 +1,17 @@
-"""Pictures of timelines: in the terminal, and as a Chrome trace for https://ui.perfetto.dev."""
+"""Pictures of timelines in the terminal."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...dist.errors import InvalidArgumentError
-from .schedules.schedule import Action, Schedule, Span, Timeline
+from .schedules.schedule import Action, Span, Timeline
 
-__all__ = ["to_chrome_trace", "to_text"]
+__all__ = ["to_text"]
 
 WIDTH = 120  # columns, if times have no common unit and no width is given
 _CLOSE = 1e-6  # of a unit: tolerance for the rounding of floats
-MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
-PREDICTED = 1e3  # microseconds for a unit without a name
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,10 @@ def to_text(
     Raises:
         InvalidArgumentError: The actions take no time, or `width` leaves no room for them.
     """
-    _require_time(timeline)
+    if not sum(s.end - s.start for s in timeline.spans) > 0:
+        raise InvalidArgumentError(
+            f"nothing to draw: the actions of {timeline.schedule.name!r} take no time"
+        )
     num_ranks = timeline.schedule.num_ranks
     names = [f"rank {rank:<{len(str(num_ranks - 1))}}  " for rank in range(num_ranks)]
     scale = _scale(timeline, width, len(names[0]))
@@ -62,7 +61,7 @@ def to_text(
     return "\n".join([*lines, "", *_below(timeline, scale, peak)])
 
 
-def common_unit(timeline: Timeline) -> float | None:
+def _common_unit(timeline: Timeline) -> float | None:
     """Return a unit of which all times are multiples (1 to 1/4 of the shortest action), or None."""
     start = min(s.start for s in timeline.spans)
     times = {t - start for s in timeline.spans for t in (s.start, s.end)}
@@ -75,8 +74,9 @@ def common_unit(timeline: Timeline) -> float | None:
 
 
 def _scale(timeline: Timeline, width: int | None, margin: int) -> _Scale:
-    start, chunks = min(s.start for s in timeline.spans), _num_chunks(timeline.schedule)
-    unit = common_unit(timeline)
+    start = min(s.start for s in timeline.spans)
+    chunks = max(map(len, timeline.schedule.stages))
+    unit = _common_unit(timeline)
     if unit is not None:
         cell = max(len(_label(s.action, chunks)) for s in timeline.spans) + 1
         columns = round(timeline.makespan / unit) * cell - 1
@@ -90,15 +90,15 @@ def _scale(timeline: Timeline, width: int | None, margin: int) -> _Scale:
 
 def _line(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
     """Yield the text of each action of a rank, and of the idle times between actions."""
-    here = 0
+    column = 0
     spans = sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: s.start)
     for span in spans:
-        first, last = max(scale.column(span.start), here), scale.column(span.end)
+        first, last = max(scale.column(span.start), column), scale.column(span.end)
         if last > first:
-            yield _idle(first - here, scale.cell)
+            yield _idle(first - column, scale.cell)
             yield _action(span, last - first, scale)
-            here = last
-    yield _idle(scale.column(timeline.makespan + scale.start) - here, scale.cell)
+            column = last
+    yield _idle(scale.column(timeline.makespan + scale.start) - column, scale.cell)
 
 
 def _idle(columns: int, cell: int) -> str:
@@ -120,7 +120,8 @@ def _label(action: Action, chunks: int) -> str:
 
 
 def _below(timeline: Timeline, scale: _Scale, peak: Sequence[float] | None) -> Iterator[str]:
-    yield f"{timeline.schedule.name}: {_figures(timeline)}"
+    makespan = _with_unit(timeline.makespan, timeline.unit)
+    yield f"{timeline.schedule.name}: makespan {makespan}, bubble {100 * timeline.bubble:.1f} %"
     if scale.cell == 1:
         yield f"one column is {_with_unit(scale.unit, timeline.unit)}"
     if scale.chunks == 2:
@@ -131,88 +132,6 @@ def _below(timeline: Timeline, scale: _Scale, peak: Sequence[float] | None) -> I
         yield f"peak live activations: {' '.join(f'{p:g}' for p in peak)}"
 
 
-def to_chrome_trace(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
-    """Return timelines as JSON in the Chrome trace event format.
-
-    Each timeline is a process, and each rank a thread. Times are microseconds from the timeline's
-    first action. A unit other than s, ms, us or ns is drawn as a millisecond.
-
-    Args:
-        timelines: At least one timeline.
-        titles: A title for each timeline; if empty, the names of the schedules.
-
-    Raises:
-        InvalidArgumentError: There is no timeline, a timeline takes no time, or the number of
-            titles differs.
-    """
-    if not timelines:
-        raise InvalidArgumentError("nothing to draw: give at least one timeline")
-    if titles and len(titles) != len(timelines):
-        raise InvalidArgumentError(
-            f"expected one title for each of {len(timelines)} timelines, got {len(titles)}"
-        )
-    names = titles or [timeline.schedule.name for timeline in timelines]
-    for timeline in timelines:
-        _require_time(timeline)
-    events: list[dict[str, Any]] = []
-    for process, (timeline, name) in enumerate(zip(timelines, names, strict=True)):
-        events += _names(process, timeline, name)
-        events += _actions(process, timeline, MICROSECONDS.get(timeline.unit, PREDICTED))
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-def _names(process: int, timeline: Timeline, name: str) -> Iterator[dict[str, Any]]:
-    yield _meta("process_name", process, 0, name=name)
-    yield _meta("process_labels", process, 0, labels=_figures(timeline))
-    yield _meta("process_sort_index", process, 0, sort_index=process)
-    for rank in range(timeline.schedule.num_ranks):
-        yield _meta("thread_name", process, rank, name=f"rank {rank}")
-        yield _meta("thread_sort_index", process, rank, sort_index=rank)
-
-
-def _meta(what: str, process: int, thread: int, **args: str | int) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
-
-
-def _actions(process: int, timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
-    first = min(s.start for s in timeline.spans)
-    for rank, action, start, end in timeline.spans:
-        stage = timeline.schedule.stages[rank][action.chunk]
-        yield {
-            "ph": "X",
-            "name": str(action),
-            "cat": "pipeline",
-            "pid": process,
-            "tid": rank,
-            "ts": (start - first) * scale,
-            "dur": (end - start) * scale,
-            "args": {**action._asdict(), "stage": stage},
-        }
-
-
-def _require_time(timeline: Timeline) -> None:
-    """Check that the actions take time.
-
-    Raises:
-        InvalidArgumentError: They take none.
-    """
-    if not sum(s.end - s.start for s in timeline.spans) > 0:
-        raise InvalidArgumentError(
-            f"nothing to draw: the actions of {timeline.schedule.name!r} take no time"
-        )
-
-
-def _figures(timeline: Timeline) -> str:
-    """Return makespan and bubble as text."""
-    makespan = _with_unit(timeline.makespan, timeline.unit)
-    return f"makespan {makespan}, bubble {100 * timeline.bubble:.1f} %"
-
-
 def _with_unit(value: float, unit: str) -> str:
     """Return a time with its unit as text."""
     return f"{value:.6g} {unit}".rstrip()
-
-
-def _num_chunks(schedule: Schedule) -> int:
-    """Return the largest number of stages on any rank."""
-    return max(map(len, schedule.stages))

@@ -44,7 +44,7 @@ def pipeline_communicate(
 
     Returns:
         The received tensor; None when sending, or if there is no such neighbour. Hidden states
-        (`recv_forward`) are a leaf that requires grad while grad is enabled.
+        of the previous stage are a leaf that requires grad while grad is enabled.
 
     Raises:
         InvalidArgumentError: Unknown operation, or nothing to send or receive into.
@@ -62,20 +62,8 @@ def bidirectional_pipeline_communicate(
 ) -> Tensor | None:
     """Send to a neighbouring stage and receive from it in one exchange, which cannot deadlock.
 
-    Args:
-        operation: `send_fwd_recv_bwd` (next stage) or `send_bwd_recv_fwd` (previous stage).
-        send_tensor: The tensor to send.
-        recv_shapes: Shape of the received tensor, `[B, L, H]`.
-        device: Device of the received tensor.
-        dtype: Dtype of both tensors.
-        group: The stages in order; None is the manager's pp axis.
-
-    Returns:
-        The received tensor, or None if there is no such neighbour. Hidden states
-        (`send_bwd_recv_fwd`) are a leaf that requires grad while grad is enabled.
-
-    Raises:
-        InvalidArgumentError: Unknown operation, or nothing to send or receive into.
+    `operation` is `send_fwd_recv_bwd` (next stage) or `send_bwd_recv_fwd` (previous stage). Other
+    arguments, the result and errors are those of `pipeline_communicate`.
     """
     return _communicate(
         operation, _BOTH_WAYS, send_tensor, recv_shapes, torch.device(device), dtype, group
@@ -101,9 +89,7 @@ def _communicate(
         ranks[stage + steps] if steps and 0 <= stage + steps < len(ranks) else None
         for steps in operations[name]
     )
-    if to is not None:
-        _check_tensor(name, tensor, dtype)
-    sends = [] if to is None or tensor is None else [(tensor, to)]
+    sends = [] if to is None else [(_sent(name, tensor, dtype), to)]
     recvs: list[tuple[Tensor, int]] = []
     if source is not None:
         sizes = checked_shape(shape if shape is not None else ())
@@ -116,7 +102,7 @@ def _communicate(
     return recvs[0][0].requires_grad_(hidden and torch.is_grad_enabled())
 
 
-def _check_tensor(name: str, tensor: Tensor | None, dtype: torch.dtype) -> None:
+def _sent(name: str, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
     if tensor is None:
         raise InvalidArgumentError(f"{describe_rank()}: {name} needs a tensor to send, got None")
     if tensor.dtype != dtype:
@@ -124,3 +110,4 @@ def _check_tensor(name: str, tensor: Tensor | None, dtype: torch.dtype) -> None:
             f"{describe_rank()}: {name} was given a {tensor.dtype} tensor to send as {dtype}; "
             "cast it first: the receiver reads its bits as that dtype"
         )
+    return tensor

@@ -14,16 +14,13 @@ from .schedules import (
     Action,
     Builder,
     Costs,
-    Receive,
     Report,
     Schedule,
     ScheduleError,
-    Send,
     Span,
     Timeline,
     afab,
     check,
-    derive_messages,
     dualpipe_v,
     forward_only,
     interleaved_1f1b,
@@ -35,10 +32,10 @@ from .schedules import (
 )
 from .schedules.builders import AnySchedule
 from .splitting.balance import distribute_layers
-from .splitting.split import Split, infer_split, layers_of
+from .splitting.split import Split, layers_of
 from .stages.cut import PassThrough
 from .stages.materialize import materialize, meta_parameters
-from .steps.evaluate import pipeline_forward
+from .steps.step import pipeline_forward
 
 __all__ = [
     "SCHEDULES",
@@ -48,11 +45,9 @@ __all__ = [
     "Costs",
     "PassThrough",
     "PipelineParallel",
-    "Receive",
     "Report",
     "Schedule",
     "ScheduleError",
-    "Send",
     "Span",
     "Split",
     "StageError",
@@ -61,11 +56,9 @@ __all__ = [
     "afab",
     "bidirectional_pipeline_communicate",
     "check",
-    "derive_messages",
     "distribute_layers",
     "dualpipe_v",
     "forward_only",
-    "infer_split",
     "interleaved_1f1b",
     "layers_of",
     "looped_breadth_first",

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -23,10 +24,9 @@ from ....dist.building import tell_guard
 from ....dist.errors import RankFaultError
 from ...pg_manager import describe_rank
 from ..schedules.builders import AnySchedule, built
-from ..schedules.messages import Message, program_of
 from ..schedules.schedule import Schedule
-from ..schedules.simulate import proven
-from ..schedules.tasks import Task
+from ..schedules.simulate import Times, proven
+from ..schedules.tasks import Message, Receive, Send, Task, Tasks, receiver
 from .mail import Mail, StageError
 
 Program = Sequence[Task | Message]
@@ -48,15 +48,44 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=64)
 def plan_of(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank: int) -> Plan:
-    """Prove a schedule, and derive the program of one rank.
-
-    Raises:
-        ScheduleError: It would deadlock, or not compute every gradient.
-    """
+    """Prove a schedule, and derive the program of one rank."""
     chosen = built(schedule, num_ranks, num_micro_batches)
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
     program = program_of(chosen, *proven(chosen), rank)
     return Plan(chosen, f"schedule {chosen.name!r} ({digest})", program)
+
+
+def program_of(schedule: Schedule, tasks: Tasks, times: Times, rank: int) -> Program:
+    """Return one rank's program, its tasks and messages in order, of a schedule that is `proven`.
+
+    An output is sent after the action that made it and before the next action. By the times of
+    `simulate`, it is received when the receiver waits for it or has just ended an action. Nothing
+    is sent between two stages of one rank.
+    """
+    # All actions and messages of all ranks have one global order: an action stands at its start, a
+    # message at the end of the action that made it, before actions that start at that time.
+    # Messages of the same time are ordered by stage and micro-batch, forwards first. Each program
+    # is the subsequence of this order that belongs to its rank.
+    # So ranks cannot deadlock, even if a send blocks until its receive. Proof: take the first
+    # action or message in the order that has not run. Everything before it on its ranks has run, so
+    # an action has its inputs, and both sides of a message have reached it. Adjacent messages may
+    # also be posted as a batch: the first message still has both sides posted, so a batch completes
+    # after finitely many steps. Two ranks see the messages between them in the same order, so their
+    # sends and receives match.
+    events: list[tuple[float, bool, tuple[int, ...], Task | Message]] = []
+    for source, own in enumerate(tasks):
+        for place, (task, (start, end)) in enumerate(zip(own, times[source], strict=True)):
+            if source == rank:
+                events.append((start, True, (place,), task))
+            if task.makes is None:
+                continue
+            stage, micro_batch, gradient = task.makes
+            target = receiver(schedule, task.makes)
+            if target != source and rank in (source, target):
+                order = (gradient, -stage if gradient else stage, micro_batch)
+                send, peer = (Send, target) if rank == source else (Receive, source)
+                events.append((end, False, order, send(peer, *task.makes)))
+    return [operation for *_, operation in sorted(events, key=itemgetter(0, 1, 2))]
 
 
 def execute(
@@ -72,31 +101,20 @@ def execute(
     contents, so that no rank waits forever and none is left over for the next step. If a guard is
     on, it tells all ranks instead, also those outside the pipeline that wait for this one.
 
-    Args:
-        program: This rank's program.
-        mail: The outputs on their way.
-        run: Runs a task whose input has arrived.
-        group: The pipeline's group; None in one process.
-        note: Returns a flag that this rank tells the others at the end.
-
     Returns:
-        Whether `note` returned true on any rank.
-
-    Raises:
-        StageError: Another rank has failed.
-        RankFaultError: A guard has found a fault of another rank.
+        Whether `note` returned true on any rank, once the step has ended.
     """
     rest = deque(program)
     try:
         while rest:
-            each = rest[0]
-            if isinstance(each, Message):
-                mail.start(each)
+            operation = rest[0]
+            if isinstance(operation, Message):
+                mail.start(operation)
             else:
                 mail.flush()
-                if each.needs is not None:
-                    mail.wait(each.needs)
-                run(each)
+                if operation.needs is not None:
+                    mail.wait(operation.needs)
+                run(operation)
             rest.popleft()
         mail.finish()  # inside the try, since the step fails if a last message does
     except RankFaultError:  # all ranks know of the fault, and no more messages will come
@@ -123,21 +141,14 @@ class _Failure(NamedTuple):
 def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | None) -> None:
     """Send and receive the remaining messages empty, and tell the other ranks of an error.
 
-    Args:
-        error: The error.
-        rest: The rest of the program, from the failed task or message.
-        mail: The outputs on their way.
-        group: The pipeline's group.
-
-    Raises:
-        StageError: Another rank's failure has caused the error.
+    `rest` is the rest of the program, from the failed task or message.
     """
     own = None if isinstance(error, StageError) else _failure(error, rest)
     first = None
     with suppress(Exception):  # the first error is raised, whatever fails during the clean-up
         # Messages that have started finish as they are. All later ones pass empty, in their order,
         # so that sends and receives still match on both sides.
-        mail.skip(each for each in rest if isinstance(each, Message))
+        mail.skip(message for message in rest if isinstance(message, Message))
         mail.finish()
         _, first = _settled(group, failed=True, own=own)
     if first is None:
@@ -155,19 +166,15 @@ def _settled(
     noted: bool = False,
     own: _Failure | None = None,
 ) -> tuple[bool, _Failure | None]:
-    """End the step: all ranks of the pipeline call it.
-
-    Returns:
-        Whether `noted` is true on any rank, and the first failure, or None.
-    """
+    """Return whether `noted` on any rank, and the first failure or None; all ranks call it."""
     if group is None:
         return noted, None
-    told = torch.tensor([failed, noted])  # on the CPU, so that no device has to be waited for
-    failed, noted = torch.stack(all_gather(told, group=group)).any(0).tolist()
+    flags = torch.tensor([failed, noted])  # on the CPU, so that no device has to be waited for
+    failed, noted = torch.stack(all_gather(flags, group=group)).any(0).tolist()
     if not failed:
         return noted, None
-    found = [each for each in all_gather_object(own, group=group) if each is not None]
-    return noted, min(found)
+    failures = [one for one in all_gather_object(own, group=group) if one is not None]
+    return noted, min(failures)
 
 
 def _failure(error: Exception, rest: Program) -> _Failure:

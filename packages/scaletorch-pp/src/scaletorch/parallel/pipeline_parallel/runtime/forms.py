@@ -102,28 +102,18 @@ def strangers(value: Any) -> Iterator[Any]:
 
 
 def tensor_of(value: Any) -> Tensor:
-    """Return a module's main output: the tensor itself, or a container's logits or first tensor.
-
-    Raises:
-        InvalidArgumentError: There is no tensor.
-    """
-    logits = value.get("logits") if isinstance(value, Mapping) else None
-    if isinstance(logits, Tensor):  # the first tensor may be a loss
-        return logits
-    entries = tensors_of(value) if isinstance(value, Tensor | Mapping | tuple | list) else []
-    if not entries:
+    """Return a module's main output: the tensor itself, or a container's logits or first tensor."""
+    if isinstance(value, Tensor):
+        return value
+    entries: Iterable[Any] = value if isinstance(value, tuple | list) else ()
+    if isinstance(value, Mapping):  # the first tensor may be a loss
+        entries = (value.get("logits"), *value.values())
+    found = next((entry for entry in entries if isinstance(entry, Tensor)), None)
+    if found is None:
         came = type(value).__name__
         message = f"{describe_rank()}: expected a module to return a tensor, got {came}"
         raise InvalidArgumentError(message)
-    return entries[0]
-
-
-def tensors_of(output: Any) -> list[Tensor]:
-    """Return the tensors of a forward's output: itself, or those directly in a container."""
-    if isinstance(output, Tensor):
-        return [output]
-    entries = output.values() if isinstance(output, Mapping) else output
-    return [entry for entry in entries if isinstance(entry, Tensor)]
+    return found
 
 
 def signature(value: Any) -> Hashable:
@@ -142,11 +132,7 @@ def facts_of(given: Any, kwargs: Mapping[str, Any]) -> Iterator[Hashable]:
 
 
 def to_header(form: Form | None) -> Tensor:
-    """Encode a form as a tensor of `HEADER_BYTES` bytes; None says that no value will come.
-
-    Raises:
-        InvalidArgumentError: It has too many tensors, or too long names.
-    """
+    """Encode a form as a tensor of `HEADER_BYTES` bytes; None says that no value will come."""
     text = pickle.dumps(form)
     if len(text) > HEADER_BYTES:
         raise InvalidArgumentError(
@@ -157,11 +143,7 @@ def to_header(form: Form | None) -> Tensor:
 
 
 def from_header(header: Tensor) -> Form | None:
-    """Decode a form that `to_header` has encoded.
-
-    Raises:
-        InvalidArgumentError: The header names anything that a form does not need.
-    """
+    """Decode a form that `to_header` has encoded."""
     form: Form | None = _Unpickler(io.BytesIO(bytes(header.cpu().tolist()))).load()
     return form
 
@@ -170,11 +152,7 @@ class _Unpickler(pickle.Unpickler):
     """An unpickler of forms alone, so that a header cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class, function or dtype that a form needs.
-
-        Raises:
-            InvalidArgumentError: It is another one.
-        """
+        """Return a class, function or dtype that a form needs; refuse any other."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _NAMED:
             raise InvalidArgumentError(

@@ -16,8 +16,7 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import has_streams
-from ..schedules.messages import Message, Receive
-from ..schedules.tasks import Key
+from ..schedules.tasks import Key, Message, Receive
 from .forms import HEADER_BYTES, NOTHING, Form, Hidden, from_header, to_header
 
 IN_FLIGHT = 8  # at most this many sends are under way, since their tensors stay in memory
@@ -43,14 +42,10 @@ def goes_in_batches(group: ProcessGroup | None) -> bool:
 
 
 def neighbours(stages: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the pairs of places in a pipeline that exchange hidden states, each once.
-
-    Args:
-        stages: Each rank's stages, chunk by chunk.
-    """
+    """Return the pairs of places in a pipeline that exchange hidden states, each once."""
     homes = {stage: place for place, own in enumerate(stages) for stage in own}
     crossings = ({homes[stage], homes[stage + 1]} for stage in range(len(homes) - 1))
-    return sorted({(min(each), max(each)) for each in crossings if len(each) == 2})
+    return sorted({(min(pair), max(pair)) for pair in crossings if len(pair) == 2})
 
 
 class Parcel(NamedTuple):
@@ -160,11 +155,7 @@ class Mail:
         self._void: list[tuple[dict[int, Form], int]] = []
 
     def put(self, key: Key, value: Hidden) -> None:
-        """Keep an output until it is sent, or until another stage of this rank takes it.
-
-        Raises:
-            InvalidArgumentError: Its form differs from earlier micro-batches of this signature.
-        """
+        """Keep an output until it is sent, or until another stage of this rank takes it."""
         known = None if key.gradient else self._forms[key.micro_batch].get(key.stage)
         if known is not None and known is not NOTHING and Form(value) != known:
             raise InvalidArgumentError(
@@ -219,23 +210,19 @@ class Mail:
             del forms[stage]
 
     def take_hidden(self, key: Key) -> Hidden:
-        """Return the hidden states of the previous stage, as leaves that require grad if sent so.
-
-        Raises:
-            StageError: The previous stage has failed.
-        """
+        """Return the previous stage's hidden states, as leaves that require grad if sent so."""
         parcel = self._coming.pop(key, None)
         if parcel is None:
-            made = self._made.pop(key)
+            value = self._made.pop(key)
             # From another stage of this rank: detached, so that each stage has its own backward.
-            form, tensors = Form(made), [tensor.detach() for tensor in tensors_in(made)]
+            form, tensors = Form(value), [tensor.detach() for tensor in tensors_in(value)]
         else:
             form, tensors = self._forms[key.micro_batch][key.stage], parcel.tensors
             if form is NOTHING:
                 raise StageError(f"{describe_rank()}: the stage before has failed")
         if torch.is_grad_enabled():
-            for tensor, each in zip(tensors, form.tensors, strict=True):
-                tensor.requires_grad_(each.requires_grad)
+            for tensor, like in zip(tensors, form.tensors, strict=True):
+                tensor.requires_grad_(like.requires_grad)
         hidden: Hidden = form.filled(tensors)
         return hidden
 
@@ -245,10 +232,13 @@ class Mail:
         return list(tensors_in(self._made.pop(key))) if parcel is None else parcel.tensors
 
     def _send(self, key: Key, peer: int) -> None:
-        made = self._made.pop(key)
-        if not key.gradient:  # the receiver of a gradient knows its form: it made the tensor
-            self._tell(key, made, peer)
-        for tensor in tensors_in(made):
+        value, forms = self._made.pop(key), self._forms[key.micro_batch]
+        # The receiver of a gradient knows its form: it made the tensor.
+        if not key.gradient and key.stage not in forms:
+            form = Form(value)
+            self._posts.send(to_header(form).to(self._posts.device), peer)
+            forms[key.stage] = form
+        for tensor in tensors_in(value):
             self._posts.send(tensor, peer)
 
     def _send_nothing(self, key: Key, peer: int, make: Make) -> None:
@@ -281,12 +271,6 @@ class Mail:
         for work in parcel.works:
             work.wait()
         return from_header(header)
-
-    def _tell(self, key: Key, made: Hidden, peer: int) -> None:
-        if key.stage not in self._forms[key.micro_batch]:
-            form = Form(made)
-            self._posts.send(to_header(form).to(self._posts.device), peer)
-            self._forms[key.micro_batch][key.stage] = form
 
     def _due(self, key: Key) -> tuple[Tensor, ...]:
         # The gradient that stage s makes belongs to the output of stage s - 1.

@@ -12,7 +12,6 @@ from .builders import (
     zb_h1,
     zb_v,
 )
-from .messages import Receive, Send, derive_messages
 from .schedule import Action, Schedule, Span, Timeline
 from .simulate import Costs, Report, check, rank_ends, simulate
 from .tasks import ScheduleError
@@ -22,16 +21,13 @@ __all__ = [
     "Action",
     "Builder",
     "Costs",
-    "Receive",
     "Report",
     "Schedule",
     "ScheduleError",
-    "Send",
     "Span",
     "Timeline",
     "afab",
     "check",
-    "derive_messages",
     "dualpipe_v",
     "forward_only",
     "interleaved_1f1b",

@@ -80,13 +80,7 @@ Times = list[list[tuple[float, float]]]  # start and end of each rank's actions,
 
 
 def proven(schedule: Schedule) -> tuple[Tasks, Times]:
-    """Prove that a schedule runs to its end; return its tasks and their times at default costs.
-
-    `check` and `derive_messages` build on this.
-
-    Raises:
-        ScheduleError: It is incomplete, out of order, or deadlocks.
-    """
+    """Prove that a schedule runs to its end; return its tasks and their times at default costs."""
     return tasks_of(schedule), run(schedule, Costs())
 
 
@@ -95,7 +89,7 @@ def check(schedule: Schedule) -> Report:
 
     Each micro-batch must have, on each stage, one forward and (unless no stage has a backward) one
     backward "B", or one "I" and then one "W". No ranks may wait for each other in a circle. The
-    messages that `derive_messages` adds cannot cause a deadlock.
+    messages that a train step adds cannot cause a deadlock.
 
     Raises:
         ScheduleError: It is not; the message says why, and on which rank.
@@ -108,9 +102,9 @@ def check(schedule: Schedule) -> Report:
         peak_live=(0,) * schedule.num_ranks if set(actions) == {FORWARD} else tuple(peaks),
         actions=actions,
         messages=sum(
-            each.makes is not None and receiver(schedule, each.makes) != rank
-            for rank, own in enumerate(tasks)
-            for each in own
+            task.makes is not None and receiver(schedule, task.makes) != rank
+            for rank, of_rank in enumerate(tasks)
+            for task in of_rank
         ),
     )
 
@@ -152,11 +146,6 @@ def run(schedule: Schedule, costs: Costs) -> Times:
 
     Ranks are simulated in turn. A rank runs until it needs an input that is not made yet, and
     continues once the action that makes it has run.
-
-    Raises:
-        ScheduleError: `tasks_of` refuses the schedule, or ranks wait for each other; the message
-            names them and their actions.
-        InvalidArgumentError: The factors in `costs` are for another number of stages.
     """
     tasks, homes = tasks_of(schedule), {s: rank for s, (rank, _) in schedule.places.items()}
     factors = costs.stages or [1.0] * len(homes)
@@ -203,26 +192,19 @@ def run(schedule: Schedule, costs: Costs) -> Times:
 def _deadlock(
     schedule: Schedule, tasks: Tasks, reached: list[int], needs: dict[int, Key]
 ) -> ScheduleError:
-    """Return the error for a circle of ranks, each waiting for the next.
-
-    Args:
-        schedule: The schedule.
-        tasks: Its tasks.
-        reached: The number of actions that each rank has run.
-        needs: The output that each waiting rank needs.
-    """
+    """Return the error for a circle of ranks, each waiting for the next."""
     rank = min(needs)
-    met: list[int] = []
-    while rank not in met:
-        met.append(rank)
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
         rank, _ = schedule.places[needs[rank].stage]
-    circle = met[met.index(rank) :]
+    circle = path[path.index(rank) :]
     links = []
-    for each in circle[:SHOWN]:
-        owner, _ = schedule.places[needs[each].stage]
-        kind, m, _ = next(task.action for task in tasks[owner] if task.makes == needs[each])
-        made = f"{kind}{m} of stage {needs[each].stage} on rank {owner}"
-        links.append(f"waits at {schedule.ranks[each][reached[each]]} for {made}")
+    for waiting in circle[:SHOWN]:
+        owner, _ = schedule.places[needs[waiting].stage]
+        kind, m, _ = next(task.action for task in tasks[owner] if task.makes == needs[waiting])
+        output = f"{kind}{m} of stage {needs[waiting].stage} on rank {owner}"
+        links.append(f"waits at {schedule.ranks[waiting][reached[waiting]]} for {output}")
     more = f", and so on, {len(circle)} ranks in a circle" if len(circle) > SHOWN else ""
     return ScheduleError(
         f"schedule {schedule.name!r} would never end: rank {rank} {', which '.join(links)}{more}"

@@ -1,4 +1,4 @@
-"""A schedule's actions as tasks, with their inputs from and outputs for other stages."""
+"""A schedule's actions as tasks, with their inputs from and outputs for other stages; messages."""
 
 from __future__ import annotations
 
@@ -45,6 +45,41 @@ class Task(NamedTuple):
         return str(self.action)
 
 
+class Message(NamedTuple):
+    """A message between two ranks, as one of them sees it.
+
+    Attributes:
+        peer: The other rank.
+        stage: The stage that made the content; the same on both sides.
+        micro_batch: Its micro-batch.
+        gradient: Whether it is the gradient of hidden states, which goes from stage s to s - 1;
+            otherwise it is hidden states, which go from s to s + 1.
+    """
+
+    peer: int
+    stage: int
+    micro_batch: int
+    gradient: bool
+
+    def __str__(self) -> str:
+        """Return text such as `send F3 of stage 0 to rank 1`; a gradient is `B3`."""
+        verb, to = ("receive", "from") if isinstance(self, Receive) else ("send", "to")
+        content = f"{'B' if self.gradient else 'F'}{self.micro_batch} of stage {self.stage}"
+        return f"{verb} {content} {to} rank {self.peer}"
+
+
+class Send(Message):
+    """A message that carries the output of one of this rank's actions to its peer."""
+
+    __slots__ = ()
+
+
+class Receive(Message):
+    """The same message as the rank at its other end sees it."""
+
+    __slots__ = ()
+
+
 Tasks = list[list[Task]]  # each rank's, in order
 
 
@@ -55,12 +90,7 @@ def receiver(schedule: Schedule, key: Key) -> int:
 
 
 def tasks_of(schedule: Schedule) -> Tasks:
-    """Return the tasks of a schedule that is complete, and in order on each rank.
-
-    Raises:
-        ScheduleError: A stage is on no rank or on two; an action is out of range, repeated,
-            missing, or before one on its rank that it needs. Deadlocks are not looked for.
-    """
+    """Return the tasks of a schedule, after checking all but deadlocks (`ScheduleError`)."""
     known = vars(schedule)  # cached there, since a search simulates a schedule at many costs
     tasks: Tasks | None = known.get("tasks")
     if tasks is None:

@@ -69,11 +69,13 @@ def parameter_costs(model: nn.Module, parts: Iterable[Iterable[str]]) -> tuple[f
         model: The whole model.
         parts: Sets of modules, each given by the modules' names.
     """
-    held = [{p for name in part for p in model.get_submodule(name).parameters()} for part in parts]
+    held = [
+        {p for name in names for p in model.get_submodule(name).parameters()} for names in parts
+    ]
     return tuple(sum(p.numel() for p in parameters) for parameters in held)
 
 
-class _Way(NamedTuple):
+class _Distribution(NamedTuple):
     """Stages for the last layers: the largest total, the sum of squared totals, and their ends."""
 
     largest: int
@@ -81,30 +83,31 @@ class _Way(NamedTuple):
     ends: tuple[int, ...]
 
 
-def _best(costs: Sequence[int], num_stages: int, enough: int) -> _Way:
+def _best(costs: Sequence[int], num_stages: int, enough: int) -> _Distribution:
     """Return the stages with the least (largest total, sum of squared totals).
 
-    Totals up to `enough` count as equally large. If `enough` is the best largest total, the result
-    is the most even of the best distributions.
+    Totals up to `enough` count as equally large.
     """
     # Dynamic programming from the last stage to the first, over the layer at which a stage starts.
     upto = list(accumulate(costs, initial=0))
     end = len(costs)
-    ways = {end: _Way(enough, 0, ())}
+    best = {end: _Distribution(enough, 0, ())}
+
+    def with_stage(start: int, stop: int) -> _Distribution:
+        total, rest = upto[stop] - upto[start], best[stop]
+        largest = max(total, rest.largest)
+        return _Distribution(largest, rest.squares + total * total, (stop, *rest.ends))
+
     for stage in reversed(range(num_stages)):
         starts = range(stage, end - (num_stages - 1 - stage)) if stage else range(1)
-        ways = {
+        best = {
             start: min(
-                (_add(upto[stop] - upto[start], stop, ways[stop]) for stop in ways if stop > start),
-                key=lambda way: (way.largest, way.squares, -way.ends[0]),
+                (with_stage(start, stop) for stop in best if stop > start),
+                key=lambda one: (one.largest, one.squares, -one.ends[0]),
             )
             for start in starts
         }
-    return ways[0]
-
-
-def _add(total: int, stop: int, rest: _Way) -> _Way:
-    return _Way(max(total, rest.largest), rest.squares + total * total, (stop, *rest.ends))
+    return best[0]
 
 
 def _whole(costs: Iterable[float]) -> list[int]:

@@ -13,7 +13,6 @@ import inspect
 import linecache
 import textwrap
 from collections.abc import Callable
-from enum import IntEnum
 from types import CodeType
 from typing import Any
 
@@ -27,61 +26,46 @@ def calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozens
 
     Children that are called both before and after are in both sets. Children that are not called by
     name are in neither.
-
-    Args:
-        module: The module.
-        child: Name of the child, such as the list of layers.
     """
-    events = _Events(module)
-    events.read(type(module).forward)
-    found = [(kind, index) for index, (name, kind) in enumerate(events.found) if name == child]
-    surest, _ = max(found, default=(Use.MENTION, 0))  # a call is better evidence than a loop
-    if surest is Use.MENTION:  # such as `one, two = self.layers`, which does not show the calls
+    uses = _Uses(module)
+    uses.read(type(module).forward)
+    calls = [index for index, use in enumerate(uses.found) if use == (child, True)]
+    loops = [index for index, use in enumerate(uses.found) if use == (child, False)]
+    places = calls or loops  # a call is better evidence than a loop
+    if not places:  # such as `one, two = self.layers`, which does not show the calls
         return frozenset(), frozenset()
-    places = [index for kind, index in found if kind == surest]
-    calls = [(index, name) for index, (name, kind) in enumerate(events.found) if kind is Use.CALL]
-    before = {name for index, name in calls if index < places[-1]}
-    after = {name for index, name in calls if index > places[-1]}
+    before = {name for name, called in uses.found[: places[-1]] if called}
+    after = {name for name, called in uses.found[places[-1] + 1 :] if called}
     return frozenset(before - {child}), frozenset(after - {child})
 
 
-class Use(IntEnum):
-    """The way a method uses a child; a larger value is better evidence of the call's place."""
-
-    MENTION = 0
-    LOOP = 1
-    CALL = 2
-
-
-class _Events(ast.NodeVisitor):
-    """The places where a method names children of its module, in the order of execution.
+class _Uses(ast.NodeVisitor):
+    """The places where a method calls children of its module, or loops over one, in order.
 
     Attributes:
-        found: The name of the child and its use at each place.
+        found: The name of the child, and whether it is called, at each place.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._depth = 0
-        self.found: list[tuple[str, Use]] = []
-        self._use = Use.MENTION
+        self.found: list[tuple[str, bool]] = []
 
     def read(self, method: Callable[..., Any]) -> None:
         """Read a method; if its source is not available, find nothing."""
         code = getattr(inspect.unwrap(method), "__code__", None)
         tree = None if code is None else _tree(code)
-        if tree is None:
-            return
-        self._depth += 1
-        self.visit(tree)
-        self._depth -= 1
+        if tree is not None:
+            self._depth += 1
+            self.visit(tree)
+            self._depth -= 1
 
     def visit_For(self, node: ast.For) -> None:
-        self._use = Use.LOOP
-        self.visit(node.iter)
-        self._use = Use.MENTION
-        for statement in (*node.body, *node.orelse):
-            self.visit(statement)
+        for inner in ast.walk(node.iter):
+            name = _own_name(inner)
+            if name is not None and name in self._module._modules:
+                self.found.append((name, False))
+        self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         for argument in (*node.args, *node.keywords):
@@ -91,17 +75,11 @@ class _Events(ast.NodeVisitor):
         if name is None:
             self.visit(node.func)
         elif name in self._module._modules:
-            self.found.append((name, Use.CALL))
+            self.found.append((name, True))
         elif not hasattr(nn.Module, name) and self._depth < _DEEPEST:
             method = getattr(type(self._module), name, None)
             if inspect.isfunction(method):
                 self.read(method)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        name = _own_name(node)
-        if name in self._module._modules:
-            self.found.append((str(name), self._use))
-        self.generic_visit(node)
 
 
 @functools.lru_cache(maxsize=64)

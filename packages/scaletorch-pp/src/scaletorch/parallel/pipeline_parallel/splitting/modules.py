@@ -64,19 +64,15 @@ def siblings_of(model: nn.Module, name: str) -> str:
 
 
 def check_name(model: nn.Module, name: str) -> None:
-    """Check that the model has a module of this dotted name.
-
-    Raises:
-        InvalidArgumentError: It does not have one.
-    """
-    parent, module = "", model
-    for part in name.split("."):
-        inside = children(module, parent)
-        if parent + part not in inside:
-            known = listing(inside) or f"no modules in {parent.rstrip('.')}"
+    """Check that the model has a module of this dotted name."""
+    prefix, module = "", model
+    for own in name.split("."):
+        inside = children(module, prefix)
+        if prefix + own not in inside:
+            known = listing(inside) or f"no modules in {prefix.rstrip('.')}"
             message = f"Split names {name!r}, which the model does not have; it has {known}"
             raise InvalidArgumentError(message)
-        parent, module = f"{parent}{part}.", inside[parent + part]
+        prefix, module = f"{prefix}{own}.", inside[prefix + own]
 
 
 def takes(model: nn.Module, argument: str) -> bool:
@@ -107,18 +103,27 @@ def listing(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
+def check_one_stack(model: nn.Module) -> None:
+    """Check that the layers are not those of a decoder that attends to an encoder of the model."""
+    path = _decoder_of(model)
+    stacks = path and len(_outermost_lists(model)) > 1
+    if stacks and takes(model.get_submodule(path or ""), "encoder_hidden_states"):
+        raise InvalidArgumentError(
+            f"{type(model).__name__} has an encoder and a decoder that attends to it, and a "
+            "pipeline takes one stack of layers: take pp_size=1, and these ranks for dp or tp"
+        )
+
+
 def find_parts(model: nn.Module) -> Parts:
-    """Find the layers of a plain module and the modules before and after them.
+    """Return the names before the layers, of the list of layers, and after them.
 
-    Returns:
-        The names before, the name of the list of layers, and the names after.
-
-    Raises:
-        InvalidArgumentError: There is no such list, or there are several.
+    The layers are the only outermost `nn.ModuleList` with parameters, or that of the decoder.
+    Siblings of this list, and of each module around it, are placed if they have parameters or are
+    one of torch's own layers: before the layers if the forward calls them before, else after.
     """
-    lists = block_lists(model)
+    lists = _outermost_lists(model)
     if len(lists) != 1:
-        lists = _of_decoder(model, lists)
+        lists = _lists_of_decoder(model, lists)
     if len(lists) != 1:
         raise InvalidArgumentError(
             "cannot tell which modules are the layers: expected one nn.ModuleList with parameters, "
@@ -127,37 +132,17 @@ def find_parts(model: nn.Module) -> Parts:
             f"that begin the next stages, with names out of {listing(children(model))}"
         )
     (layers,) = lists
-    parent, _, own = layers.rpartition(".")
-    first, last = around(model, parent, [own])
+    path = layers.split(".")
+    first: list[str] = []
+    last: list[str] = []
+    for depth, name in enumerate(path):
+        before, after = _siblings(model, path[:depth], name)
+        first += before
+        last = after + last  # modules of outer levels run after those of inner levels
     return tuple(first), layers, tuple(last)
 
 
-def around(
-    model: nn.Module, parent: str, inside: list[str], top: str = ""
-) -> tuple[list[str], list[str]]:
-    """Return the modules to place before and after given modules, at every level around them.
-
-    These are siblings of the given modules, and siblings of each module that encloses them.
-
-    Args:
-        model: The whole model.
-        parent: The module that holds the given modules.
-        inside: Their names in it, in the order of their calls.
-        top: The outermost module whose children are considered.
-    """
-    path = parent.split(".") if parent else []
-    first: list[str] = []
-    last: list[str] = []
-    for depth in range(len(top.split(".")) if top else 0, len(path) + 1):
-        before, after = _siblings(
-            model, path[:depth], inside if depth == len(path) else [path[depth]]
-        )
-        first += before
-        last = after + last  # modules of outer levels run after those of inner levels
-    return first, last
-
-
-def block_lists(model: nn.Module) -> list[str]:
+def _outermost_lists(model: nn.Module) -> list[str]:
     """Return the names of the outermost `nn.ModuleList`s with parameters."""
     lists = [
         name
@@ -167,40 +152,35 @@ def block_lists(model: nn.Module) -> list[str]:
     return [name for name in lists if not any(within(name, o) for o in lists if o != name)]
 
 
-def told(model: nn.Module, tell: str) -> str | None:
-    """Return the name of the module that a method of the model returns, or None if unknown."""
-    method = getattr(model, tell, None)
-    found = method() if callable(method) else None
-    return next((name for name, module in model.named_modules() if module is found), None)
+def _decoder_of(model: nn.Module) -> str | None:
+    """Return the name of the module that `get_decoder` returns, as in models of transformers."""
+    method = getattr(model, "get_decoder", None)
+    decoder = method() if callable(method) else None
+    return next((name for name, module in model.named_modules() if module is decoder), None)
 
 
-def _of_decoder(model: nn.Module, lists: list[str]) -> list[str]:
+def _lists_of_decoder(model: nn.Module, lists: list[str]) -> list[str]:
     """Return those of several lists that may be the layers, or all if the model gives no clue.
 
     If the model has `get_decoder`, as models of transformers do, the layers are in the decoder, at
     a smaller depth than the layers of towers for other inputs. A list of modules without children,
     such as projections, does not hold layers.
     """
-    name = told(model, "get_decoder")
-    if name is None:
+    path = _decoder_of(model)
+    if path is None:
         return lists
-    inside = [each for each in lists if not name or within(each, name)]
     blocks = [
-        each
-        for each in inside
-        if any(module._modules for module in children(model.get_submodule(each)).values())
+        name
+        for name in lists
+        if (not path or within(name, path))
+        and any(module._modules for module in model.get_submodule(name).children())
     ]
-    least = min((each.count(".") for each in blocks), default=0)
-    return [each for each in blocks if each.count(".") == least] or lists
+    least = min((name.count(".") for name in blocks), default=0)
+    return [name for name in blocks if name.count(".") == least] or lists
 
 
 def check_parts(model: nn.Module, parts: Parts) -> None:
-    """Check that a description fits the model.
-
-    Raises:
-        InvalidArgumentError: A name is unknown, a module is named twice, the layers are not a
-            container, or a module with trainable parameters is not named.
-    """
+    """Check that the names fit the model: all modules with trainable parameters, each once."""
     first, layers, last = parts
     names = (*first, layers, *last)
     for name in names:
@@ -225,39 +205,32 @@ def check_parts(model: nn.Module, parts: Parts) -> None:
         )
 
 
-def _siblings(
-    model: nn.Module, parent: list[str], inside: list[str]
-) -> tuple[list[str], list[str]]:
-    """Return the siblings of given modules that the forward calls before them, and after them.
+def _siblings(model: nn.Module, path: list[str], name: str) -> tuple[list[str], list[str]]:
+    """Return the siblings of a module that its parent's forward calls before it, and after it.
 
     If the forward's source does not show the order, the order of registration counts.
     """
-    prefix = "".join(f"{part}." for part in parent)
-    holder = model.get_submodule(".".join(parent))
-    earlier, behind_first = calls_around(holder, inside[0])
-    before_last, later = calls_around(holder, inside[-1])
-    beside = children(holder, prefix)
+    prefix = "".join(f"{part}." for part in path)
+    holder = model.get_submodule(".".join(path))
+    earlier, later = calls_around(holder, name)
     # A dropout may be called both before and after; without parameters it stays on all stages.
-    both = earlier & behind_first
-    twice = {name for name in both if not has_parameters(holder.get_submodule(name))}
-    earlier, later = earlier - behind_first, later - before_last
-    position = list(beside).index(prefix + inside[0])
+    both = earlier & later
+    twice = {other for other in both if not has_parameters(holder.get_submodule(other))}
+    siblings = list(children(holder))
     before: list[str] = []
     after: list[str] = []
-    for index, (name, module) in enumerate(beside.items()):
-        own = name.removeprefix(prefix)
-        if own not in inside and is_placed(module) and own not in twice:
-            first = own in earlier or (own not in later and index < position)
-            (before if first else after).append(name)
+    for index, (other, module) in enumerate(children(holder).items()):
+        if other != name and is_placed(module) and other not in twice:
+            known = other in earlier - later
+            first = known or (other not in later - earlier and index < siblings.index(name))
+            (before if first else after).append(prefix + other)
     return before, after
 
 
 def _unnamed(model: nn.Module, names: tuple[str, ...], layers: str) -> list[str]:
-    """Return the modules with trainable parameters outside all named ones.
-
-    Modules that enclose the layers may have such parameters. Frozen modules need no name: they stay
-    on every stage, which computes them itself, so code that uses their values works everywhere.
-    """
+    """Return the modules with trainable parameters outside all named ones."""
+    # Modules that enclose the layers may have such parameters. Frozen modules need no name: they
+    # stay on every stage, which computes them itself, so code that uses their values works.
     named = model.named_parameters(remove_duplicate=False)
     holders = {name.rpartition(".")[0] for name, parameter in named if parameter.requires_grad}
     return sorted(

@@ -11,22 +11,17 @@ from ....dist.errors import InvalidArgumentError
 from .balance import distribute_layers, parameter_costs
 from .modules import (
     Parts,
-    around,
-    block_lists,
     called_modules,
     check_name,
+    check_one_stack,
     check_parts,
     children,
     find_parts,
     has_parameters,
     is_placed,
     listing,
-    takes,
-    told,
     within,
 )
-
-__all__ = ["Placement", "Split", "distribute_layers", "infer_split", "layers_of", "place", "within"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -34,7 +29,9 @@ class Split:
     """A description of how to cut a model, by dotted names; modules not named stay on every stage.
 
     Name either the model's sections (`first`, `layers`, `last`), whose layers are distributed over
-    any number of stages, or the points to cut at. Fields left out are inferred (`infer_split`).
+    any number of stages, or the points to cut at. Fields left out are inferred: the layers are the
+    only outermost `nn.ModuleList` with parameters (of several, the decoder's), and other modules
+    with parameters belong to the first stage if the forward calls them before the layers.
 
     Args:
         first: Modules before the layers (the embedding), placed on the first stage.
@@ -64,9 +61,9 @@ class Split:
     costs: str | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for part in ("first", "last", "points"):
-            names = getattr(self, part)
-            object.__setattr__(self, part, (names,) if isinstance(names, str) else tuple(names))
+        for field in ("first", "last", "points"):
+            names = getattr(self, field)
+            object.__setattr__(self, field, (names,) if isinstance(names, str) else tuple(names))
         if self.costs is not None and not isinstance(self.costs, str):
             object.__setattr__(self, "costs", tuple(self.costs))
 
@@ -106,10 +103,9 @@ class Placement:
         return tuple(range(len(self.stages)))
 
     def crossed(self) -> tuple[str, ...]:
-        """Return the names of modules whose input and output are on different stages.
-
-        A module that encloses the last module of a stage has its output on the next stage.
-        """
+        """Return the names of modules whose input and output are on different stages."""
+        # A module that encloses the last module of a stage has its output on the next stage.
+        ends = [names[-1] for names in self.stages[:-1]]
         around: dict[str, list[tuple[str, int]]] = {}
         for name, stage in self.homes():
             path = name.split(".")
@@ -118,25 +114,12 @@ class Placement:
         return "", *(
             holder
             for holder, inside in around.items()
-            if inside[0][1] != inside[-1][1] or self._ends(*inside[-1])
+            if inside[0][1] != inside[-1][1] or inside[-1][0] in ends
         )
-
-    def _ends(self, name: str, stage: int) -> bool:
-        return stage < len(self.stages) - 1 and name == self.stages[stage][-1]
 
 
 def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
-    """Check or infer the split of `model`, and place its modules on the stages.
-
-    Args:
-        model: The whole model.
-        split: The split; None infers it.
-        num_stages: Number of stages of the pipeline.
-
-    Raises:
-        InvalidArgumentError: Names or costs do not fit the model, the layers cannot be inferred, or
-            a stage has no layers.
-    """
+    """Check the split of a whole model, or infer it if None, and place its modules on stages."""
     if split is not None and not isinstance(split, Split):
         message = f"config must be a Split or None, got {type(split).__name__}"
         raise InvalidArgumentError(message)
@@ -145,11 +128,8 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
         return _place_by_points(model, split, num_stages)
     if num_stages == 1 and not split.describes():  # nothing to cut, so the layers do not matter
         return Placement(split, ((),))
-    stacks = _find_stacks(model) if not split.describes() and split.costs is None else []
-    if stacks:
-        ranges = distribute_layers(len(stacks), num_stages)
-        units = [[name for index in own for name in stacks[index]] for own in ranges]
-        return Placement(split, tuple(_called(model, own) for own in units))
+    if not split.describes():
+        check_one_stack(model)
     parts = _parts(model, split)
     first, *layers, last = parts_of(model, split)
     costs = _costs(model, split, (first, *layers, last))
@@ -159,22 +139,6 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
     stages[-1] = [*stages[-1], *last]
     split = replace(split, first=parts[0], layers=parts[1], last=parts[2])
     return Placement(split, tuple(_called(model, own) for own in stages))
-
-
-def infer_split(model: nn.Module) -> Split:
-    """Find the layers of a plain module and the modules before and after them.
-
-    The layers are the only outermost `nn.ModuleList` with parameters. Their siblings, and siblings
-    of each module around them, are placed if they have parameters or are one of torch's own layers
-    (dropout, a norm without weights): on the first stage if the forward calls them before the
-    layers, and on the last stage if after. If the forward's source does not show this, the order of
-    registration counts. Other modules, such as a rotary embedding, stay on all stages.
-
-    Raises:
-        InvalidArgumentError: There is no such list, or there are several.
-    """
-    first, layers, last = find_parts(model)
-    return Split(first, layers, last)
 
 
 def layers_of(model: nn.Module, split: Split | None = None) -> tuple[str, ...]:
@@ -250,10 +214,6 @@ def _cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...],
     A module with a point inside is cut between its children. A module is placed on one stage if it
     has parameters, is one of torch's own layers, is a point, or is a child of an `nn.Sequential`
     that is cut (it calls its children in turn). Any other module stays on all stages.
-
-    Raises:
-        InvalidArgumentError: A point is unknown, named twice or out of order, or a stage has no
-            parameters.
     """
     for name in points:
         check_name(model, name)
@@ -277,10 +237,7 @@ def _cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...],
     for stage, modules in enumerate(stages):
         if not any(map(has_parameters, modules.values())):
             raise InvalidArgumentError(_empty(points, stage, modules))
-    return tuple(
-        tuple(name for each, module in modules.items() for name in called_modules(each, module))
-        for modules in stages
-    )
+    return tuple(_called(model, modules) for modules in stages)
 
 
 def _pieces(parent: nn.Module, prefix: str, points: tuple[str, ...]) -> Iterator[_Piece]:
@@ -301,36 +258,3 @@ def _empty(points: tuple[str, ...], stage: int, modules: Iterable[str]) -> str:
         f"stage needs a layer, and it has {listing(modules) or 'no modules'}; move the points "
         "apart or leave one out"
     )
-
-
-def _find_stacks(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the layers of an encoder and a decoder in order, each with its neighbouring modules.
-
-    A stack's embeddings go with its first layer, and its norm with the last one. The list is empty
-    if the model has no `get_encoder` and `get_decoder` (as models of transformers do), if the
-    decoder takes no `encoder_hidden_states`, or if either has none or several lists of layers.
-    """
-    paths = [told(model, tell) or "" for tell in ("get_encoder", "get_decoder")]
-    if not all(paths) or any(within(*pair) for pair in (paths, paths[::-1])):
-        return []
-    if not takes(model.get_submodule(paths[1]), "encoder_hidden_states"):
-        return []
-    (holder, _, encoder), (other, _, decoder) = (path.rpartition(".") for path in paths)
-    lists = [[name for name in block_lists(model) if within(name, path)] for path in paths]
-    if holder != other or any(len(each) != 1 for each in lists):
-        return []
-    pairs = zip(paths, lists, strict=True)
-    units = [unit for path, (name,) in pairs for unit in _units_of_stack(model, path, name)]
-    before, after = around(model, holder, [encoder, decoder])
-    return [(*before, *units[0]), *units[1:-1], (*units[-1], *after)]
-
-
-def _units_of_stack(model: nn.Module, path: str, layers: str) -> list[tuple[str, ...]]:
-    parent, _, own = layers.rpartition(".")
-    before, after = around(model, parent, [own], top=path)
-    names: list[tuple[str, ...]] = [
-        (name,) for name in children(model.get_submodule(layers), f"{layers}.")
-    ]
-    names[0] = (*before, *names[0])
-    names[-1] = (*names[-1], *after)
-    return names

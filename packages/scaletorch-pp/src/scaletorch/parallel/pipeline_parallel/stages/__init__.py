@@ -18,7 +18,7 @@ a single process, `input_ids` included (`stage`), but computes only its own modu
 5. `extras`: other tensors that modules of later stages take are sent with the hidden states. The
    first forward of a kind runs uncompiled to find these tensors; its failures are explained.
 
-The other files are not used by the forward: `ties` sums gradients of parameters that several ranks
-hold, `weights` postpones weight gradients of `nn.Linear` if a schedule splits backwards,
-`materialize` fills a model built on meta, and `state` is kept by a stage between calls.
+The forward does not use the other files: `ties` sums gradients of parameters that several ranks
+hold, `weights` postpones weight gradients of `nn.Linear` if a schedule splits backwards, and
+`materialize` fills a model built on meta.
 """

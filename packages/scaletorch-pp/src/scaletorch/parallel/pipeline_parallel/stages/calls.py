@@ -8,21 +8,19 @@ stage's wrapper refuses stand-ins as arguments, and takes the output of the last
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache, partial, update_wrapper
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, update_wrapper
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import is_hidden
 from .extras import arrived
-from .passage import Passage, Passages, kind_of
+from .passage import Passage, Passages
 from .stand_ins import stands
 
 _CALLS, _OWN_FORWARD = "_pipeline_calls", "_own_forward"
@@ -49,15 +47,10 @@ class Surrounding(Protocol):
 
 
 class _Calls:
-    """The calls of one module.
-
-    Attributes:
-        around: The code that surrounds them, the innermost first.
-        running: The number of calls that are running.
-    """
+    """The code that surrounds one module's calls, innermost first, and how many calls run now."""
 
     def __init__(self) -> None:
-        self.around: tuple[Surrounding, ...] = ()
+        self.surroundings: tuple[Surrounding, ...] = ()
         self.running = 0
 
 
@@ -85,7 +78,8 @@ def surround(module: nn.Module, surrounding: Surrounding, *, innermost: bool = F
                 "an nn.Module around it"
             ) from error
     calls = vars(module).setdefault(_CALLS, _Calls())
-    calls.around = (surrounding, *calls.around) if innermost else (*calls.around, surrounding)
+    known = calls.surroundings
+    calls.surroundings = (surrounding, *known) if innermost else (*known, surrounding)
 
 
 def is_surrounded(module: nn.Module) -> bool:
@@ -96,8 +90,8 @@ def is_surrounded(module: nn.Module) -> bool:
 def release(module: nn.Module, surrounding: Surrounding) -> None:
     """Undo `surround`."""
     calls = vars(module)[_CALLS]
-    calls.around = tuple(each for each in calls.around if each is not surrounding)
-    if not calls.around and _OWN_FORWARD in vars(type(module)):
+    calls.surroundings = tuple(one for one in calls.surroundings if one is not surrounding)
+    if not calls.surroundings and _OWN_FORWARD in vars(type(module)):
         del vars(module)[_CALLS]
         module.__class__ = type(module).__base__  # type: ignore[assignment]
 
@@ -108,15 +102,15 @@ def _call(
     calls = module.__dict__.get(_CALLS)
     if calls is None:  # a copy of the module
         return plain(*args, **kwargs)
-    for each in reversed(calls.around):
-        args, kwargs = each.before(module, args, kwargs)
+    for surrounding in reversed(calls.surroundings):
+        args, kwargs = surrounding.before(module, args, kwargs)
     calls.running += 1
     try:
         output = plain(*args, **kwargs)
     finally:
         calls.running -= 1
-    for each in calls.around:
-        output = each.after(module, output)
+    for surrounding in calls.surroundings:
+        output = surrounding.after(module, output)
     return output
 
 
@@ -133,7 +127,7 @@ class _Forward:
         calls = module.__dict__.get(_CALLS)
         if torch.compiler.is_compiling() or calls is None or calls.running:
             return plain
-        if not any([each.takes_forward() for each in calls.around]):
+        if not any([one.takes_forward() for one in calls.surroundings]):
             return plain
 
         def whole(*args: Any, **kwargs: Any) -> Any:
@@ -168,9 +162,9 @@ def _surrounded(own: type[nn.Module]) -> type[nn.Module]:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             # Protocol 2 would require the class that the module has now, so take 1 at most.
-            made, arguments, *rest = super().__reduce_ex__(min(protocol, 1))
-            made = own if made is Surrounded else made
-            return made, tuple(own if each is Surrounded else each for each in arguments), *rest
+            function, arguments, *rest = super().__reduce_ex__(min(protocol, 1))
+            function = own if function is Surrounded else function
+            return function, tuple(own if a is Surrounded else a for a in arguments), *rest
 
     # Set after the class is made: some classes wrap the forward of every subclass, as layers of
     # transformers do.
@@ -181,23 +175,13 @@ def _surrounded(own: type[nn.Module]) -> type[nn.Module]:
 
 
 def check_output(output: Any) -> None:
-    """Check that the model's output on the last stage holds no stand-in.
-
-    Raises:
-        InvalidArgumentError: It holds one.
-    """
+    """Check that the model's output on the last stage holds no stand-in."""
     if stands(output):
         raise InvalidArgumentError(f"{describe_rank()}: the model returns {_BESIDE}")
 
 
 class Gates:
-    """Wrappers of a stage's modules: they refuse stand-ins, and take the last module's output.
-
-    Args:
-        passages: The forwards of the rank's stages.
-        stage: The stage.
-        last: Whether it is the model's last stage.
-    """
+    """Wrappers of a stage's modules: they refuse stand-ins, and take the last module's output."""
 
     def __init__(self, passages: Passages, stage: int, *, last: bool) -> None:
         self.passages, self.stage, self.last = passages, stage, last
@@ -205,16 +189,8 @@ class Gates:
         self._gates: list[tuple[nn.Module, _Gate]] = []
 
     def watch(self, modules: Mapping[str, nn.Module], siblings: Mapping[str, str]) -> None:
-        """Put gates around these modules, instead of the modules before.
-
-        Args:
-            modules: The stage's modules by name, in order.
-            siblings: The list that holds each.
-
-        Raises:
-            InvalidArgumentError: The calls of one cannot be surrounded.
-        """
-        known = (self.modules.get(name) is each for name, each in modules.items())
+        """Put gates around these modules, in order; `siblings` names the list that holds each."""
+        known = (self.modules.get(name) is module for name, module in modules.items())
         if all(known) and all(map(is_surrounded, modules.values())):
             return
         for module, gate in self._gates:
@@ -225,26 +201,6 @@ class Gates:
             surround(module, gate)
             self._gates.append((module, gate))
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the modules."""
-        for module in self.modules.values():
-            yield from module.parameters()
-
-    def other_samples(self, passage: Passage) -> dict[str, Any]:
-        """Return outputs, in containers, of layers in other lists than the stage's last layer.
-
-        Later stages cannot know the form of these; the last layer's output is sent anyway.
-        """
-        last = self._gates[-1][1].siblings if self._gates else ""
-        return {
-            name: sample
-            for name, sample in passage.samples.items()
-            if name not in self.modules
-            and name != last
-            and not isinstance(sample, Tensor)
-            and is_hidden(sample)
-        }
-
     def running(self) -> Passage | None:
         """Return the running forward if it is this stage's, or None."""
         passage = self.passages.running
@@ -252,31 +208,20 @@ class Gates:
 
 
 class _Gate:
-    """The gate of one module.
-
-    Args:
-        gates: The stage's gates.
-        name: The module's name.
-        siblings: The list that holds the module.
-    """
+    """The gate of one module; `siblings` is the list that holds it."""
 
     def __init__(self, gates: Gates, name: str, siblings: str) -> None:
         self._gates, self._name, self.siblings = gates, name, siblings
         self._where = f"{name} is on stage {gates.stage} of the pipeline"
         names = list(gates.modules)
         self._later = [gates.modules[other] for other in names[names.index(name) + 1 :]]
-        self._places = sum(each is gates.modules[name] for each in gates.modules.values())
 
     def takes_forward(self) -> bool:
         """Return whether the stage's forward is running, in which case the model makes the call."""
         return self._gates.running() is not None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments of a call, with received tensors in place of their stand-ins.
-
-        Raises:
-            InvalidArgumentError: A stand-in is left among them.
-        """
+        """Return the arguments of a call, with received tensors in place of their stand-ins."""
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return args, kwargs
         passage = self._gates.running()
@@ -297,16 +242,12 @@ class _Gate:
         return args, kwargs
 
     def after(self, module: nn.Module, output: Any) -> Any:
-        """Note the output of a call, and return the output for the model's code.
-
-        Raises:
-            InvalidArgumentError: It holds a stand-in.
-        """
+        """Note the output of a call, and return the output for the model's code."""
         passage, last = self._gates.running(), self._gates.last
         if passage is None:
             return output
         if not last and not self._later:
-            output = passage.leave(output, self._places)
+            output = passage.leave(output)
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
         passage.extras.inside -= 1
@@ -314,8 +255,6 @@ class _Gate:
             raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_BESIDE}")
         if not last:
             passage.left = passage.samples[self.siblings] = output
-            if self.siblings != self._name:
-                passage.kinds[kind_of(module)] = output
             # Modules that change nothing, such as a final dropout in eval mode, need no call.
             passage.over = all(map(_changes_nothing, self._later))
             if not passage.over:
@@ -330,47 +269,24 @@ def _changes_nothing(module: nn.Module) -> bool:
     return isinstance(module, nn.Identity | _DropoutNd) and not (drops or hooked)
 
 
-@contextmanager
-def crossing(model: nn.Module, crossed: Iterable[str]) -> Iterator[None]:
+def check_crossed(model: nn.Module, crossed: Iterable[str]) -> None:
     """Refuse compilation and full backward hooks of modules that span several stages.
 
     Such a module cannot be compiled as a whole, since the compiler takes no stand-ins. Its full
     backward hook would wait for the gradients of its output and of its input, and no stage has
-    both. If the input needs no gradient, the hook runs on the stage that has the output.
-
-    Args:
-        model: The model.
-        crossed: Names of modules whose input and output are on different stages.
-
-    Raises:
-        InvalidArgumentError: One is compiled; or one has a full backward hook, and is given a
-            tensor that requires grad.
+    both.
     """
-    modules = [(name or "the model", model.get_submodule(name)) for name in crossed]
-    for name, module in modules:
+    for path in crossed:
+        module, name = model.get_submodule(path), path or "the model"
         if module._compiled_call_impl is not None:
             raise InvalidArgumentError(
                 f"{describe_rank()}: {name} is compiled as a whole, and is on several stages of "
                 "the pipeline, so that what goes from one to the next is not seen: compile its "
                 "layers one by one (layer.compile())"
             )
-    handles = [
-        module.register_forward_pre_hook(partial(_require_no_gradient, name))
-        for name, module in modules
-        if module._backward_hooks and module._is_full_backward_hook
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _require_no_gradient(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-    given = any(isinstance(value, Tensor) and value.requires_grad for value in args)
-    if given and torch.is_grad_enabled():
-        raise InvalidArgumentError(
-            f"{describe_rank()}: {name} ({type(module).__name__}) has a full backward hook, and "
-            "its input and its output are on two stages of the pipeline, so the hook would never "
-            "run: register it on the layers inside, or use no pipeline (pp_size=1)"
-        )
+        if module._backward_hooks and module._is_full_backward_hook:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {name} ({type(module).__name__}) has a full backward hook, "
+                "and its input and its output are on two stages of the pipeline, so the hook would "
+                "never run: register it on the layers inside, or use no pipeline (pp_size=1)"
+            )

@@ -17,7 +17,7 @@ from ....dist.errors import InvalidArgumentError
 from ..runtime.forms import PLAIN
 from ..splitting.modules import has_parameters, is_plain_layer, siblings_of
 from ..splitting.split import Placement
-from .passage import Passage, Passages, kind_of
+from .passage import Passage, Passages
 from .stand_ins import (
     StandIn,
     cast,
@@ -69,7 +69,6 @@ class PassThrough(nn.Module):
         self._stage, self._siblings, self._ends = stage, siblings, ends
         self._passages = passages or Passages()
         self._counts = has_parameters(replaced)
-        self._kind = kind_of(replaced)
         # SyncBatchNorm communicates, so its forward cannot run here to find the output's form.
         self._plain = is_plain_layer(replaced) and not isinstance(replaced, nn.SyncBatchNorm)
         self._where, self._name = where, where.partition(" ")[0]
@@ -95,7 +94,7 @@ class PassThrough(nn.Module):
             passage.reach(self._stage, self._where)
         if self._stage > passage.source[0]:
             passage.extras.offer(self._name, args, kwargs)
-        if self._ends and self._stage == passage.source[0] - 1 and passage.comes():
+        if self._ends and self._stage == passage.source[0] - 1:
             return passage.deliver(self._where)
         if self._idles and not (self.training and getattr(self, "p", False)):
             return value
@@ -112,50 +111,41 @@ class PassThrough(nn.Module):
         self, passage: Passage, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         sample, received = passage.samples.get(self._siblings), passage.source[1]
-        if sample is None and self._stage > passage.source[0]:  # one class, one form of output
-            sample = passage.kinds.get(self._kind)
         known = passage.left if passage.over else received
-        of = first_trained(value, known)
-        if of is None:
+        base = first_trained(value, known)
+        if base is None:
             return value
         # The output of a module with parameters requires grad even if its inputs do not.
-        starts = self._counts and of.requires_grad
+        starts = self._counts and base.requires_grad
         starts = starts and not any(tensor.requires_grad for tensor in tensors_in(value))
-        made = partial(standing_like, forward=self._passages, of=of, trained=self._counts)
+        stand_in = partial(standing_like, forward=self._passages, base=base, trained=self._counts)
         if sample is not None:
             same = isinstance(value, StandIn) and isinstance(sample, Tensor)
             if same and not starts and (value.shape, value.dtype) == (sample.shape, sample.dtype):
                 return value
-            return made(sample)
+            return stand_in(sample)
         if self._embeds and isinstance(value, Tensor) and not isinstance(value, StandIn):
-            return made(self._rows(value, passage.first, next(tensors_in((known, value)))))
+            return stand_in(self._rows(value, passage.first, next(tensors_in((known, value)))))
         if self._linear and isinstance(value, Tensor):
             shape = (*value.shape[:-1], self.out_features)
-            return made(torch.empty(shape, dtype=value.dtype, device="meta"))
-        of_ids = not any(tensor.is_floating_point() for tensor in tensors_in(value))
-        if of_ids or self._plain:
+            return stand_in(torch.empty(shape, dtype=value.dtype, device="meta"))
+        takes_ids = not any(tensor.is_floating_point() for tensor in tensors_in(value))
+        if takes_ids or self._plain:
             with suppress(Exception):  # it may read missing values, or wait for other ranks
-                return made(self._made(args, kwargs))
+                return stand_in(self._output_form(args, kwargs))
         if value is passage.first or next(tensors_in(value), None) is None:
             # Layers may return more than they take, but mostly return a dict as they took it.
-            return made(known if isinstance(known, dict) else next(tensors_in(known), of))
-        return value if stands(value) and not starts else made(value)
+            return stand_in(known if isinstance(known, dict) else next(tensors_in(known), base))
+        return value if stands(value) and not starts else stand_in(value)
 
-    def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the twin's forward, to find the form of the module's output.
-
-        Raises:
-            InvalidArgumentError: Calling the module may run more than its class's forward.
-        """
+    def _output_form(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the twin's forward, to find the form of the module's output."""
         if not self._runs_alike:
             raise InvalidArgumentError(f"{self._where}, and has hooks")
         return map_tensors(Tensor.detach, self._ready().forward(*args, **kwargs))
 
     def _rows(self, ids: Tensor, first: Any, like: Tensor) -> Tensor:
-        """Return the form of embedded ids.
-
-        If hidden states hold a shard of the sequence, take their lengths, or 1 for other ids.
-        """
+        """Return the form of embedded ids, of a shard's length if hidden states hold a shard."""
         shape = tuple(ids.shape)
         if isinstance(first, Tensor) and not _has_dims_of(like, first):
             shape = tuple(like.shape[: ids.ndim]) if ids is first else (1,) * ids.ndim
@@ -171,9 +161,9 @@ class PassThrough(nn.Module):
         """Return the module's twin, moved to the device of the running forward."""
         passages, own = self._passages, next(tensors_in(self._twin._parameters), None)
         first = None if passages.running is None else passages.running.first
-        of = next(tensors_in((passages.source, first)), None)
-        if of is not None and own is not None and own.device != of.device:
-            cast(self._twin, passages, lambda tensor: torch.empty_like(tensor, device=of.device))
+        given = next(tensors_in((passages.source, first)), None)
+        if given is not None and own is not None and own.device != given.device:
+            cast(self._twin, passages, lambda tensor: torch.empty_like(tensor, device=given.device))
         return self._twin
 
     def train(self, mode: bool = True) -> PassThrough:
@@ -217,23 +207,23 @@ class PassThrough(nn.Module):
 def forms_cast(passing: Iterable[PassThrough], fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Cast the stand-in tensors of twins within this context; `_apply` casts them for good."""
     passing = list(passing)
-    modules = [module for each in passing for module in vars(each)["_twin"].modules()]
+    modules = [module for placeholder in passing for module in vars(placeholder)["_twin"].modules()]
     tensors = [own for module in modules for own in (module._parameters, module._buffers)]
-    before = [dict(own) for own in tensors]
+    earlier = [dict(own) for own in tensors]
     try:
-        for each in passing:
-            each._apply(fn)
+        for placeholder in passing:
+            placeholder._apply(fn)
         yield
     finally:
-        for own, was in zip(tensors, before, strict=True):
-            own.update(was)
+        for own, old in zip(tensors, earlier, strict=True):
+            own.update(old)
 
 
 def _has_dims_of(hidden: Tensor, ids: Tensor) -> bool:
     """Return whether hidden states have at least a position for each id, in any run of dims."""
     starts = range(hidden.ndim - ids.ndim + 1)
     more = hidden.ndim == ids.ndim + 1 and hidden.shape[:-1].numel() > ids.numel()
-    return more or any(hidden.shape[at : at + ids.ndim].numel() == ids.numel() for at in starts)
+    return more or any(hidden.shape[i : i + ids.ndim].numel() == ids.numel() for i in starts)
 
 
 class Chunks:
@@ -285,14 +275,7 @@ def cut(
     stages: tuple[int, ...],
     passages: Passages | None = None,
 ) -> Chunks:
-    """Replace all modules in `model` but one rank's; no reference to the others is kept.
-
-    Args:
-        model: The whole model; changed in place, names stay.
-        placement: The stage of each module.
-        stages: The rank's stages, chunk by chunk.
-        passages: The rank's forwards, shared by all placeholders.
-    """
+    """Replace all modules in `model`, in place, but those of the rank's `stages`."""
     switches: list[_Switch] = []
     lists = {name: siblings_of(model, name) for name, _ in placement.homes()}
     around = (m for name, m in model.named_modules() if len(placement.stages_of(name)) > 1)

@@ -25,7 +25,6 @@ from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import eagerly
-from ..runtime.forms import NOTHING, Form
 from .stand_ins import OF_FORM_ALONE, StandIn
 
 _CARRIED = "carried"
@@ -52,15 +51,11 @@ class Passed(NamedTuple):
         hidden: The hidden states.
         tensors: The extra tensors; those of the same form are stacked.
         places: For each argument, the index of its stack and its index in the stack.
-        visit: The number of the call of the stage's last module that returned the hidden states.
-        forms: The forms that layers of other lists return, such as an encoder's.
     """
 
     hidden: Any
     tensors: list[Tensor]
     places: dict[Place, tuple[int, int]]
-    visit: int
-    forms: Form
 
 
 class Extras:
@@ -75,8 +70,6 @@ class Extras:
 
     Attributes:
         hidden: The hidden states in `given`.
-        visit: The number of the call of the previous stage's last module that returned them.
-        forms: Outputs of layers of earlier stages, by their list, on the meta device.
         made: Tensors that depend on the stage's modules; None unless the forward is examined.
         inside: The number of running calls of this stage's modules, nested ones included.
     """
@@ -91,18 +84,18 @@ class Extras:
         examines: bool,
     ) -> None:
         self._numbers, self._known = numbers, known
-        passed = given if isinstance(given, Passed) else Passed(given, [], {}, 1, NOTHING)
-        self.hidden, self.visit, self.forms = passed.hidden, passed.visit, dict(passed.forms.value)
+        passed = given if isinstance(given, Passed) else Passed(given, [], {})
+        self.hidden = passed.hidden
         self._received = {
-            place: passed.tensors[stack][at] for place, (stack, at) in passed.places.items()
+            place: passed.tensors[stack][index] for place, (stack, index) in passed.places.items()
         }
         self.made = WeakTensorKeyDictionary() if examines else None
         self.inside = 0
-        here = {numbers[name] for name in own}
+        modules = {numbers[name] for name in own}
         self._leaving = {
             place: (tensor, version_of(tensor))
             for place, tensor in self._received.items()
-            if place.module not in here
+            if place.module not in modules
         }
         self._calls: Counter[str] = Counter()
 
@@ -142,18 +135,9 @@ class Extras:
 
         return map_tensors(taken, given)
 
-    def leave(self, hidden: Any, visit: int, samples: Mapping[str, Any]) -> Any:
-        """Return the value to send: hidden states, alone or with extra tensors.
-
-        Args:
-            hidden: The hidden states.
-            visit: The number of the call of the stage's last module that returned them.
-            samples: Outputs, in containers, of layers of other lists: their forms are sent.
-
-        Raises:
-            InvalidArgumentError: A tensor was written to since a module was given it.
-        """
-        if not self._leaving and visit == 1 and not samples:
+    def leave(self, hidden: Any) -> Any:
+        """Return the value to send: hidden states, alone or with extra tensors."""
+        if not self._leaving:
             return hidden
         if any(version_of(tensor) != version for tensor, version in self._leaving.values()):
             raise InvalidArgumentError(
@@ -164,13 +148,12 @@ class Extras:
         places = {}
         for place, (tensor, _) in self._leaving.items():
             form = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-            alike = stacks.setdefault(form, [])
-            at = next((i for i, other in enumerate(alike) if other is tensor), len(alike))
-            if at == len(alike):
-                alike.append(tensor)
-            places[place] = list(stacks).index(form), at
-        tensors = [torch.stack(alike) for alike in stacks.values()]
-        return Passed(hidden, tensors, places, visit, Form(dict(samples)))
+            stack = stacks.setdefault(form, [])
+            index = next((i for i, other in enumerate(stack) if other is tensor), len(stack))
+            if index == len(stack):
+                stack.append(tensor)
+            places[place] = list(stacks).index(form), index
+        return Passed(hidden, [torch.stack(stack) for stack in stacks.values()], places)
 
     def tensors(self) -> list[Tensor]:
         """Return the extra tensors to send."""
@@ -193,11 +176,7 @@ def arrived(value: Any) -> Any:
 
 @contextmanager
 def examining(extras: Extras) -> Iterator[None]:
-    """Run the forward in this context uncompiled, and explain failures of the model's own code.
-
-    Raises:
-        InvalidArgumentError: It fails outside its layers, perhaps since modules are not here.
-    """
+    """Run the forward in this context uncompiled, and explain failures of the model's own code."""
     with eagerly(), Following(extras):
         try:
             yield
@@ -213,20 +192,15 @@ def _failed(error: Exception) -> str:
     text = " ".join(str(error).split()) or "no message"
     return (
         f"{describe_rank()}: the model's own code between its layers fails where modules are "
-        f"another stage's, which return tensors of a form and without values: it raised "
-        f"{type(error).__name__} ({text}). If it runs in one process, it takes something else of "
-        "them than such tensors of the form that they are given, or that layers of this stage "
-        "return: compute that inside the layers, make it an entry of the micro-batch, or use no "
-        "pipeline (pp_size=1)"
+        "another stage's, which return tensors without values, of the shape that they are given "
+        f"or that layers of this stage return: it raised {type(error).__name__} ({text}). If it "
+        "runs in one process, it needs something else from them: compute that inside the layers, "
+        "make it an entry of the micro-batch, or use no pipeline (pp_size=1)"
     )
 
 
 class Following(TorchFunctionMode):
-    """A mode that notes the results of operations on noted tensors.
-
-    Args:
-        extras: The notes of the running forward.
-    """
+    """A mode that notes the results of operations on noted tensors."""
 
     def __init__(self, extras: Extras) -> None:
         super().__init__()

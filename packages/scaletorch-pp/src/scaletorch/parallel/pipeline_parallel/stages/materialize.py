@@ -59,8 +59,6 @@ def materialize(
     stage: nn.Module,
     device: torch.device | str,
     state: Mapping[str, Tensor] | TensorFile,
-    *,
-    dtype: torch.dtype | None = None,
 ) -> None:
     """Allocate a stage's parameters and persistent buffers on a device, and fill them from a state.
 
@@ -74,46 +72,45 @@ def materialize(
         device: Device of its tensors afterwards.
         state: Tensors by the names of the whole plain model: its `state_dict`, another mapping or
             an open safetensors file. Only this stage's tensors are read, one at a time. Values are
-            copied.
-        dtype: Floating point type of parameters and persistent buffers; None keeps the model's.
+            copied, and cast to the dtypes of the model.
 
     Raises:
         InvalidArgumentError: The state lacks names or has tensors of other shapes, or a buffer on
             meta is not persistent. The stage is unchanged then.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        message = f"dtype must be a floating point type such as torch.bfloat16, got {dtype}"
-        raise InvalidArgumentError(message)
     read = getattr(state, "get_tensor", None) or getattr(state, "__getitem__", None)
     if read is None or not hasattr(state, "keys"):
         raise InvalidArgumentError(
             "state must be a mapping of names to tensors, such as a state_dict, or an open "
             f"safetensors file, got {type(state).__name__}"
         )
-    others = list(_buffers(stage, persistent=False))
-    lost = [name for name, buffer in others if buffer.is_meta]
+    unsaved = list(_buffers(stage, persistent=False))
+    lost = [name for name, buffer in unsaved if buffer.is_meta]
     if lost:
         raise InvalidArgumentError(
             f"buffers on the meta device that no state holds, as they are not persistent: "
             f"{listing(lost)}; build the model under meta_parameters() instead of "
             "torch.device('meta'), or set them to real tensors first"
         )
-    values = _values(_sources(stage, set(state.keys())), read, torch.device(device), dtype)
+    values = _values(_sources(stage, set(state.keys())), read, torch.device(device))
     for tensor, value in values:
         _replace(tensor, value)
-    for _, buffer in others:
+    for _, buffer in unsaved:
         moved = buffer.to(device)
         if moved is not buffer:
             _replace(buffer, moved)
 
 
 def _sources(stage: nn.Module, known: set[str]) -> dict[Tensor, str]:
-    """Return, for each tensor to fill, its name in the state.
-
-    Raises:
-        InvalidArgumentError: The state lacks tensors; the message lists them.
-    """
-    names = _saved_names(stage)
+    """Return, for each tensor to fill, its name in the state; refuse a state that lacks some."""
+    own = chain(stage.named_parameters(remove_duplicate=False), _buffers(stage, persistent=True))
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in own:
+        names.setdefault(tensor, []).append(name)
+    ties = stage.ties if isinstance(stage, PipelineParallel) else ()
+    for tie in ties:  # a checkpoint may hold it only by its name on another stage
+        if tie.parameter is not None:
+            names[tie.parameter] = [*dict.fromkeys((*names[tie.parameter], *tie.names))]
     found = {t: next((n for n in aliases if n in known), None) for t, aliases in names.items()}
     missing = [" or ".join(names[tensor]) for tensor, name in found.items() if name is None]
     if missing:
@@ -125,19 +122,6 @@ def _sources(stage: nn.Module, known: set[str]) -> dict[Tensor, str]:
     return {tensor: name for tensor, name in found.items() if name is not None}
 
 
-def _saved_names(stage: nn.Module) -> dict[Tensor, list[str]]:
-    """Return each parameter and persistent buffer with its names in the whole model."""
-    own = chain(stage.named_parameters(remove_duplicate=False), _buffers(stage, persistent=True))
-    names: dict[Tensor, list[str]] = {}
-    for name, tensor in own:
-        names.setdefault(tensor, []).append(name)
-    ties = stage.ties if isinstance(stage, PipelineParallel) else ()
-    for tie in ties:  # a checkpoint may hold it only by its name on another stage
-        if tie.parameter is not None:
-            names[tie.parameter] = [*dict.fromkeys((*names[tie.parameter], *tie.names))]
-    return names
-
-
 def _buffers(stage: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in stage.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(prefix, recurse=False, remove_duplicate=False):
@@ -147,24 +131,16 @@ def _buffers(stage: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tenso
 
 
 def _values(
-    sources: Mapping[Tensor, str],
-    read: Callable[[str], Any],
-    device: torch.device,
-    dtype: torch.dtype | None,
+    sources: Mapping[Tensor, str], read: Callable[[str], Any], device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Read the new value of each tensor.
-
-    Raises:
-        InvalidArgumentError: Some have another shape; the message lists them.
-    """
+    """Read the new value of each tensor; refuse values of another shape."""
     values: list[tuple[Tensor, Tensor]] = []
     wrong: list[str] = []
     for tensor, name in sources.items():
         value = read(name)
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         if shape == tuple(tensor.shape):
-            kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-            fresh = torch.empty_like(tensor, dtype=kind, device=device, requires_grad=False)
+            fresh = torch.empty_like(tensor, device=device, requires_grad=False)
             values.append((tensor, fresh.copy_(value.detach())))
         else:
             wrong.append(f"{name}: expected {tuple(tensor.shape)}, got {shape}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,14 +63,10 @@ class Passages:
     def begin(
         self, kind: Hashable, stage: int, given: Any, own: Iterable[str], siblings: str
     ) -> Iterator[Passage]:
-        """Run one forward in this context, and keep its findings if it succeeds.
+        """Run one forward of a stage with modules `own`, and keep its findings if it succeeds.
 
-        Args:
-            kind: The facts that may decide which code the forward runs.
-            stage: The stage.
-            given: The input of the first stage, or the value received from the previous stage.
-            own: The stage's modules.
-            siblings: The list that holds the last module of the previous stage.
+        `kind` holds the facts that may decide which code the forward runs. `siblings` is the list
+        that holds the last module of the previous stage.
         """
         if len(self.found) > MANY_FORMS:
             self.found.clear()
@@ -105,7 +101,6 @@ class Passage:
         delivered: Whether the received hidden states were returned to the model's code.
         copy: The copy that was returned, if the model's code may write to it.
         samples: The output of a layer, by the list that holds the layer.
-        kinds: The output of a layer of this stage, by its class.
         left: The output of this stage's most recent module.
         over: Whether the rest of the forward belongs to later stages.
     """
@@ -115,17 +110,13 @@ class Passage:
         self.source: tuple[int, Any] = stage, extras.hidden if stage else None
         self.extras, self._findings = extras, findings
         self.examines = extras.made is not None
-        received = {**extras.forms, siblings: extras.hidden}
-        self.samples: dict[str, Any] = received if stage else {}
+        self.samples: dict[str, Any] = {siblings: extras.hidden} if stage else {}
         self.delivered, self.over = stage == 0, False
         self.furthest = 0
         self.first: Any = None
         self.copy: Any = None
         self.left: Any = None
-        self.kinds: dict[str, Any] = {}
         self._met = ""  # the first module called of the stage `furthest`
-        self._visits = 0  # calls of the previous stage's last module
-        self._visits_behind = 0.0  # calls of this stage's last module
         self._passed: Any = None  # the hidden states to pass on
         self._gradients = torch.is_grad_enabled()
         self._changes: list[tuple[int, int]] = []  # of hidden states passed on without a copy
@@ -136,25 +127,14 @@ class Passage:
             self.over = False
             self.extras.note(self.left)
 
-    def comes(self) -> bool:
-        """Return whether this call of the previous stage's last module returns the hidden states.
-
-        If the model calls that module in a loop, only the last call does.
-        """
-        self._visits += 1
-        return self._visits >= self.extras.visit
-
     def deliver(self, where: str) -> Any:
-        """Return the received hidden states as the output of the previous stage's last module.
-
-        Raises:
-            InvalidArgumentError: They have been returned already.
-        """
+        """Return the received hidden states as the output of the previous stage's last module."""
         if self.delivered:
             raise InvalidArgumentError(
                 f"{describe_rank()}: {where}, and the model's forward calls it more than once; a "
                 "pipeline passes on what the last module of a stage returns, once: put what is run "
-                "several times into one layer"
+                "several times into one layer, or let the stage end after the loop, by "
+                "Split(points=(...))"
             )
         self.delivered = True
         received = self.source[1]
@@ -166,15 +146,7 @@ class Passage:
         return map_tensors(_alias, received)
 
     def reach(self, stage: int, where: str) -> None:
-        """Record that the forward calls a module with parameters.
-
-        Args:
-            stage: The module's stage.
-            where: Its name and stage, for messages.
-
-        Raises:
-            InvalidArgumentError: The forward has reached a later stage already.
-        """
+        """Record that the forward calls a module with parameters; refuse to go back a stage."""
         if stage < self.furthest:
             raise InvalidArgumentError(
                 f"{describe_rank()}: {where}, and the model's forward comes back to it after "
@@ -187,15 +159,9 @@ class Passage:
         if stage > self.furthest:
             self.furthest, self._met = stage, where
 
-    def leave(self, output: Any, places: int) -> Any:
-        """Keep the output of the stage's last module, and return a copy for the model's code.
-
-        Args:
-            output: The output.
-            places: How often the stage's list of modules has this module; each entry is called.
-        """
+    def leave(self, output: Any) -> Any:
+        """Keep the output of the stage's last module, and return a copy for the model's code."""
         self._passed, self._changes = output, []
-        self._visits_behind += 1 / places
         # Reentrant recomputation runs a layer under no_grad, then makes this very output require
         # grad, so it cannot be copied.
         if torch.is_grad_enabled() != self._gradients:
@@ -203,67 +169,50 @@ class Passage:
             return output
         return map_tensors(Tensor.clone, output) if is_hidden(output) else output
 
-    def passed_on(
-        self, output: Any, parameters: Iterable[nn.Parameter], samples: Mapping[str, Any]
-    ) -> Hidden:
-        """Return the hidden states for the next stage: the output of this stage's last module.
+    def passed_on(self, output: Any, parameters: Iterable[nn.Parameter]) -> Hidden:
+        """Return the value for the next stage: the output of this stage's last module.
 
-        Args:
-            output: The output of the model's forward; None if it did not reach its end.
-            parameters: The stage's parameters.
-            samples: Outputs, in containers, of layers in other lists than the last layer's.
-
-        Raises:
-            InvalidArgumentError: They were changed in place, cannot be sent, or the model's output
-                depends on this stage in another way too.
+        `output` is the model's, or None if its forward did not reach its end.
         """
         self.over = True
         if self._passed is None:  # the model skips the last module, or all of them
-            left = self.source[1] if self.left is None else self.left
-            if left is None:
-                raise InvalidArgumentError(
-                    f"{describe_rank()}: the model's forward has called no module of the first "
-                    "stage, so there is nothing to pass on; take fewer stages, or name the "
-                    "modules that it calls in Split(...)"
-                )
-            self._passed = left
-        left = self._passed
-        if self._changes:
-            self._refuse_collected(output, parameters, _reversible_message)
-        if not is_hidden(left):
-            raise InvalidArgumentError(_stranger_message(left))
-        if self._changes and self._changes != _changes(left):
+            self._passed = self.source[1] if self.left is None else self.left
+        hidden = self._passed
+        if hidden is None:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's forward has called no module of the first stage, "
+                "so there is nothing to pass on; take fewer stages, or name the modules that it "
+                "calls in Split(...)"
+            )
+        if not is_hidden(hidden):
+            raise InvalidArgumentError(_stranger_message(hidden))
+        if self._changes and self._changes != _changes(hidden):
             raise InvalidArgumentError(
                 f"{describe_rank()}: the model's forward changes, in place or by a hook on their "
                 "gradient, the hidden states after the last layer of this stage, which has run "
                 "without gradients (use_reentrant=True), so it would happen on two stages: let it "
                 "make new ones, put that into the layers, or recompute with use_reentrant=False"
             )
-        self._refuse_collected(output, parameters, _collected_message)
-        hidden: Hidden = self.extras.leave(left, max(round(self._visits_behind), 1), samples)
-        return hidden
+        self._refuse_collected(output, parameters)
+        value: Hidden = self.extras.leave(hidden)
+        return value
 
-    def _refuse_collected(
-        self, output: Any, parameters: Iterable[nn.Parameter], message: Callable[[Tensor], str]
-    ) -> None:
-        """Refuse an output that depends on this stage other than through what it passes on.
-
-        Raises:
-            InvalidArgumentError: A tensor of the output does.
-        """
+    def _refuse_collected(self, output: Any, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse an output that depends on this stage other than through what it passes on."""
         passed = [*tensors_in(self._passed), *self.extras.tensors()]
         own: set[int] | None = None
         for tensor in tensors_in(output):
-            leaves = {id(leaf) for leaf in _trained_beside([tensor], passed)}
+            leaves = {id(leaf) for leaf in _other_leaves([tensor], passed)}
             if leaves and own is None:
                 own = {*map(id, parameters), *map(id, tensors_in(self.source[1]))}
             if own is not None and not leaves.isdisjoint(own):
-                raise InvalidArgumentError(message(tensor))
-
-
-def kind_of(module: nn.Module) -> str:
-    """Return the qualified name of a module's class, the same if its calls are surrounded."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+                raise InvalidArgumentError(
+                    f"{describe_rank()}: the model's forward returns a tensor with a gradient, of "
+                    f"shape {tuple(tensor.shape)}, that comes of this stage's layers by another "
+                    "way than what the last of them returns (an auxiliary loss, a skip connection, "
+                    "reversible layers): it would be lost here; let layers pass it on, with the "
+                    "hidden states in one tuple, or use no pipeline (pp_size=1)"
+                )
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -272,7 +221,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def _stranger_message(left: Any) -> str:
-    kinds = ", ".join(sorted({type(each).__name__ for each in strangers(left)})) or "no tensor"
+    kinds = ", ".join(sorted({type(value).__name__ for value in strangers(left)})) or "no tensor"
     inside = "" if kinds == type(left).__name__ else f" with {kinds} in it"
     return (
         f"{describe_rank()}: layers must pass on a tensor, or tuples, lists or dicts of tensors, "
@@ -281,30 +230,12 @@ def _stranger_message(left: Any) -> str:
     )
 
 
-def _reversible_message(tensor: Tensor) -> str:
-    return (
-        f"{describe_rank()}: the model's forward runs its layers in an autograd function that "
-        "computes their gradients itself, as reversible layers do, so that no stage can compute "
-        "those of its own: use no pipeline (pp_size=1), or layers that autograd follows"
-    )
-
-
-def _collected_message(tensor: Tensor) -> str:
-    """Return the message for an output, with a gradient, that would be lost."""
-    return (
-        f"{describe_rank()}: the model's forward returns a tensor with a gradient, of shape "
-        f"{tuple(tensor.shape)}, that comes of this stage's layers by another way than what the "
-        "last of them returns (an auxiliary loss, a skip connection): it would be lost here; let "
-        "layers pass it on, with the hidden states in one tuple"
-    )
-
-
 def _changes(value: Any) -> list[tuple[int, int]]:
     """Return numbers that differ once a tensor is written to or gets a gradient hook."""
-    return [(version_of(each), len(each._backward_hooks or ())) for each in tensors_in(value)]
+    return [(version_of(t), len(t._backward_hooks or ())) for t in tensors_in(value)]
 
 
-def _trained_beside(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Tensor]:
+def _other_leaves(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the leaves (mostly parameters) that outputs depend on other than through inputs."""
     seen = {get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad}
     todo = [get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -22,19 +23,73 @@ from ...pg_manager.building import (
     refuse_generate,
     show_output,
 )
-from ..runtime.forms import facts_of
+from ..runtime.forms import Form, facts_of
 from ..runtime.mail import goes_in_batches, neighbours
 from ..schedules.builders import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
-from .calls import Gates, check_output, crossing
-from .cut import cut
+from .calls import Gates, check_crossed, check_output
+from .cut import Chunks, cut
 from .extras import arrived, examining
-from .passage import Passage, Passages
+from .passage import MANY_FORMS, Passage, Passages
 from .stand_ins import UnknownValueError, standing_like, stands
-from .state import RuntimeState
 from .ties import Tie, TiedGradients, find_ties, groups_of_owners
 from .weights import Deferral, WeightGradients, defer_weight_gradients, give_own_memory
+
+
+@dataclass(slots=True, eq=False)
+class RuntimeState:
+    """The state of a `PipelineParallel` that the train steps use; not for users.
+
+    Attributes:
+        chunks: The rank's stages in the model, of which one can be selected.
+        passages: The forwards of its stages.
+        gates: The wrappers of each stage's modules.
+        tied: The parameters that several ranks hold.
+        deferral: The collector of the linear layers' postponed weight gradients.
+        parameters: The rank's parameters when the running step began.
+        trained: For each rank, a hash of which parameters it trained in the last step.
+        forms: The forms of hidden states that `Mail` knows from earlier steps.
+        reached: Stage and micro-batch signature of each input that has received a gradient.
+        ids: The `input_ids` of the next forward, on any stage; None if they are not a tensor.
+        steps_alone: Whether only steps may call the stage, since callers expect a whole model.
+        in_step: Whether a step is calling the stage.
+    """
+
+    chunks: Chunks
+    passages: Passages
+    gates: list[Gates]
+    tied: TiedGradients
+    deferral: Deferral
+    parameters: tuple[nn.Parameter, ...] = ()
+    trained: tuple[int, ...] = ()
+    forms: dict[Hashable, dict[int, Form]] = field(default_factory=dict)
+    reached: set[Hashable] = field(default_factory=set)
+    ids: Tensor | None = None
+    steps_alone: bool = False
+    in_step: bool = False
+
+    def note_parameters(self, module: nn.Module) -> int:
+        """Record the parameters at the beginning of a step, since adapters may add some.
+
+        The result is a hash that changes when parameters are frozen, unfrozen or cast.
+        """
+        self.parameters = tuple(module.parameters())
+        return hash(tuple((p.requires_grad, p.dtype) for p in self.parameters))
+
+    def compare_parameters(self, trained: tuple[int, ...]) -> None:
+        """Forget the forms of hidden states if parameters were frozen, unfrozen or cast.
+
+        All ranks compare the same hashes, the results of `note_parameters` on each rank, so both
+        sides of a message forget its form together.
+        """
+        if trained != self.trained:
+            self.tied.require_alike()
+        if trained != self.trained or len(self.forms) > MANY_FORMS:
+            self.forms.clear()
+            self.passages.found.clear()
+            self.reached.clear()
+            self.trained = trained
 
 
 class PipelineParallel(ModuleWrapper):
@@ -52,7 +107,7 @@ class PipelineParallel(ModuleWrapper):
 
     Args:
         model: A plain module that holds its layers in a list.
-        config: The places to cut it at; None infers them (`infer_split`).
+        config: The places to cut it at; None infers them.
         group: The ranks in order; None is the manager's pp axis.
         schedule: The schedule of `train_step_pipeline`: a name in `SCHEDULES`, a function of the
             numbers of ranks and micro-batches, or a schedule. It decides which stages a rank has.
@@ -206,8 +261,8 @@ class PipelineParallel(ModuleWrapper):
         """Run the model's forward with a single process's arguments; return the stage's output."""
         passage.first, named = self._first(passage)
         output: Any = None
+        check_crossed(self.module, self._crossed)
         with (
-            crossing(self.module, self._crossed),
             examining(passage.extras) if passage.examines else nullcontext(),
             suppress(UnknownValueError),
         ):
@@ -216,7 +271,8 @@ class PipelineParallel(ModuleWrapper):
             else:
                 output = self.module(passage.first, **kwargs)
         if passage.source[0] < self.num_stages - 1:
-            return passage.passed_on(output, gates.parameters(), gates.other_samples(passage))
+            own = (p for module in gates.modules.values() for p in module.parameters())
+            return passage.passed_on(output, own)
         if stands(output):  # its real tensor may have been received for a layer of this stage
             output = arrived(output)
             check_output(output)
@@ -234,10 +290,10 @@ class PipelineParallel(ModuleWrapper):
             return given, False
         if ids is not None and not ids.is_floating_point():
             return ids, False
-        of = next(tensors_in(given))
+        base = next(tensors_in(given))
         if ids is not None:
-            return standing_like(ids, passages, of), False
-        return standing_like(given, passages, of), self._takes_embeds
+            return standing_like(ids, passages, base), False
+        return standing_like(given, passages, base), self._takes_embeds
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:
         """Backpropagate through a stage.
@@ -261,13 +317,17 @@ class PipelineParallel(ModuleWrapper):
         if outputs:  # none if everything up to here is frozen
             gradients = None if output_tensor_grad is None else list(tensors_in(output_tensor_grad))
             torch.autograd.backward(outputs, gradients)
-        made = [_gradient(tensor) for tensor in tensors_in(input_tensor) if tensor.requires_grad]
+        passed_back = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in tensors_in(input_tensor)
+            if tensor.requires_grad
+        ]
         pairs = zip(parameters, before, strict=True)
         fresh = [parameter for parameter, gradient in pairs if parameter.grad is not gradient]
-        give_own_memory(fresh, made if into is None else [*made, *into.gradients()])
+        give_own_memory(fresh, passed_back if into is None else [*passed_back, *into.gradients()])
         if input_tensor is None:
             return None
-        return made[0] if isinstance(input_tensor, Tensor) and made else made
+        return passed_back[0] if isinstance(input_tensor, Tensor) and passed_back else passed_back
 
     def check_ties(self) -> None:
         """Check that no tied parameter was replaced since the model was split.
@@ -296,10 +356,6 @@ def _called_whole(num_stages: int, count: int, kwargs: Iterable[str]) -> str:
         "train_step(model, micro_batches), or for outputs alone eval_step or forward_step (all of "
         "scaletorch.compose), or train_step_pipeline and pipeline_forward with batches of input_ids"
     )
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def _agreed_placement(

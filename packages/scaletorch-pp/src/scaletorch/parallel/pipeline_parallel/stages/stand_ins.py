@@ -73,12 +73,7 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation on meta tensors, and return stand-ins.
-
-        Raises:
-            InvalidArgumentError: It reads a stand-in's values, or writes them to a real tensor.
-            UnknownValueError: It reads values after the stage's last module.
-        """
+        """Run the operation on meta tensors, and return stand-ins; refuse to read values."""
         kwargs = kwargs or {}
         standing = next(stand_ins_within((*args, *kwargs.values())))
         name = func.overloadpacket.__name__
@@ -115,23 +110,19 @@ class StandIn(Tensor):
         _refuse_read(self.forward)
 
 
-def standing_like(value: Any, forward: Forward, of: Tensor, *, trained: bool = False) -> Any:
-    """Return a value with its tensors replaced by stand-ins on the device of `of`.
+def standing_like(value: Any, forward: Forward, base: Tensor, *, trained: bool = False) -> Any:
+    """Return a value with its tensors replaced by stand-ins on the device of `base`.
 
-    Args:
-        value: The value.
-        forward: The forwards that the stand-ins belong to.
-        of: The tensor that autograd takes them to be computed from.
-        trained: Whether all floating point stand-ins require grad if `of` does; otherwise only
-            those whose tensor in `value` does.
+    Autograd takes them to be computed from `base`. If that requires grad, so do the stand-ins of
+    tensors that do, and all floating point ones if `trained`.
     """
 
     def stand_in(tensor: Tensor) -> Any:
         form = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
         kept = tensor.requires_grad or (trained and tensor.is_floating_point())
-        if kept and of.requires_grad and torch.is_grad_enabled():
-            return _Standing.apply(of, form, forward)  # type: ignore[no-untyped-call]
-        return _standing(form, of.device, forward, forward.source)
+        if kept and base.requires_grad and torch.is_grad_enabled():
+            return _Standing.apply(base, form, forward)  # type: ignore[no-untyped-call]
+        return _standing(form, base.device, forward, forward.source)
 
     return map_tensors(stand_in, value)
 
@@ -156,8 +147,8 @@ class _Standing(torch.autograd.Function):
     """Make a stand-in whose autograd graph leads to a real tensor."""
 
     @staticmethod
-    def forward(ctx: Any, of: Tensor, form: Tensor, forward: Forward) -> StandIn:
-        return _standing(form, of.device, forward, forward.source)
+    def forward(ctx: Any, base: Tensor, form: Tensor, forward: Forward) -> StandIn:
+        return _standing(form, base.device, forward, forward.source)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
@@ -167,11 +158,11 @@ class _Standing(torch.autograd.Function):
 def _standing(
     form: Tensor, device: Any, forward: Forward, source: tuple[int, Any] | None
 ) -> StandIn:
-    made: StandIn = Tensor._make_wrapper_subclass(
+    standing: StandIn = Tensor._make_wrapper_subclass(
         StandIn, form.size(), strides=form.stride(), dtype=form.dtype, device=device
     )
-    made.form, made.forward, made.source = form, forward, source
-    return made
+    standing.form, standing.forward, standing.source = form, forward, source
+    return standing
 
 
 def _form(tensor: Tensor) -> Tensor:
@@ -188,18 +179,14 @@ def _blank(tensor: Tensor) -> Tensor:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: Forward) -> Any:
-    """Return the targets of an in-place operation unchanged, since a stand-in has no values.
-
-    Raises:
-        InvalidArgumentError: It would write to a tensor that has values, or change a form.
-    """
+    """Return the targets of an in-place operation unchanged, since a stand-in has no values."""
     schema = func._schema
     written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
     named = {a.name: value for a, value in zip(schema.arguments, args, strict=False)}
     values = [value for name, value in {**named, **kwargs}.items() if name in written]
     new_form = torch.Tag.inplace_view in func.tags
-    others = [tensor for tensor in tensors_in(values) if not isinstance(tensor, StandIn)]
-    if (others or new_form) and not forward.past:
+    real = any(not isinstance(tensor, StandIn) for tensor in tensors_in(values))
+    if (real or new_form) and not forward.past:
         _refuse("writes to a tensor what it makes of")
     if not schema.returns:
         return None
@@ -207,12 +194,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forwar
 
 
 def _refuse_read(forward: Forward) -> NoReturn:
-    """Refuse an operation that reads values.
-
-    Raises:
-        UnknownValueError: The running code is after the stage's last module.
-        InvalidArgumentError: The running code is this stage's.
-    """
+    """Refuse to read values; after the stage's last module, end the forward instead."""
     if forward.past:
         raise UnknownValueError
     _refuse("reads a number out of")
@@ -227,12 +209,9 @@ def _refuse(what: str) -> NoReturn:
 
 
 def twin_of(module: nn.Module, forward: Forward, keeps: Callable[[Any], bool]) -> nn.Module:
-    """Return a module's twin: without hooks, and without references to the module's tensors.
+    """Return a module's twin, without hooks, and without references to the module's tensors.
 
-    Args:
-        module: The module.
-        forward: The forwards that the stand-ins of its tensors belong to.
-        keeps: Whether the twin has an attribute of this value; lists, dicts and sets are copied.
+    It has the attributes whose value `keeps` accepts; lists, dicts and sets are copied.
     """
     kind = nn.Module if isinstance(module, torch.jit.ScriptModule) else type(module)
     twin: nn.Module = object.__new__(kind)
@@ -242,8 +221,7 @@ def twin_of(module: nn.Module, forward: Forward, keeps: Callable[[Any], bool]) -
             vars(twin)[name] = copy(value) if isinstance(value, list | dict | set) else value
     for own, theirs in _tensors(twin, module):
         for name, tensor in theirs.items():
-            known = tensor is not None and not is_lazy(tensor)
-            if known or tensor is None:
+            if tensor is None or not is_lazy(tensor):
                 own[name] = None if tensor is None else _without_values(tensor, forward)
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else twin_of(child, forward, keeps)
@@ -266,18 +244,14 @@ def runs_alike(module: nn.Module) -> bool:
     True if no module inside has forward hooks or another forward than its class's; wrappers that
     set `__wrapped__` (`functools.wraps`) are seen through.
     """
-    return not any(
-        each._forward_hooks or each._forward_pre_hooks or not _has_own_forward(each)
-        for each in module.modules()
-    )
-
-
-def _has_own_forward(module: nn.Module) -> bool:
-    """Return whether a module's forward is its class's own, apart from wrappers."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
-    own = inspect.unwrap(type(module).forward)
-    return inspect.unwrap(getattr(module.forward, "__func__", module.forward)) is own
+    for inner in module.modules():
+        scripted = isinstance(inner, torch.jit.ScriptModule)
+        if scripted or inner._forward_hooks or inner._forward_pre_hooks:
+            return False
+        forward = inspect.unwrap(getattr(inner.forward, "__func__", inner.forward))
+        if forward is not inspect.unwrap(type(inner).forward):
+            return False
+    return True
 
 
 def _tensors(one: nn.Module, other: nn.Module) -> list[tuple[Any, Any]]:
@@ -286,18 +260,16 @@ def _tensors(one: nn.Module, other: nn.Module) -> list[tuple[Any, Any]]:
 
 def _without_values(tensor: Tensor, forward: Forward, like: Tensor | None = None) -> Any:
     like = tensor if like is None else like
-    made = _standing(
-        torch.empty(tensor.shape, dtype=like.dtype, device=_META), like.device, forward, None
-    )
-    made._is_param = isinstance(tensor, nn.Parameter)  # makes isinstance(made, nn.Parameter) true
-    return made
+    form = torch.empty(tensor.shape, dtype=like.dtype, device=_META)
+    standing = _standing(form, like.device, forward, None)
+    # This makes isinstance(standing, nn.Parameter) true.
+    standing._is_param = isinstance(tensor, nn.Parameter)
+    return standing
 
 
 def is_data(value: Any) -> bool:
-    """Return whether a value is plain data, a plain function, a class, or a tuple of these.
-
-    Other objects may hold tensors, or be changed by a forward on another rank.
-    """
+    """Return whether a value is plain data, a plain function, a class, or a tuple of these."""
+    # Other objects may hold tensors, or be changed by a forward on another rank.
     if isinstance(value, tuple):
         return all(map(is_data, value))
     if inspect.isfunction(value):

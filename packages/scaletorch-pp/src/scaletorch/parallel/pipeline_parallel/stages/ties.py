@@ -40,15 +40,9 @@ class Tie:
 def find_ties(
     model: nn.Module, placement: Placement, homes: Mapping[int, int], rank: int
 ) -> list[Tie]:
-    """Find the parameters of a whole model that a split leaves on several ranks.
+    """Find the parameters that a split leaves on several ranks, in one order on all ranks.
 
-    The list has the same order on every rank.
-
-    Args:
-        model: The whole model.
-        placement: The stage of each module.
-        homes: For each stage, the place of its rank in the pipeline.
-        rank: This rank's place.
+    `homes` has, for each stage, the place of its rank in the pipeline; `rank` is this rank's place.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -64,37 +58,27 @@ def find_ties(
 
 
 def groups_of_owners(
-    group: ProcessGroup, several: Iterable[tuple[int, ...]], number: int
-) -> dict[tuple[int, ...], ProcessGroup]:
+    group: ProcessGroup, owner_sets: Iterable[Owners], number: int
+) -> dict[Owners, ProcessGroup]:
     """Make and connect a group for each set of owners of tied parameters; all ranks call it.
 
-    On the pipeline's own group the exchanges of owners would mix with other ranks' messages.
-
-    Args:
-        group: The pipeline's group.
-        several: The owners' places in it, in the same order on all ranks.
-        number: The first number for torch's group names, agreed by all ranks.
-
-    Returns:
-        The groups of this rank, by the owners' places.
+    On the pipeline's own group the exchanges of owners would mix with other ranks' messages. The
+    owners' sets are in the same order on all ranks, and `number` is the first number for torch's
+    group names, agreed by all ranks. The result has the groups of this rank.
     """
     ranks = group_ranks(group)
-    owners_of = {tuple(ranks[place] for place in owners): owners for owners in several}
+    owners_of = {tuple(ranks[place] for place in owners): owners for owners in owner_sets}
     groups = groups_within(group, owners_of, number)
-    for members, own in groups.items():
-        connect(own, combinations(range(len(members)), 2))
-    return {owners_of[members]: own for members, own in groups.items()}
+    for members, members_group in groups.items():
+        connect(members_group, combinations(range(len(members)), 2))
+    return {owners_of[members]: members_group for members, members_group in groups.items()}
 
 
 class TiedGradients:
     """Keeps values and gradients of tied parameters equal on all their owners.
 
-    Args:
-        ties: All ties of the pipeline, in the same order on every rank.
-        ranks: Global ranks of the pipeline, in order.
-        rank: This rank's place in it.
-        group: The pipeline's process group.
-        groups: Separate groups of owners, by the owners' places; others use `group`.
+    The ties are in the same order on every rank. `ranks` are the pipeline's global ranks, `rank` is
+    this rank's place among them. Owners without a group of their own in `groups` use `group`.
     """
 
     def __init__(
@@ -113,20 +97,13 @@ class TiedGradients:
         """Copy the first owner's values to every owner."""
         for parameter, tie in self._own():
             if not parameter.is_meta:
-                first, *others = (self._ranks[owner] for owner in tie.owners)
+                first, *rest = (self._ranks[owner] for owner in tie.owners)
                 own, data = self._rank == tie.owners[0], parameter.detach()
-                sends = [(data, other) for other in others] if own else []
+                sends = [(data, peer) for peer in rest] if own else []
                 exchange(sends, [] if own else [(data, first)], self._group_of(tie))
 
     def check(self, held: Iterable[nn.Parameter]) -> None:
-        """Check that this rank still holds its tied parameters.
-
-        Args:
-            held: This rank's parameters now.
-
-        Raises:
-            StateError: Another parameter has replaced one.
-        """
+        """Check that no other parameter has replaced a tied one, among the `held` ones."""
         own = [*self._own()]
         found = set(held) if own else set()
         for parameter, tie in own:
@@ -138,21 +115,17 @@ class TiedGradients:
                 )
 
     def require_alike(self) -> None:
-        """Check that each tied parameter is frozen on all its owners or on none.
+        """Check that each tied parameter is frozen on all its owners or on none; all ranks call it.
 
-        All ranks of the pipeline call it.
-
-        Raises:
-            StateError: Only some owners have frozen one since the split; on every rank of the
-                pipeline, owner or not.
+        The error is raised on every rank of the pipeline, owner or not.
         """
         if not self.ties:
             return
         own = [tie.trained and tie.parameter is not None and not tie.parameter.requires_grad
                for tie in self.ties]  # fmt: skip
-        told = all_gather_object(own, self._group)
+        flags = all_gather_object(own, self._group)
         for index, tie in enumerate(self.ties):
-            _require_all_or_none([o for o in tie.owners if told[o][index]], tie)
+            _require_all_or_none([owner for owner in tie.owners if flags[owner][index]], tie)
 
     def begin(self) -> None:
         """Drop gradients that `sync` has summed, except on each parameter's first owner.
@@ -173,23 +146,19 @@ class TiedGradients:
         """Sum gradients over the owners, in rank order: the same bits on every owner.
 
         An owner without a gradient counts as zeros. If no owner has one, it stays None.
-
-        Raises:
-            StateError: Only some owners have frozen a parameter since the split.
         """
         self._pending = False
-        alone: list[tuple[list[int], Tie]] = []
+        found: list[tuple[list[int], Tie]] = []
         for parameter, tie in self._own():
-            if not tie.trained:
-                continue
-            # On the CPU, so that the host can read them without waiting for the device.
-            flags = [parameter.grad is not None, not parameter.requires_grad]
-            told = self._gather(torch.tensor(flags, dtype=torch.uint8), tie)
-            held, frozen = torch.stack(told).bool().unbind(1)
-            alone.append(([o for o, is_ in zip(tie.owners, frozen, strict=True) if is_], tie))
-            if held.any():
-                parameter.grad = _total(self._gather(_gradient_of(parameter), tie))
-        for owners, tie in alone:  # only now: an earlier error would leave other owners waiting
+            if tie.trained:
+                # On the CPU, so that the host can read them without waiting for the device.
+                flags = [parameter.grad is not None, not parameter.requires_grad]
+                gathered = self._gather(torch.tensor(flags, dtype=torch.uint8), tie)
+                held, frozen = torch.stack(gathered).bool().unbind(1)
+                found.append(([o for o, is_ in zip(tie.owners, frozen, strict=True) if is_], tie))
+                if held.any():
+                    parameter.grad = _total(self._gather(_gradient_of(parameter), tie))
+        for owners, tie in found:  # only now: an earlier error would leave other owners waiting
             _require_all_or_none(owners, tie)
 
     def _own(self) -> Iterator[tuple[nn.Parameter, Tie]]:
@@ -201,8 +170,8 @@ class TiedGradients:
     def _gather(self, own: Tensor, tie: Tie) -> list[Tensor]:
         """Return the tensors of all owners, in rank order."""
         tensors = {o: own if o == self._rank else torch.empty_like(own) for o in tie.owners}
-        others = [(each, self._ranks[o]) for o, each in tensors.items() if o != self._rank]
-        exchange([(own, other) for _, other in others], others, self._group_of(tie))
+        receives = [(tensor, self._ranks[o]) for o, tensor in tensors.items() if o != self._rank]
+        exchange([(own, peer) for _, peer in receives], receives, self._group_of(tie))
         return [*tensors.values()]
 
 

@@ -28,13 +28,7 @@ class WeightGradients:
         return [gradient for _, (_, gradient) in self._left]
 
     def leave(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> None:
-        """Postpone the gradient of a weight.
-
-        Args:
-            weight: [out, in], a leaf; the output was `inputs @ weight.T`.
-            inputs: [..., in].
-            gradient: [..., out], the gradient of the output.
-        """
+        """Postpone the gradient of a weight [out, in], from inputs [..., in] and an output's."""
         self._left.append((weight, (inputs.detach(), gradient)))
 
     def accumulate(self) -> None:
@@ -46,23 +40,14 @@ class WeightGradients:
 
 
 class Deferral:
-    """The collector of a stage's postponed weight gradients; nothing is postponed without one.
-
-    Attributes:
-        into: Collects the weight gradients of the running forward, original or recomputed.
-    """
+    """Says where weight gradients of the running forward go; None in `into` postpones none."""
 
     def __init__(self) -> None:
         self.into: WeightGradients | None = None
 
     @contextmanager
     def to(self, into: WeightGradients | None, *, backward: bool = False) -> Iterator[None]:
-        """Postpone the weight gradients of the forwards in this context.
-
-        Args:
-            into: Collects them; None postpones none.
-            backward: Whether the context runs their backward.
-        """
+        """Postpone the weight gradients of the forwards in this context, or run their backward."""
         if into is None:
             yield
             return
@@ -120,15 +105,15 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        of_inputs = of_bias = None
+        inputs_gradient = bias_gradient = None
         if ctx.needs_input_grad[0]:
-            of_inputs = gradient @ weight.to(gradient.dtype)
+            inputs_gradient = gradient @ weight.to(gradient.dtype)
         if ctx.needs_input_grad[1]:
-            of_bias = _rows(gradient).sum(0)
+            bias_gradient = _rows(gradient).sum(0)
         weight, into = ctx.later
         if into.open:  # closed if the model itself computes a gradient in its forward
             into.leave(weight, inputs, gradient)
-        return of_inputs, of_bias, None, None
+        return inputs_gradient, bias_gradient, None, None
 
 
 class _Later(torch.autograd.Function):

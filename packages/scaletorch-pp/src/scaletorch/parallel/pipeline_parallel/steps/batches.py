@@ -44,8 +44,8 @@ class MicroBatches:
     def inputs(self, micro_batch: int, hidden: Hidden | None) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of a stage's forward: `hidden` or the ids, and the rest by name."""
         batch = self.batches[micro_batch]
-        entries = {name: self._here(v) for name, v in batch.items() if name not in NOT_PASSED}
-        return self._here(batch["input_ids"]) if hidden is None else hidden, entries
+        entries = {name: self._moved(v) for name, v in batch.items() if name not in NOT_PASSED}
+        return self._moved(batch["input_ids"]) if hidden is None else hidden, entries
 
     def ids(self, micro_batch: int) -> Tensor | None:
         """Return a micro-batch's `input_ids`; None if they are not a tensor.
@@ -56,7 +56,7 @@ class MicroBatches:
         ids = self.batches[micro_batch]["input_ids"]
         if not isinstance(ids, Tensor):
             return None
-        return ids if ids.is_floating_point() else self._here(ids)
+        return ids if ids.is_floating_point() else self._moved(ids)
 
     @cached_property
     def signatures(self) -> list[Hashable]:
@@ -82,12 +82,9 @@ class MicroBatches:
         return lines
 
     def checked(self, output: Hidden) -> Hidden:
-        """Return a stage's output, checked and ready to be sent.
+        """Return a stage's output, checked against what was announced and ready to be sent.
 
         Under autocast it is cast to `dtype`, and its gradient comes back through the cast.
-
-        Raises:
-            InvalidArgumentError: It has another shape, dtype or device than announced.
         """
         announced = self.shape is not None or self.dtype is not None
         tensors = list(tensors_in(output))
@@ -106,7 +103,7 @@ class MicroBatches:
             )
         return map_tensors(lambda t: t.to(self.dtype), output) if cast else output
 
-    def _here(self, value: Any) -> Any:
+    def _moved(self, value: Any) -> Any:
         return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
@@ -125,38 +122,39 @@ def read(
             are no tensor, or has an entry that requires grad.
     """
     batches = list(data_loader)
-    needed = (first, "labels") if with_labels else (first,)
-    for index, batch in enumerate(batches):
-        if not isinstance(batch, Mapping):
-            message = f"micro-batch {index} must be a mapping, got {type(batch).__name__}"
-            raise InvalidArgumentError(f"{describe_rank()}: {message}")
-        missing = [name for name in needed if name not in batch]
-        if missing:
-            message = f"micro-batch {index} has no {' and no '.join(missing)}, only {list(batch)}"
-            raise InvalidArgumentError(f"{describe_rank()}: {message}")
-        if with_labels and not isinstance(batch["labels"], Tensor):
-            came = type(batch["labels"]).__name__
-            message = f"labels of micro-batch {index} must be a tensor [B, L], got {came}"
-            raise InvalidArgumentError(f"{describe_rank()}: {message}")
-        for name, value in batch.items():
-            if isinstance(value, Tensor) and value.requires_grad:
-                message = f"{name} of micro-batch {index} requires grad"
-                raise InvalidArgumentError(
-                    f"{describe_rank()}: {message}, and every stage has a copy of its own, so no "
-                    "gradient of it would be whole; make it a parameter of a layer, or detach it"
-                )
     if not batches:
         message = "data_loader has no micro-batches: every stage needs all of a step's"
         raise InvalidArgumentError(f"{describe_rank()}: {message}")
+    needed = (first, "labels") if with_labels else (first,)
+    for index, batch in enumerate(batches):
+        problem = _problem(batch, needed, index)
+        if problem:
+            raise InvalidArgumentError(f"{describe_rank()}: {problem}")
     return batches
 
 
-def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return `shape` as a tuple.
+def _problem(batch: Any, needed: Sequence[str], index: int) -> str:
+    """Return why a micro-batch cannot be used, or nothing."""
+    if not isinstance(batch, Mapping):
+        return f"micro-batch {index} must be a mapping, got {type(batch).__name__}"
+    missing = [name for name in needed if name not in batch]
+    if missing:
+        return f"micro-batch {index} has no {' and no '.join(missing)}, only {list(batch)}"
+    if "labels" in needed and not isinstance(batch["labels"], Tensor):
+        came = type(batch["labels"]).__name__
+        return f"labels of micro-batch {index} must be a tensor [B, L], got {came}"
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            return (
+                f"{name} of micro-batch {index} requires grad, and every stage has a copy of its "
+                "own, so no gradient of it would be whole; make it a parameter of a layer, or "
+                "detach it"
+            )
+    return ""
 
-    Raises:
-        InvalidArgumentError: It is not a sequence of positive ints.
-    """
+
+def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return `shape` as a tuple; refuse what is no sequence of positive ints."""
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise InvalidArgumentError(
@@ -167,11 +165,7 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def checked_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return `dtype`.
-
-    Raises:
-        InvalidArgumentError: It is not a floating point dtype.
-    """
+    """Return `dtype`; refuse what is no floating point dtype."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         message = f"dtype is that of the hidden states, such as torch.bfloat16, got {dtype!r}"
         raise InvalidArgumentError(message)
@@ -185,13 +179,8 @@ def token_mean_loss(
 
     The valid tokens of all `batches` count. If the pipeline is the manager's pp axis, the tokens of
     all ranks of its CP x DP group count, so that losses and gradients add up over micro-batches and
-    ranks. A pipeline over another group counts its own tokens alone.
-
-    Args:
-        batches: This step's micro-batches; `labels` [B, L] are aligned with the outputs, and -100
-            marks tokens to ignore.
-        device: Device on which the loss is computed.
-        group: The pipeline's ranks.
+    ranks. A pipeline over another group counts its own tokens alone. `labels` [B, L] are aligned
+    with the outputs, and -100 marks tokens to ignore.
     """
     count = torch.zeros((), dtype=torch.int64, device=device)
     for batch in batches:

@@ -1,12 +1,13 @@
-"""One step of a pipeline: the agreement of all ranks, and this rank's forwards."""
+"""One step of a pipeline: the agreement of all ranks, this rank's forwards, and evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_comm_device, group_ranks
@@ -14,9 +15,9 @@ from ....dist.building import agree, tell_guard
 from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
 from ..runtime.execute import Plan, execute, plan_of
-from ..runtime.forms import Hidden
+from ..runtime.forms import Hidden, tensor_of
 from ..runtime.mail import Mail, Posts
-from ..schedules.builders import AnySchedule
+from ..schedules.builders import AnySchedule, Builder, forward_only
 from ..schedules.schedule import FORWARD, Schedule
 from ..schedules.tasks import Task
 from ..stages.stage import PipelineParallel
@@ -63,7 +64,6 @@ class Step:
         *,
         with_labels: bool,
         trains: bool,
-        facts: Iterable[str] = (),
     ) -> None:
         """Read the micro-batches, check the schedule, and compare both over the pipeline's ranks.
 
@@ -72,13 +72,8 @@ class Step:
             schedule: The schedule; None is the pipeline's own.
             with_labels: Whether micro-batches need labels.
             trains: Whether the step runs backwards.
-            facts: Other facts that must be the same on all ranks.
-
-        Raises:
-            InvalidArgumentError: This rank's input or schedule is wrong.
-            MismatchError: Ranks differ, or another rank's input or schedule is wrong.
         """
-        pipeline, lines = self.pipeline, list(facts)
+        pipeline, lines = self.pipeline, list[str]()
         failed: list[Exception] = []
         try:
             self.inputs = self._inputs(with_labels)
@@ -89,7 +84,7 @@ class Step:
             pipeline.check_ties()
             if trains:
                 self._require_training(self.plan.schedule)
-            lines += [*self.inputs.describe(), self.plan.text]
+            lines = [*self.inputs.describe(), self.plan.text]
         except Exception as found:  # a data loader may raise anything, and other ranks must know
             failed.append(found)
             if not isinstance(found, ScaletorchError) and tell_guard(found):
@@ -124,11 +119,7 @@ class Step:
     def execute(
         self, perform: Callable[[Task], None], note: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Execute this rank's program; return whether `note` returned true on any rank.
-
-        Raises:
-            StageError: Another rank has failed.
-        """
+        """Execute this rank's program; return whether `note` returned true on any rank."""
 
         def run(task: Task) -> None:
             with torch.profiler.record_function(f"{task.action} of stage {task.stage}"):
@@ -172,11 +163,7 @@ class Step:
 
 
 def unwrap(model: nn.Module) -> tuple[list[nn.Module], PipelineParallel]:
-    """Return the wrappers around a `PipelineParallel`, outermost first, and the pipeline itself.
-
-    Raises:
-        InvalidArgumentError: `model` does not wrap one.
-    """
+    """Return the wrappers around a `PipelineParallel`, outermost first, and the pipeline itself."""
     wrappers: list[nn.Module] = []
     inner: Any = model
     while not isinstance(inner, PipelineParallel):
@@ -208,3 +195,59 @@ def _same_ranks(pipeline: PipelineParallel, group: ProcessGroup | None) -> Proce
             f"given has ranks {group_ranks(group)}; pass one group to both, or to the model alone"
         )
     return group
+
+
+@torch.no_grad()
+def pipeline_forward(
+    model: nn.Module,
+    data_loader: Iterable[Batch],
+    tensor_shapes: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    each: Callable[[Any, Batch], Tensor] | None = None,
+) -> list[Tensor]:
+    """Run micro-batches forward through the stages, without gradients.
+
+    The model's mode does not change: call `model.eval()` before if it matters.
+
+    Args:
+        model: A `PipelineParallel`, or wrappers around one; the outermost is called.
+        data_loader: Micro-batches with `input_ids`; `labels` are not needed.
+        tensor_shapes: Shape of one micro-batch's hidden states, [B, L, H]; None takes any.
+        device: Device on which the stage computes; None is the device of its parameters.
+        dtype: Dtype of hidden states; None takes any.
+        group: The ranks in order; None is the model's own group.
+        each: A function of output and batch; its result, such as a loss, is returned in place of
+            the output. None returns the output's logits [B, L, V], or its first tensor.
+
+    Returns:
+        One tensor for each micro-batch, on the rank of the last stage; an empty list elsewhere.
+
+    Raises:
+        InvalidArgumentError: A bad argument, or a stage's output of another shape, dtype or device
+            than announced.
+        MismatchError: Ranks differ in micro-batches or their shapes.
+        StageError: Another rank has failed; the message has its error.
+    """
+    step = Step(model, data_loader, tensor_shapes, device, dtype, group)
+    forwards = _forwards(step.pipeline.all_stages)
+    step.agree("these forwards", forwards, with_labels=False, trains=False)
+    outputs: dict[int, Tensor] = {}
+
+    def perform(task: Task) -> None:
+        _, output = step.forward(task)
+        if task.makes is None:
+            number = task.action.micro_batch
+            batch = step.inputs.batches[number]
+            outputs[number] = tensor_of(output) if each is None else each(output, batch)
+
+    step.execute(perform)
+    return [outputs[micro_batch] for micro_batch in sorted(outputs)]
+
+
+@lru_cache(maxsize=64)
+def _forwards(stages: tuple[tuple[int, ...], ...]) -> Builder:
+    """Return the same function object for the same stages, so that `plan_of` caches its plan."""
+    return partial(forward_only, stages=stages)

@@ -124,10 +124,10 @@ def train_step_pipeline_1f1b(
 def _train(step: Step, loss_fn: LossFunction | None) -> Tensor:
     """Execute a step, complete the gradients, and return the loss."""
     tied = step.pipeline.runtime.tied
-    with deferred_sync(step.wrappers) as switches:
+    with _deferred_sync(step.wrappers) as switches:
         tied.begin()
         training = Training(step, loss_fn, switches)
-        wide = step.execute(training.run, training.is_wide)
+        wide = step.execute(training.run, lambda: training.total.dtype == torch.float64)
         if all(switches.values()):
             step.pipeline.sync_tied_gradients()
         else:  # gradient accumulation: a later step syncs the wrapper's gradients
@@ -138,12 +138,9 @@ def _train(step: Step, loss_fn: LossFunction | None) -> Tensor:
 class Training:
     """The computation of the actions of a training schedule.
 
-    Args:
-        step: The step.
+    Attributes:
         loss_fn: Loss of one micro-batch; used on the last stage alone.
         switches: Wrappers that sync gradients in the last backward, with their switch's own value.
-
-    Attributes:
         total: The sum of the losses so far, 0-d, in the widest of their dtypes.
     """
 
@@ -152,22 +149,18 @@ class Training:
     ) -> None:
         self.step, self.loss_fn, self.switches = step, loss_fn, switches
         actions = step.plan.schedule.ranks[step.pipeline.rank]
-        parted = [action for action in actions if action.kind == BACKWARD_WEIGHT]
-        self._later = {(a.micro_batch, a.chunk): WeightGradients() for a in parted}
+        split = [action for action in actions if action.kind == BACKWARD_WEIGHT]
+        self._postponed = {(a.micro_batch, a.chunk): WeightGradients() for a in split}
         self._backwards = sum(action.kind != FORWARD for action in actions)
         self._live: dict[tuple[int, int], tuple[Hidden | None, Any]] = {}
         self._lost: dict[Hashable, str] = {}  # messages for inputs without a gradient so far
         self._autocasts = autocasts(step.inputs.device)
         self.total = torch.zeros((), dtype=torch.float32, device=step.inputs.device)
 
-    def is_wide(self) -> bool:
-        """Return whether the losses were float64."""
-        return self.total.dtype == torch.float64
-
     def run(self, task: Task) -> None:
         """Run a task whose input has arrived."""
         kind, micro_batch, chunk = task.action
-        into = self._later.get((micro_batch, chunk))
+        into = self._postponed.get((micro_batch, chunk))
         if kind == FORWARD:
             self._forward(task, into)
             return
@@ -186,7 +179,7 @@ class Training:
         with self.step.pipeline.runtime.deferral.to(into):
             hidden, output = self.step.forward(task)
         if task.makes is None and self.loss_fn is not None:
-            output = checked_loss(self.loss_fn(output, self.step.inputs.batches[micro_batch]))
+            output = _checked_loss(self.loss_fn(output, self.step.inputs.batches[micro_batch]))
             self.total = self.total + output.detach()
         self._live[micro_batch, chunk] = hidden, output
 
@@ -197,10 +190,10 @@ class Training:
         gradients = None if task.needs is None else mail.take_gradients(task.needs)
         hidden, output = self._live.pop((micro_batch, chunk))
         with self.step.pipeline.runtime.deferral.to(into, backward=True):
-            made = self._backward(hidden, output, gradients)
+            passed_back = self._backward(hidden, output, gradients)
         if task.makes is not None:
             self._look_for_gradients(task, hidden)
-            mail.put(task.makes, made)
+            mail.put(task.makes, passed_back)
 
     def _look_for_gradients(self, task: Task, hidden: Hidden | None) -> None:
         """Record an error if the received hidden states got no gradient in any micro-batch so far.
@@ -218,11 +211,11 @@ class Training:
         elif key not in self._lost:
             self._lost[key] = (
                 f"{describe_rank()}: stage {task.stage} gives no gradient back to stage "
-                f"{task.stage - 1}, whose hidden states {Form(trained)} require one: what the "
-                "loss is computed from does not depend on them for autograd. If the model detaches "
-                "them on purpose, freeze all modules before (requires_grad_(False)); else run its "
-                "layers outside of torch.no_grad() and of autograd functions of its own "
-                "(checkpoint with use_reentrant=False), or use no pipeline (pp_size=1)"
+                f"{task.stage - 1}, whose hidden states {Form(trained)} require one: for autograd "
+                "the loss does not depend on them. If the model detaches them on purpose, freeze "
+                "all modules before (requires_grad_(False)); else run its layers outside of "
+                "torch.no_grad() and of autograd functions of its own (checkpoint with "
+                "use_reentrant=False), or use no pipeline (pp_size=1)"
             )
 
     def _backward(self, hidden: Hidden | None, output: Any, gradient: Any) -> Any:
@@ -241,7 +234,7 @@ class Training:
 
 
 @contextmanager
-def deferred_sync(wrappers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, bool]]:
+def _deferred_sync(wrappers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, bool]]:
     """Yield wrappers that have a gradient sync switch, with its value; restore it at the end."""
     # A wrapper shows its inner module's attributes as its own, so hasattr would find one twice.
     found = [w for w in wrappers if SYNC_SWITCH in vars(w) or hasattr(type(w), SYNC_SWITCH)]
@@ -253,13 +246,8 @@ def deferred_sync(wrappers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, boo
             setattr(wrapper, SYNC_SWITCH, value)
 
 
-def checked_loss(loss: Any) -> Tensor:
-    """Return a micro-batch's loss as a 0-d tensor.
-
-    Raises:
-        InvalidArgumentError: It is not a floating point tensor of one element that requires grad,
-            or it was computed from another stage's tensors.
-    """
+def _checked_loss(loss: Any) -> Tensor:
+    """Return a micro-batch's loss as a 0-d tensor; refuse what is no loss with a gradient."""
     check_output(loss)
     one = isinstance(loss, Tensor) and loss.numel() == 1
     if one and loss.requires_grad and loss.is_floating_point():
