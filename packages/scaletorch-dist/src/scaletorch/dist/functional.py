@@ -52,6 +52,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "split",
+    "spmd_type",
 ]
 
 
@@ -226,6 +227,11 @@ class AllToAll(Function):
         """Return every rank's shard for this rank, joined along `concat_dim`."""
         ctx.args = concat_dim, split_dim, group
         return shards.exchange_shards(x, split_dim, concat_dim, group)
+
+    @staticmethod
+    def spmd_typecheck(*, x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Any:
+        """Return the type of the result."""
+        return spmd_type(x, group, "all_to_all", concat_dim, split_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

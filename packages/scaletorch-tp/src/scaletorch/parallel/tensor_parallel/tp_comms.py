@@ -29,6 +29,11 @@ class CopyToModelParallelRegion(Copy):
         """Return `x` itself."""
         return Copy.forward(ctx, x, axis_group("tp", group))
 
+    @classmethod
+    def spmd_typecheck(cls, *, x: Tensor, group: ProcessGroup | None) -> Any:
+        """Return the type of the result."""
+        return super().spmd_typecheck(x=x, group=axis_group("tp", group))
+
 
 class ReduceFromModelParallelRegion(Reduce):
     """Sum partial results over the ranks; backward is the identity."""
@@ -38,6 +43,11 @@ class ReduceFromModelParallelRegion(Reduce):
         """Return the sum of `x` over the ranks."""
         return Reduce.forward(ctx, x, axis_group("tp", group))
 
+    @classmethod
+    def spmd_typecheck(cls, *, x: Tensor, group: ProcessGroup | None) -> Any:
+        """Return the type of the result."""
+        return super().spmd_typecheck(x=x, group=axis_group("tp", group))
+
 
 class GatherFromModelParallelRegion(torch.autograd.Function):
     """All-gather shards of the last dim; backward keeps this rank's slice."""
@@ -46,6 +56,11 @@ class GatherFromModelParallelRegion(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
         """Return the full tensor [..., n], given this rank's shard `x` [..., n / tp]."""
         return Gather.forward(ctx, x, -1, axis_group("tp", group))
+
+    @staticmethod
+    def spmd_typecheck(*, x: Tensor, group: ProcessGroup | None) -> Any:
+        """Return the type of the result."""
+        return Gather.spmd_typecheck(x=x, dim=-1, group=axis_group("tp", group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
