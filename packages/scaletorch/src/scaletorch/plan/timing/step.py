@@ -20,8 +20,7 @@ from ..estimate import Time
 from ..known import Group, Known, Once
 from ..layout import Layout
 from ..stages import SPLIT, schedule_of, stages_of
-from .blocks import Seconds, block_seconds, summed
-from .messages import WORLD, Route, route, seconds
+from .costs import WORLD, Route, Seconds, block_seconds, route, seconds, summed
 
 INNER = ("tp", "cp", "ep")  # axes of communication inside blocks
 OUTER = ("pp", "cp_dp", "edp")  # axes of communication between blocks and of gradients
@@ -63,7 +62,7 @@ def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
     schedule is simulated. `low` and `high` change computing by the device's `spread`; for `high`,
     no communication is hidden. They are no bounds, but cover the least certain assumptions.
 
-    Offloading (`recompute="offload"`) is assumed to be hidden by computing.
+    Offloading is assumed to be hidden by computing.
 
     Args:
         description: The model.
@@ -203,15 +202,8 @@ def _ended(
 ) -> tuple[Seconds, float]:  # fmt: skip
     """Return the gradient and parameter messages that follow a pipeline, and the update.
 
-    Buckets are sent one after another as backward fills them. All but the last can hide behind the
-    rest of the backward. Gradients of tied weights are sent between stages.
-
-    Args:
-        groups: Parameter groups of the rank.
-        layout: The layout.
-        computing: Seconds of a micro-batch's forward and of its backward.
-        cluster: The cluster.
-        routes: Links by axis.
+    Buckets are sent one after another as backward fills them, all but the last behind the rest of
+    the backward. `computing` has the seconds of a micro-batch's forward and of its backward.
     """
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
@@ -249,13 +241,7 @@ def _ended(
 
 
 def ends(layout: Layout, stages: Sequence[Stage], message: float) -> list[float]:
-    """Return the time at which each pipeline rank ends its last action.
-
-    Args:
-        layout: A layout with its schedule.
-        stages: Seconds of the stages in the order of the forward.
-        message: Seconds of a message between stages.
-    """
+    """Return the time at which each pipeline rank ends its last action."""
     number, ranks = layout.micro_batches, layout.grid.pp
     if ranks == 1:
         return [number * sum(each.total for stage in stages for each in stage)]
@@ -290,10 +276,7 @@ def _ends(
 
 
 def _costs(stages: Sequence[Stage], message: float) -> Costs:
-    """Return costs with each stage's factor relative to the mean.
-
-    If no stage has any work, only messages take time.
-    """
+    """Return costs with each stage's factor relative to the mean."""
     forward = sum(each.total for each, _ in stages)
     backward = sum(each.total for _, each in stages)
     weights = sum(each.weights for _, each in stages)
