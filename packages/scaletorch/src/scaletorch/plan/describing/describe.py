@@ -31,9 +31,9 @@ from ...parallel.pg_manager import (
 )
 from ...parallel.pipeline_parallel import Split, meta_parameters
 from ..description import Behaviour, Block, Cut, Description, Kernels, Parameter
-from .kinds import block_of, blocks_of, fill, inner, thin_out
 from .hollow import Hollow
 from .kernels import kernels_of
+from .kinds import block_of, blocks_of, fill, inner, thin_out
 from .meter import Meter, behaviour
 
 MOST = 8  # largest size of tp, cp and ep that is tried by default
