@@ -7,6 +7,7 @@ few micro-batches and extrapolated by their difference.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from math import ceil
 from typing import NamedTuple
@@ -136,6 +137,23 @@ class Steps(Once):
         end, update = _ended(self._known.groups(layout, number), layout, both, self._cluster, ways)
         batch = summed((each, 1) for each in (*forward, *backward))
         return Rank([*zip(forward, backward, strict=True)], batch, end, update)
+
+    def floor(self, layout: Layout) -> float:
+        """Return a cheaper lower bound than `least`: the mean computing time of a rank.
+
+        It leaves out recomputation, messages and update, so it holds for all memory savings.
+        """
+
+        def work_out() -> float:
+            plain = replace(layout, recompute="none", zero=0)
+            described = plain.cut in self._description.cuts
+            kinds = self._of_kinds(plain if described else layout, self._routes(layout.grid))
+            each = (kinds[block.kind] for block in self._description.blocks)
+            return sum(way.computing for pair in each for way in pair)
+
+        # Computing does not depend on the placement of ranks.
+        computing = self.once(("floor", layout.cut, layout.micro_rows), work_out)
+        return SURE * computing * layout.micro_batches / layout.grid.pp
 
     def least(self, layout: Layout) -> float:
         """Return a lower bound of the step time without a simulation; `SURE` allows for rounding.
