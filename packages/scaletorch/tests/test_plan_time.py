@@ -41,8 +41,7 @@ from scaletorch.plan.clusters import (
 )
 from scaletorch.plan.stages import schedule_of
 from scaletorch.plan.timing import time
-from scaletorch.plan.timing.blocks import efficiency
-from scaletorch.plan.timing.messages import route, seconds
+from scaletorch.plan.timing.costs import efficiency, route, seconds
 from scaletorch.plan.units import bytes_in
 
 DEVICE = Device("toy", 2**30, {"float32": 1e9}, 1e9)

@@ -10,15 +10,13 @@ import torch
 from scaletorch.plan import Layout, Optimizer
 from scaletorch.plan.known import Known
 from scaletorch.plan.memory import memory
-from scaletorch.plan.stages import SPLIT, alive
+from scaletorch.plan.stages import alive
 
 from .drawing import Case
 from .models import described
 from .peaks import Peak
 
 CLOSE = 0.03  # of what ranks hold
-# Experts that no other rank has, with ZeRO 2 and halves of backwards: planned larger than they are.
-HALVES = 0.15
 ROOM = 2**15  # bytes of a peak that no plan has: heads of messages, flags, blocks of the allocator
 SMALL = 4096  # bytes that may be missing besides: padding, flags, states of single tensors
 
@@ -49,9 +47,7 @@ def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
         most = sum(own.held) + own.taken
         # What is full of buckets is known less well, and when gloo frees what it gathers.
         off = 2 * CLOSE if layout.zero or layout.sequence_parallel else CLOSE
-        halves = case.family.endswith("mixture") and layout.zero == 2 and layout.schedule in SPLIT
-        more = HALVES if halves else off
-        if not (1 - off) * (most - own.rest) - ROOM <= found <= (1 + more) * most + ROOM:
+        if not (1 - off) * (most - own.rest) - ROOM <= found <= (1 + off) * most + ROOM:
             yield f"{case}: rank {rank} holds {own}, planned {planned[place]}: {found}"
 
 

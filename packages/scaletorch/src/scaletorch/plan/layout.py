@@ -66,6 +66,6 @@ class Layout:
 
 
 @cache
-def cut_of(tp: int, cp: int, ep: int, shares: bool, method: str, selective: bool) -> Cut:
+def cut_of(tp: int, cp: int, ep: int, sequence: bool, method: str, selective: bool) -> Cut:
     """Return a cut; equal arguments give the same object, which makes dict look-ups fast."""
-    return Cut(tp, cp, ep, shares, method, selective)
+    return Cut(tp, cp, ep, sequence, method, selective)

@@ -40,10 +40,6 @@ class Options:
     micro_rows: tuple[int, ...] = (1, 2, 4)
     sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
-    def meant(self, grid: Grid) -> bool:
-        """Return whether `sizes` allow a grid."""
-        return all(getattr(grid, axis) in allowed for axis, allowed in self.sizes.items())
-
 
 @dataclass(frozen=True, slots=True)
 class Refused:
@@ -85,7 +81,7 @@ def legal(
         if ep > 1 and (plain.tp * plain.cp * plain.dp) % ep:
             continue
         grid = plain if ep == 1 else Grid(plain.tp, plain.cp, plain.pp, plain.dp, ep=ep)
-        if chosen.meant(grid):
+        if all(getattr(grid, axis) in allowed for axis, allowed in chosen.sizes.items()):
             try:
                 yield from _layouts(description, grid, rows, chosen)
             except InvalidArgumentError as error:
@@ -93,11 +89,7 @@ def legal(
 
 
 def _layouts(description: Description, grid: Grid, rows: int, options: Options) -> Iterator[Layout]:
-    """Yield the layouts of a grid.
-
-    Raises:
-        InvalidArgumentError: The grid has no layout.
-    """
+    """Yield the layouts of a grid, or raise why it has none."""
     batches = [(each, rows // (grid.dp * each)) for each in options.micro_rows
                if rows % (grid.dp * each) == 0]  # fmt: skip
     if not batches:
@@ -119,19 +111,16 @@ def _layouts(description: Description, grid: Grid, rows: int, options: Options) 
             f"{layers} layers are fewer than pp {grid.pp} x {least} chunks: each stage needs one"
         )
     cuts = list(_cuts(description, grid, options))
-    for (shares, method), (schedule, chunks), batch in product(cuts, fitting, batches):
-        yield Layout(grid, shares, options.recompute[0], zeros[0], schedule, chunks, method, *batch)
+    for (sequence, method), (schedule, chunks), batch in product(cuts, fitting, batches):
+        yield Layout(
+            grid, sequence, options.recompute[0], zeros[0], schedule, chunks, method, *batch
+        )
 
 
 def ladder(layout: Layout, options: Options) -> Iterator[tuple[tuple[int, int], Layout]]:
     """Yield a layout with increasing memory savings by recomputation and ZeRO.
 
-    Args:
-        layout: The layout.
-        options: The choices to try.
-
-    Yields:
-        Indices into `options.recompute` and the ZeRO stages, and the layout; least savings first.
+    With each come the indices into `options.recompute` and the ZeRO stages; least savings first.
     """
     zeros = _zeros(layout.grid, options)
     steps = product(range(len(options.recompute)), range(len(zeros)))
@@ -147,24 +136,18 @@ def _zeros(grid: Grid, options: Options) -> tuple[int, ...]:
 
 
 def _cuts(description: Description, grid: Grid, options: Options) -> Iterator[tuple[bool, str]]:
-    """Yield each cp method with the sequence parallelism that the model supports.
-
-    Raises:
-        InvalidArgumentError: The model has no such cut, or was not described with one.
-    """
+    """Yield each cp method with the sequence parallelism that the model supports."""
     methods = options.cp_methods if grid.cp > 1 else options.cp_methods[:1]
-    why = ""
-    found = False
+    why, found = "", False
     for method in methods:
-        for shares in options.sequence_parallel if grid.tp > 1 else (False,):
+        for sequence in options.sequence_parallel if grid.tp > 1 else (False,):
             again = options.recompute[0] == "selective"
-            cut = Cut(grid.tp, grid.cp, grid.ep, shares, method if grid.cp > 1 else "", again)
+            cut = Cut(grid.tp, grid.cp, grid.ep, sequence, method if grid.cp > 1 else "", again)
             if cut in description.cuts:
-                yield shares, method
+                yield sequence, method
                 found = True
                 break
-            reason = description.refused.get(cut)
-            why = why or reason or ""
+            why = why or description.refused.get(cut, "")
     if not found:
         sizes = f"tp {grid.tp}, cp {grid.cp}" + (f", ep {grid.ep}" if grid.ep > 1 else "")
         raise InvalidArgumentError(why or f"{description.name} is not described for {sizes}")

@@ -28,9 +28,6 @@ class Plan:
         description: The model.
         rows: Sequences of a step, over all ranks.
         cluster: The cluster it runs on.
-        fitting: Layouts that fit, in no order.
-        over: The smallest estimate of each layout that does not fit, by increasing memory.
-        refused: Refused grids and layouts, and why.
     """
 
     def __init__(
@@ -45,50 +42,55 @@ class Plan:
             lambda layout: peak(self._known, layout) + self._communicators(layout.grid)
         )
         self._time = cache(self._steps.exact)
-        self.fitting: list[Layout] = []
-        self._tried: list[list[Layout]] = []  # variants of each layout that does not fit
-        self._illegal: list[Refused] = []
-        for each in legal(description, rows, cluster.ranks, options):
-            if isinstance(each, Refused):
-                self._illegal.append(each)
-            else:
-                self._fit(each, options)
+        self._options, self._fitted = options, cache(self._fit)
+        found = list(legal(description, rows, cluster.ranks, options))
+        self._illegal = [each for each in found if isinstance(each, Refused)]
+        self._legal = [each for each in found if isinstance(each, Layout)]
 
     def _communicators_of(self, grid: Grid) -> int:
         size = self.cluster.device.group_memory
         return size * count_communicators(grid) if size else 0
 
-    def _fit(self, layout: Layout, options: Options) -> None:
-        """Add the variants of a layout that fit with the least savings, or those tried."""
+    def _fit(self, layout: Layout) -> tuple[list[Layout], list[Layout]]:
+        """Return the variants of a layout that fit with the least savings, and all variants."""
         room = self.cluster.device.memory - self._communicators(layout.grid)
         enough: list[tuple[int, int]] = []
+        fitting: list[Layout] = []
         tried: list[Layout] = []
-        for (recompute, zero), variant in ladder(layout, options):
+        for (recompute, zero), variant in ladder(layout, self._options):
             if any(a <= recompute and b <= zero for a, b in enough):  # fewer savings fit already
                 continue
             if variant.cut not in self.description.cuts:  # not described with this recomputation
                 continue
-            if peak(self._known, variant, room) <= room:
-                self.fitting.append(variant)
-                enough.append((recompute, zero))
             tried.append(variant)
-        if tried and not enough:
-            self._tried.append(tried)
+            if peak(self._known, variant, room) <= room:
+                fitting.append(variant)
+                enough.append((recompute, zero))
+        return fitting, tried
+
+    @cached_property
+    def fitting(self) -> list[Layout]:
+        """Layouts that fit, in no order."""
+        return [variant for layout in self._legal for variant in self._fitted(layout)[0]]
 
     def ranked(self) -> Iterator[Estimate]:
         """Yield the estimates that fit, fastest first.
 
-        Layouts wait in a queue by a lower bound of their step time, and are simulated when they
-        reach the front.
+        Layouts wait in a queue by a lower bound of their step time. When one reaches the front, it
+        is fitted into memory, then bounded more closely, then simulated.
         """
+        floor, close = -2, -1  # kind of lower bound; peak bytes follow an exact time
         queue = [
-            (self._steps.least(layout), -1, number, layout)
-            for number, layout in enumerate(self.fitting)
+            (self._steps.floor(layout), floor, (number, 0), layout)
+            for number, layout in enumerate(self._legal)
         ]
         heapify(queue)
         while queue:
-            _, simulated, number, layout = heappop(queue)
-            if simulated < 0:
+            _, known, number, layout = heappop(queue)
+            if known == floor:
+                for variant, own in enumerate(self._fitted(layout)[0]):
+                    heappush(queue, (self._steps.least(own), close, (number[0], variant), own))
+            elif known == close:
                 heappush(queue, (self._time(layout).step, self._peak(layout), number, layout))
             else:
                 yield self.estimate(layout)
@@ -109,7 +111,8 @@ class Plan:
 
     @cached_property
     def _large(self) -> list[Layout]:
-        return [min(tried, key=self._peak) for tried in self._tried]
+        each = map(self._fitted, self._legal)
+        return [min(tried, key=self._peak) for fitting, tried in each if tried and not fitting]
 
     @cached_property
     def refused(self) -> tuple[Refused, ...]:
@@ -135,14 +138,19 @@ class Plan:
         held = memory(self.description, layout, known=self._known)
         return Estimate(layout, held, self._time(layout), self._communicators(layout.grid))
 
+    @cached_property
+    def first(self) -> Estimate | None:
+        """The fastest estimate that fits, or None."""
+        return next(self.ranked(), None)
+
     def best(self) -> Estimate:
         """Return the fastest estimate that fits.
 
         Raises:
             InvalidArgumentError: No layout is legal and fits; the message has up to three reasons.
         """
-        if (first := next(self.ranked(), None)) is not None:
-            return first
+        if self.first is not None:
+            return self.first
         reasons = dict.fromkeys(f"{each.grid}: {each.why}" for each in self.refused)
         raise InvalidArgumentError(
             f"no layout of {self.cluster.ranks} ranks can train {self.description.name}: "
@@ -177,7 +185,9 @@ def plan(
     collecting = gc.isenabled()
     gc.disable()  # a search makes no reference cycles, but very many long-lived objects
     try:
-        return Plan(description, rows, cluster, options or Options(), optimizer)
+        found = Plan(description, rows, cluster, options or Options(), optimizer)
+        _ = found.first  # compute it now
     finally:
         if collecting:
             gc.enable()
+    return found

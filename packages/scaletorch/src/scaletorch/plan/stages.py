@@ -87,11 +87,7 @@ def _built(schedule: str, pp: int, micro_batches: int, chunks: int) -> Schedule:
 
 
 def stages_of(schedule: str, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the stages of each pipeline rank, in the order of its chunks.
-
-    Raises:
-        InvalidArgumentError: The schedule is unknown, or has no such number of chunks.
-    """
+    """Return the stages of each pipeline rank, in the order of its chunks."""
     return _built(schedule, pp, 1, chunks).stages
 
 
@@ -119,11 +115,7 @@ def places(description: Description, layout: Layout) -> Places:
 
 
 def contents(description: Description, layout: Layout) -> list[Content]:
-    """Return the content of each pipeline rank.
-
-    Raises:
-        InvalidArgumentError: As for `places`.
-    """
+    """Return the content of each pipeline rank."""
     where = places(description, layout)
     stages = stages_of(layout.schedule, layout.grid.pp, layout.chunks)
     owner = {stage: rank for rank, own in enumerate(stages) for stage in own}

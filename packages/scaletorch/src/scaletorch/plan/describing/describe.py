@@ -31,9 +31,9 @@ from ...parallel.pg_manager import (
 )
 from ...parallel.pipeline_parallel import Split, meta_parameters
 from ..description import Behaviour, Block, Cut, Description, Kernels, Parameter
-from .blocks import block_of, blocks_of, fill, inner, thin_out
 from .hollow import Hollow
 from .kernels import kernels_of
+from .kinds import block_of, blocks_of, fill, inner, thin_out
 from .meter import Meter, behaviour
 
 MOST = 8  # largest size of tp, cp and ep that is tried by default
@@ -188,7 +188,7 @@ class _Job:
         meter = Meter(axes, self.blocks[-1].kind, selective=cut.selective)
         hollow = Hollow(meter)
         fill(model, hollow.make)
-        with hollow, kernels_of(self.kernels):
+        with hollow:
             parallel = parallelize(
                 model, manager, plan=self.plan, split=self.split,
                 sequence_parallel=cut.sequence_parallel, cp_method=cut.cp_method or "ring",
@@ -199,7 +199,7 @@ class _Job:
             terms_of(parallel).seen = 2
             batch = self.batch(rows * manager.dp_size)
             watched = meter.watch(model, self.chosen, latest)
-            with parallel.no_sync(), watched:
+            with parallel.no_sync(), watched, kernels_of(self.kernels):
                 shares = shard_global_batch(batch, 1, manager, model=parallel, **self.dims)
                 train_step(parallel, shares, manager, **self._loss())
         return meter, model

@@ -18,16 +18,10 @@ from torch.fx.experimental import _config
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .counting import bytes_of
 from .meter import Meter
 
 aten = torch.ops.aten
 _SMALL = 2**20  # largest tensor in bytes that is filled for real
-_FACTORIES = frozenset(
-    getattr(aten, name).default
-    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like",
-                 "ones_like", "full_like")
-)  # fmt: skip
 
 
 class Hollow(TorchDispatchMode):
@@ -45,12 +39,11 @@ class Hollow(TorchDispatchMode):
     def make(self, like: Tensor) -> Tensor:
         """Return a hollow tensor with the same shape, strides and dtype."""
         with _disable_current_modes():
-            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
-        self._note(made, hollow=True)
-        return made
+            tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+        self._note(tensor, hollow=True)
+        return tensor
 
-    def is_hollow(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's memory was never written."""
+    def _is_hollow(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._hollow
 
     def __torch_dispatch__(
@@ -63,14 +56,14 @@ class Hollow(TorchDispatchMode):
         """Run an operation if no input is hollow; otherwise compute only its output shapes."""
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        hollow = [tensor for tensor in inputs if self.is_hollow(tensor)]
+        hollow = [tensor for tensor in inputs if self._is_hollow(tensor)]
         if func.namespace == "c10d":
             return self._send(func, args, kwargs, inputs, sends=not hollow)
-        if func in _TOLD:
-            return _TOLD[func](func, args, kwargs) if hollow else func(*args, **kwargs)
-        if func in _CHOICES and self.is_hollow(args[0]) and not _is_large(args):
+        if func in _VALUES:
+            return _VALUES[func](func, args, kwargs) if hollow else func(*args, **kwargs)
+        if func in _CHOICES and self._is_hollow(args[0]):
             result = self._choose(func, args, kwargs)
-        elif not hollow or (func in _FACTORIES and bytes_of(args[:1]) <= _SMALL):
+        elif not hollow:
             result = self._really(func, args, kwargs, inputs)
         elif _is_view(func):
             return func(*args, **kwargs)
@@ -143,20 +136,17 @@ class Hollow(TorchDispatchMode):
         members = torch.distributed.ProcessGroup.unbox(group)
         self._meter.collective(func, members, tensors)
         if sends:
-            result = func(*args, **kwargs)
-            if func is torch.ops.c10d.alltoall_base_.default:
-                _exchange(args[0], args[1], members.size(), args[4])
-            return result
+            return func(*args, **kwargs)
         with _disable_current_modes():
             work = torch.ops.c10d.barrier(torch.zeros(1), group, [], False, -1)
         for tensor in tensors:  # results of hollow tensors are hollow
             self._note(tensor, hollow=True)
         given = [arg for arg in args if isinstance(arg, Tensor | list)]
-        made = [
+        returned = [
             work if "Work" in str(each.type) else given[place]
             for place, each in enumerate(func._schema.returns)
         ]
-        return made[0] if len(made) == 1 else tuple(made)
+        return returned[0] if len(returned) == 1 else tuple(returned)
 
     def _note(self, tensor: Tensor, *, hollow: bool) -> None:
         storage = tensor.untyped_storage()
@@ -192,11 +182,6 @@ def _form(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
-def _is_large(args: Sequence[Any]) -> bool:
-    """Return whether a gather index is too large to be expert routing (e.g. logits by label)."""
-    return isinstance(args[2] if len(args) > 2 else 0, Tensor) and bytes_of(args[2:3]) > 2**24
-
-
 def _is_group(value: Any) -> bool:
     return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
 
@@ -223,30 +208,16 @@ def _shared_out(count: int, size: int) -> Tensor:
     return blocks.argsort(-1).flatten()[:count]
 
 
-def _exchange(output: Tensor, sent: Tensor, ranks: int, sizes: Sequence[int]) -> None:
-    """Fill the output with rank 0's own share from each rank, as if all ranks were identical."""
-    own = sent[: sizes[0] if sizes else sent.shape[0] // ranks]
-    if own.shape[0] * ranks == output.shape[0]:
-        with _disable_current_modes():
-            output.copy_(own.repeat(ranks, *[1] * (own.ndim - 1)))
-
-
 def _number(_: Any, args: Sequence[Any], __: Any) -> Any:
     """Return the value read from a hollow scalar: True, 1.0 or 0."""
     return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 0
 
 
-_TOLD: dict[Any, Callable[..., Any]] = {
+_VALUES: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _number,
     aten.equal.default: lambda *_: True,
 }
-_CHOICES = frozenset(
-    {
-        aten.topk.default,
-        aten.sort.default,
-        aten.sort.stable,
-        aten.argsort.default,
-        aten.argmax.default,
-        aten.gather.default,
-    }
-)
+_CHOICES = frozenset((
+    aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default,
+    aten.argmax.default, aten.gather.default,
+))  # fmt: skip

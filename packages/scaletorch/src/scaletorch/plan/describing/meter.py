@@ -88,14 +88,10 @@ class Meter:
         self._added: tuple[int, int] | None = None  # (storage of an operand, its event)
 
     @contextmanager
-    def watch(self, model: nn.Module, chosen: Mapping[int, str], like: list[Any]) -> Iterator[None]:
-        """Measure a step of a model.
-
-        Args:
-            model: The model; its layers are hooked meanwhile.
-            chosen: Name of the layer that runs, by kind.
-            like: A list whose first item is set to the latest layer's output.
-        """
+    def watch(
+        self, model: nn.Module, chosen: Mapping[int, str], latest: list[Any]
+    ) -> Iterator[None]:
+        """Measure a step of a model; `latest[0]` is set to the output of each layer that runs."""
         first, *_, final = [*chosen, *chosen]
 
         def begin(*_: Any) -> None:
@@ -112,7 +108,7 @@ class Meter:
             self._enter(kind, FORWARD)
 
         def after(kind: int, _: nn.Module, args: Any, output: Any) -> None:
-            like[0] = output
+            latest[0] = output
             hidden = next(tensors_in(output), None)
             if hidden is not None:
                 self.held[kind].handed = bytes_of([hidden])
@@ -240,14 +236,7 @@ def _is_put_off(module: nn.Module) -> bool:
 def behaviour(
     kind: int, rows: tuple[int, int], pair: Sequence[Meter], parameters: Sequence[Parameter]
 ) -> Behaviour:
-    """Return the behaviour of a kind of block, from two steps with different numbers of rows.
-
-    Args:
-        kind: Kind of the block.
-        rows: Rows of the two steps.
-        pair: Meters of the two steps.
-        parameters: Parameters of the block.
-    """
+    """Return the behaviour of a kind of block, from two steps with different numbers of rows."""
     slope = 1 / (rows[1] - rows[0])
 
     def line(figures: Iterator[float]) -> Affine:

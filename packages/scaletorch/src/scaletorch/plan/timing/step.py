@@ -7,6 +7,7 @@ few micro-batches and extrapolated by their difference.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from math import ceil
 from typing import NamedTuple
@@ -20,8 +21,7 @@ from ..estimate import Time
 from ..known import Group, Known, Once
 from ..layout import Layout
 from ..stages import SPLIT, schedule_of, stages_of
-from .blocks import Seconds, block_seconds, summed
-from .messages import WORLD, Route, route, seconds
+from .costs import WORLD, Route, Seconds, block_seconds, route, seconds, summed
 
 INNER = ("tp", "cp", "ep")  # axes of communication inside blocks
 OUTER = ("pp", "cp_dp", "edp")  # axes of communication between blocks and of gradients
@@ -63,7 +63,7 @@ def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
     schedule is simulated. `low` and `high` change computing by the device's `spread`; for `high`,
     no communication is hidden. They are no bounds, but cover the least certain assumptions.
 
-    Offloading (`recompute="offload"`) is assumed to be hidden by computing.
+    Offloading is assumed to be hidden by computing.
 
     Args:
         description: The model.
@@ -138,6 +138,23 @@ class Steps(Once):
         batch = summed((each, 1) for each in (*forward, *backward))
         return Rank([*zip(forward, backward, strict=True)], batch, end, update)
 
+    def floor(self, layout: Layout) -> float:
+        """Return a cheaper lower bound than `least`: the mean computing time of a rank.
+
+        It leaves out recomputation, messages and update, so it holds for all memory savings.
+        """
+
+        def work_out() -> float:
+            plain = replace(layout, recompute="none", zero=0)
+            described = plain.cut in self._description.cuts
+            kinds = self._of_kinds(plain if described else layout, self._routes(layout.grid))
+            each = (kinds[block.kind] for block in self._description.blocks)
+            return sum(way.computing for pair in each for way in pair)
+
+        # Computing does not depend on the placement of ranks.
+        computing = self.once(("floor", layout.cut, layout.micro_rows), work_out)
+        return SURE * computing * layout.micro_batches / layout.grid.pp
+
     def least(self, layout: Layout) -> float:
         """Return a lower bound of the step time without a simulation; `SURE` allows for rounding.
 
@@ -203,15 +220,8 @@ def _ended(
 ) -> tuple[Seconds, float]:  # fmt: skip
     """Return the gradient and parameter messages that follow a pipeline, and the update.
 
-    Buckets are sent one after another as backward fills them. All but the last can hide behind the
-    rest of the backward. Gradients of tied weights are sent between stages.
-
-    Args:
-        groups: Parameter groups of the rank.
-        layout: The layout.
-        computing: Seconds of a micro-batch's forward and of its backward.
-        cluster: The cluster.
-        routes: Links by axis.
+    Buckets are sent one after another as backward fills them, all but the last behind the rest of
+    the backward. `computing` has the seconds of a micro-batch's forward and of its backward.
     """
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
@@ -249,13 +259,7 @@ def _ended(
 
 
 def ends(layout: Layout, stages: Sequence[Stage], message: float) -> list[float]:
-    """Return the time at which each pipeline rank ends its last action.
-
-    Args:
-        layout: A layout with its schedule.
-        stages: Seconds of the stages in the order of the forward.
-        message: Seconds of a message between stages.
-    """
+    """Return the time at which each pipeline rank ends its last action."""
     number, ranks = layout.micro_batches, layout.grid.pp
     if ranks == 1:
         return [number * sum(each.total for stage in stages for each in stage)]
@@ -290,10 +294,7 @@ def _ends(
 
 
 def _costs(stages: Sequence[Stage], message: float) -> Costs:
-    """Return costs with each stage's factor relative to the mean.
-
-    If no stage has any work, only messages take time.
-    """
+    """Return costs with each stage's factor relative to the mean."""
     forward = sum(each.total for each, _ in stages)
     backward = sum(each.total for _, each in stages)
     weights = sum(each.weights for _, each in stages)

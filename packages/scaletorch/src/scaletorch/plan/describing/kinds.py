@@ -17,13 +17,13 @@ from ..description import Block
 class _Skipped(PassThrough):
     """A stand-in for a layer: returns its input, with the latest layer's other outputs."""
 
-    def __init__(self, replaced: nn.Module, like: list[Any]) -> None:
+    def __init__(self, replaced: nn.Module, latest: list[Any]) -> None:
         super().__init__(replaced, "a layer like another")
-        self._like = like
+        self._latest = latest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value = args[0] if args else next(iter(kwargs.values()), None)
-        latest = self._like[0]
+        latest = self._latest[0]
         return (value, *latest[1:]) if isinstance(latest, tuple) else value
 
     forward = __call__
@@ -57,9 +57,6 @@ def blocks_of(model: nn.Module, split: Split | None) -> tuple[tuple[Block, ...],
     """Return the sequence of blocks, and the name of the first layer of each kind.
 
     Kind 0 is everything before the layers, the last kind everything after them.
-
-    Raises:
-        InvalidArgumentError: A layer consists of several modules.
     """
     first, *layers, last = parts_of(model, split)
     if any(len(layer) > 1 for layer in layers):
@@ -81,13 +78,13 @@ def blocks_of(model: nn.Module, split: Split | None) -> tuple[tuple[Block, ...],
 
 def thin_out(model: nn.Module, blocks: Sequence[Block], chosen: Mapping[int, str]) -> list[Any]:
     """Replace, in place, all layers but the chosen ones; return the list for the latest output."""
-    like: list[Any] = [None]
+    latest: list[Any] = [None]
     for block in blocks:
         if block.place == "layer" and chosen[block.kind] != block.name:
             parent, _, own = block.name.rpartition(".")
-            skipped = _Skipped(model.get_submodule(block.name), like)
+            skipped = _Skipped(model.get_submodule(block.name), latest)
             setattr(model.get_submodule(parent), own, skipped)
-    return like
+    return latest
 
 
 def fill(model: nn.Module, make: Any) -> None:
