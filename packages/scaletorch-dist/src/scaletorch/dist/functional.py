@@ -52,6 +52,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "split",
+    "spmd_local",
     "spmd_type",
 ]
 
@@ -97,6 +98,26 @@ def spmd_type(x: Tensor, group: Group, rule: str, src: str | int, dst: str | int
         src = "V"
     start, end = (types.S(t) if isinstance(t, int) else getattr(types, t) for t in (src, dst))
     return getattr(types.rules, rule)(x, axis, src=start, dst=end)
+
+
+def spmd_local(outputs: Any, *inputs: Tensor | None, partial: bool = False) -> None:
+    """Give outputs the type of the inputs that they are computed from, for `spmd_types`.
+
+    Args:
+        outputs: The result of an autograd function that computes without communication.
+        inputs: The tensors that the values come from; the others count as ignored.
+        partial: Whether backward sums gradients, so that an invariant input becomes replicated.
+    """
+    types: Any = import_module("spmd_types")
+    given = [x for x in inputs if x is not None]
+    types.rules.ignore(*given)
+    found: dict[Any, Any] = {}
+    for x in given:
+        for axis, kind in types.get_local_type(x).items():
+            kind = types.R if partial and kind is types.I else kind
+            found[axis] = types.V if found.get(axis, kind) is not kind else kind
+    for each in outputs if isinstance(outputs, tuple) else (outputs,):
+        types.assert_type(each, found)
 
 
 class _Whole(Function):

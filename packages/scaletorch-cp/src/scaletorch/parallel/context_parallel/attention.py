@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...dist.errors import InvalidArgumentError, StateError
+from ...dist.functional import spmd_local
 from .agreement import (
     cast_for_autocast,
     check_inputs,
@@ -79,6 +80,11 @@ class ContextAttention(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.method, ctx.call = method, call
         return out
+
+    @staticmethod
+    def spmd_typecheck(out: Tensor, *, q: Tensor, k: Tensor, v: Tensor, sinks: Any) -> None:
+        """Give the output the type of its shards, for the checker of `spmd_types`."""
+        spmd_local(out, q, k, v, sinks)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ...dist import all_gather, get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError, StateError
+from ...dist.functional import spmd_local, spmd_type
 from ..pg_manager import axis_group, describe_rank
 from ..pg_manager.building import uncompiled
 from ..placement import shard_sizes
@@ -121,6 +122,15 @@ class CrossEntropy(torch.autograd.Function):
         if terms.z:
             losses += (highest + log_total).square_().mul_(terms.z)
         return losses.masked_fill_(ignored, 0)
+
+    @staticmethod
+    def spmd_typecheck(
+        losses: Tensor, *, logits: Tensor, targets: Tensor, ignored: Tensor, terms: _Terms
+    ) -> None:
+        """Give the losses the type of a sum over the shards of the vocabulary."""
+        terms_of_sum = losses.new_empty(losses.shape)
+        spmd_local(terms_of_sum, logits, targets, ignored)
+        spmd_local(losses, spmd_type(terms_of_sum, terms.group, "all_reduce", "P", "I"))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

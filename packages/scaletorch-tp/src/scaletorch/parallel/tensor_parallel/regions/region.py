@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ....dist import all_reduce, get_rank, reduce_scatter
+from ....dist.functional import spmd_local, spmd_type
 from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Invariant, Partial, Replicate, Shard, convert
 from .sequence_shares import DIM, SequenceShares, convert_hidden, shapes_explained
@@ -80,6 +81,16 @@ class Enter(torch.autograd.Function):
         return convert(x, Shard(DIM, tuple(sizes)), Replicate(), group)
 
     @staticmethod
+    def spmd_typecheck(
+        *, x: Tensor, group: ProcessGroup | None, sizes: Sequence[int] | None, operands: Any
+    ) -> Any:
+        """Return the type of the full `x`; the operands are for backward alone."""
+        spmd_local((), *operands)
+        if sizes is None:
+            return spmd_type(x, group, "convert", "I", "R")
+        return spmd_type(x, group, "all_gather", DIM, "R")
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Sum the gradient of `x`, and compute the weight gradients meanwhile."""
         (grad,) = grads
@@ -114,6 +125,13 @@ class Multiply(torch.autograd.Function):
         ctx.waiting = waiting
         ctx.save_for_backward(x, weight)
         return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def spmd_typecheck(
+        output: Tensor, *, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        """Give the output the type of a product of shards."""
+        spmd_local(output, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from ....dist import all_reduce
 from ....dist.building import sum_dtype
+from ....dist.functional import spmd_local
 from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Cut
 from .surround import Surrounded
@@ -34,6 +35,11 @@ class SumGradient(Function):
         """Return `x`; `total` maps its gradient to the sum over ranks."""
         ctx.total = total
         return x.view_as(x)
+
+    @staticmethod
+    def spmd_typecheck(output: Tensor, *, x: Tensor) -> None:
+        """Give the output the type of `x`, with a gradient that is a term of a sum."""
+        spmd_local(output, x, partial=True)
 
     @staticmethod
     @once_differentiable
