@@ -73,7 +73,7 @@ def mean_of_local_means(ready: Any) -> Any:
     return local
 
 
-@fault("step:token_loss_sum", layout="4x1x1x1", born="forward: loss")
+@fault("step:token_loss_sum", "loss:token_loss_sum", layout="4x1x1x1", born="forward: loss")
 def masked_rank_gives_nan(loss_sum: Any) -> Any:
     """A rank without a valid token divides nothing by nothing."""
 
