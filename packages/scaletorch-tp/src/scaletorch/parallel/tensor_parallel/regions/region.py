@@ -127,9 +127,7 @@ class Multiply(torch.autograd.Function):
         return functional.linear(x, weight, bias)
 
     @staticmethod
-    def spmd_typecheck(
-        output: Tensor, *, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> None:
+    def spmd_typecheck(output: Tensor, *, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Give the output the type of a product of shards."""
         spmd_local(output, x, weight, bias)
 
