@@ -11,6 +11,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...dist.errors import InvalidArgumentError
+from ...dist.functional import spmd_local
 from ..pg_manager import describe_rank
 from .exchange.dispatch import Dispatched, add_up, apply
 
@@ -76,6 +77,11 @@ class _NoRows(Function):
         return hidden.new_empty((0, hidden.shape[1]))
 
     @staticmethod
+    def spmd_typecheck(output: Any, *, hidden: Tensor, weights: Tensor, parameters: Any) -> None:
+        """Give the output the type of experts' results."""
+        spmd_local(output, hidden, weights, *parameters)
+
+    @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return zeros for each input that needs a gradient."""
@@ -97,6 +103,13 @@ class _Spread(Function):
         return rows.index_select(0, row), weights.view(-1).index_select(0, order).unsqueeze_(1)
 
     @staticmethod
+    def spmd_typecheck(
+        outputs: Any, *, rows: Tensor, weights: Tensor, row: Tensor, order: Tensor
+    ) -> None:
+        """Give the outputs the type of the rows."""
+        spmd_local(outputs, rows, weights, row, order)
+
+    @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Add up the gradients of each row, and put those of weights in place."""
@@ -114,6 +127,11 @@ class _Fold(Function):
         """Return [rows, H]."""
         ctx.save_for_backward(row)
         return add_up(results, row, rows, most)
+
+    @staticmethod
+    def spmd_typecheck(output: Any, *, results: Tensor, row: Tensor) -> None:
+        """Give the output the type of the results."""
+        spmd_local(output, results, row)
 
     @staticmethod
     @once_differentiable

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from ....dist import Work, get_rank, get_world_size
 from ....dist.building import all_to_all_flat, sum_dtype
 from ....dist.errors import InvalidArgumentError
+from ....dist.functional import spmd_local
 from ...pg_manager import describe_rank
 from .routes import Route, counts_of, expert_group, find_route, numbers_of
 
@@ -161,6 +162,13 @@ class _Dispatch(Function):
         return rows.view(-1, hidden.shape[1]), scales, indices
 
     @staticmethod
+    def spmd_typecheck(
+        outputs: Any, *, hidden: Tensor, weights: Tensor, index: Tensor, numbers: Tensor
+    ) -> None:
+        """Give the outputs the type of the tokens, for the checker of `spmd_types`."""
+        spmd_local(outputs, hidden, weights, index, numbers)
+
+    @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients of hidden states and weights: all ranks send both."""
@@ -183,6 +191,11 @@ class _Combine(Function):
         return _add_up(back.view(-1, rows.shape[1]), route)
 
     @staticmethod
+    def spmd_typecheck(output: Any, *, rows: Tensor) -> None:
+        """Give the output the type of the rows."""
+        spmd_local(output, rows)
+
+    @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send each token's gradient to the ranks that had it."""
@@ -203,6 +216,11 @@ class _Synchronise(Function):
         """Return `rows`."""
         ctx.save_for_backward(rows.new_empty(0))
         return rows.view_as(rows)
+
+    @staticmethod
+    def spmd_typecheck(output: Any, *, rows: Tensor) -> None:
+        """Give the output the type of the rows."""
+        spmd_local(output, rows)
 
     @staticmethod
     @once_differentiable
