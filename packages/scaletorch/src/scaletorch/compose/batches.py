@@ -81,9 +81,8 @@ def shard_global_batch(
             forward's arguments, the same on every rank. Rows are dim 0 of every entry, [B, ...].
             Every micro-batch gets whole: numbers, tensors whose dim 0 has size 1, and the starts of
             packed documents `cu_seq_lens_q` (0, a, ..., L). Entries named `loss_...` go to your
-            loss_fn, not to the model.
-            Models of tokens take `input_ids` [B, L]; `labels` [B, L] aligned with them, -100
-            for tokens that have none; `position_ids` [B, L], [1, L] or of several axes
+            loss_fn, not to the model. Models of tokens take `input_ids` [B, L]; `labels` [B, L],
+            -100 for tokens that have none; `position_ids` [B, L], [1, L] or of several axes
             [axes, B, L]. cp divides the columns of every entry that is [B, L].
         num_micro_batches: Micro-batches per data-parallel rank. Ranks, and a rank's micro-batches,
             differ by at most one row, the first ones having more. A micro-batch that gets no row

@@ -109,7 +109,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
             seconds = asked.total_seconds()
         mpi, comm = self.engine.mpi, self.communicator
         self._sequence += 1
-        return self.engine.start(lambda: make(mpi, comm, *args), seconds)
+        return self.engine.start(lambda: make(mpi, comm, *args), seconds, self)
 
     def _start_several(
         self, make: Callable[..., Call], *columns: Sequence[Any], opts: Any = None

@@ -57,10 +57,20 @@ class Engine:
         self._late = False  # whether a call has timed out
         atexit.register(self._end)  # runs before mpi4py's handler, which finalizes MPI
 
-    def start(self, make: Callable[[], Call], seconds: float) -> MPIWork:
-        """Start a call: `make` issues its requests."""
+    def start(self, make: Callable[[], Call], seconds: float, group: Any) -> MPIWork:
+        """Start a call of a group: `make` issues its requests.
+
+        A barrier is done after earlier collectives of its group, also those whose handles were
+        dropped.
+        """
         with self.lock:
-            work = MPIWork(self, make(), seconds)
+            call = make()
+            earlier = [
+                work
+                for work in self._active
+                if call.name == "barrier" and work.group is group and not work.is_message
+            ]
+            work = MPIWork(self, call, seconds, group, earlier)
             self._active.append(work)
         return work
 
@@ -101,10 +111,13 @@ class Engine:
 class MPIWork(c10d.Work):
     """The handle of a call in flight; dropping it does not cancel the call."""
 
-    def __init__(self, engine: Engine, call: Call, seconds: float) -> None:
-        """Store the engine, the call, and the default timeout of a wait."""
+    def __init__(
+        self, engine: Engine, call: Call, seconds: float, group: Any, earlier: list[MPIWork]
+    ) -> None:
+        """Store the call, the default timeout of a wait, and the works that end before."""
         super().__init__()
-        self.call = call
+        self.call, self.group, self.is_message = call, group, call.name in ("send", "recv")
+        self._earlier = earlier
         self._engine, self._seconds = engine, seconds
         self._results, self._done, self._source = call.results, False, -1
         self._error: BaseException | None = None
@@ -114,6 +127,8 @@ class MPIWork(c10d.Work):
         call = self.call
         if self._done:
             return True
+        if not all(work._done for work in self._earlier):
+            return False
         try:
             statuses = None if call.expected is None else [mpi.Status()]
             if not mpi.Request.Testall(list(call.requests), statuses):
@@ -124,7 +139,8 @@ class MPIWork(c10d.Work):
                 call.finish()
         except BaseException as error:
             self._error = error
-        self._done, self.call = True, Call(call.name, (), [])  # frees the buffers
+        self._done, self._earlier = True, []
+        self.call = Call(call.name, (), [])  # frees the buffers
         return True
 
     def _check_message(self, mpi: Any, status: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -129,13 +129,15 @@ class ProcessGroupManager(AxisAttributes):
             raise StateError(message)
         return None if self._groups is None else self._groups.get(name)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the group of an axis for the attribute `{axis}_group`."""
-        axis = name.removesuffix("_group")
-        if axis != name and axis in AXES:
-            return self.group(axis)
-        message = f"{type(self).__name__!r} object has no attribute {name!r}"
-        raise AttributeError(message, name=name, obj=self)
+    if not TYPE_CHECKING:  # declared in `AxisAttributes`
+
+        def __getattr__(self, name: str) -> ProcessGroup | None:
+            """Return the group of an axis for the attribute `{axis}_group`."""
+            axis = name.removesuffix("_group")
+            if axis != name and axis in AXES:
+                return self.group(axis)
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=self)
 
     @property
     def device_mesh(self) -> DeviceMesh:
