@@ -1,4 +1,4 @@
-"""The column- and row-parallel layers, and the vocabulary-parallel embedding."""
+"""The column- and row-parallel linear layers and embeddings."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ class _Linear(TensorParallelLayer):
     def _matrix(self) -> Tensor:
         """Return this rank's weight as [out_features, in_features], one of them sharded."""
         return self.weight
+
+    def extra_repr(self) -> str:
+        """Return the full sizes, the first option and tp."""
+        option = next(iter(self.options))
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, {option}={getattr(self, option)}, tp={self.tp_size}"
+        )
 
 
 class ColumnParallelLinear(_Linear):
@@ -112,13 +120,6 @@ class ColumnParallelLinear(_Linear):
         where = self.cut, self.tp_rank, self.group
         return sum_replicas(weight, *where), None if bias is None else sum_replicas(bias, *where)
 
-    def extra_repr(self) -> str:
-        """Return the full sizes, the options and tp."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, gather_output={self.gather_output}, tp={self.tp_size}"
-        )
-
 
 class RowParallelLinear(_Linear):
     """`nn.Linear` with input features sharded over the ranks; the output is full.
@@ -177,14 +178,6 @@ class RowParallelLinear(_Linear):
         # Under autocast the output has a narrower dtype than the bias; keep it.
         return out if bias is None else out + bias.to(out.dtype)
 
-    def extra_repr(self) -> str:
-        """Return the full sizes, the options and tp."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}, "
-            f"tp={self.tp_size}"
-        )
-
 
 class Transposed(TensorParallelLayer):
     """Mixin for the Conv1D layer of transformers, whose weight is [in, out].
@@ -223,6 +216,15 @@ class RowParallelConv1D(Transposed, RowParallelLinear):
 
     sharded_size = "nx"
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
+
+
+def _uses_rows(module: nn.Module) -> str | None:
+    """Return why the options of an embedding cannot be kept on shards, or None if they can."""
+    options = ("max_norm", "scale_grad_by_freq", "sparse")
+    used = [name for name in options if getattr(module, name, None)]
+    if used and type(module) is nn.Embedding:
+        return f"it uses {', '.join(used)}, which is not supported on shards"
+    return None
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
@@ -275,11 +277,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
         """Return why `module` cannot become this layer, or None if it can."""
-        options = ("max_norm", "scale_grad_by_freq", "sparse")
-        used = [name for name in options if getattr(module, name, None)]
-        if used and type(module) is cls.plain_class:
-            return f"it uses {', '.join(used)}, which is not supported on shards"
-        return super().misfit(module)
+        return _uses_rows(module) or super().misfit(module)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up full rows: ids of any shape to [..., embedding_dim]."""
@@ -325,3 +323,45 @@ class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
         scale = self.embed_scale
         rows = super().forward(ids)
         return rows * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)
+
+
+class ColumnParallelEmbedding(ColumnParallelLinear):
+    """`nn.Embedding` with columns sharded over the ranks; each rank looks up its own.
+
+    An example is T5's table of relative attention biases, [buckets, heads].
+    """
+
+    plain_class = nn.Embedding  # type: ignore[assignment]
+    sharded_size = "embedding_dim"
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
+
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+
+    @classmethod
+    def takes(cls, module: nn.Module) -> bool:
+        """Return whether `module` is torch's own embedding."""
+        return type(module) is nn.Embedding
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become this layer, or None if it can."""
+        return _uses_rows(module) or super().misfit(module)
+
+    def _shard(self, group: Group, memo: Memo, options: Options, cut: Cut) -> None:
+        sizes = {"in_features": self.num_embeddings, "out_features": self.embedding_dim}
+        vars(self).update(sizes, bias=None)
+        super()._shard(group, memo, options, cut)
+
+    def _matrix(self) -> Tensor:
+        return self.weight.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Look up this rank's columns: ids of any shape to [..., embedding_dim / tp]."""
+        self._check_parameters()
+        return functional.embedding(x, self.operands()[0].t(), self.padding_idx)
+
+    def extra_repr(self) -> str:
+        """Return the full sizes and tp."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_size}"

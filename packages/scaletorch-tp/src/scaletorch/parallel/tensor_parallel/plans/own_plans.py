@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ..styles import Fused, PerHead, SharedTail, Slices, Stacked
+from ..styles import Divide, Fused, PerHead, SharedTail, Slices, Stacked
 from .attention import SHARED_KEYS, has_heads, latent_heads
 from .plan import Match, Matches, Style, children_of, look_up, with_outputs
 
@@ -46,6 +46,7 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "packed_colwise": Fused("column", 2),
     "rowwise": "row",
     "rowwise_split_input": "row_split",
+    "column_embedding": "column_embedding",  # ours, of `_MISSING`
     "rowwise_rep": "row_split",
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "replicate",
@@ -53,8 +54,26 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
 }
 _OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # a plan of only these shards no layer
 
+# T5's stacks. The first layer has a position bias for each head, which the other layers reuse.
+_T5_ATTENTION: Mapping[str, Style] = {
+    "": Divide("n_heads", "inner_dim"),
+    **{f".{name}": "colwise" for name in "qkv"},
+    ".o": "rowwise",
+    ".relative_attention_bias": "column_embedding",
+}
+_T5: Mapping[str, Style] = {
+    "shared": "embedding_rowwise",
+    "embed_tokens": "embedding_rowwise",
+    **{f"block.*.layer.*.SelfAttention{name}": s for name, s in _T5_ATTENTION.items()},
+    **{f"block.*.layer.*.EncDecAttention{name}": s for name, s in _T5_ATTENTION.items()},
+    **{f"block.*.layer.*.DenseReluDense.{name}": "colwise" for name in ("wi", "wi_*")},
+    "block.*.layer.*.DenseReluDense.wo": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
 # `model_type` -> plan of the base model, used instead of that of transformers.
 _MISSING: Mapping[str, Mapping[str, Style]] = {
+    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     "gpt_oss": {
         "embed_tokens": "embedding_rowwise",
         **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
@@ -281,8 +300,7 @@ def find_torch_layers(
 ) -> tuple[list[Match], list[str]] | None:
     """Match the encoder and decoder layers of `torch.nn` in a model; return None without any.
 
-    A subclass with its own forward does not count. Modules outside these layers stay replicated,
-    and those in `divided` are left out.
+    A subclass with its own forward does not count, and modules in `divided` are left out.
     """
     matches: dict[nn.Module, Match] = {}
     for name, layer in model.named_modules():
