@@ -175,11 +175,9 @@ def _statistics(logits: Tensor, index: Tensor, elsewhere: Tensor, terms: _Terms)
 
 
 def _combined(local: Tensor, terms: _Terms) -> list[Tensor]:
-    """Return the statistics of the full vocabulary; the last ones relative to its highest logit.
-
-    It uses one all-gather and combines in rank order, so the bits are the same on all ranks, and a
-    NaN reaches all of them, which a max all-reduce does not guarantee.
-    """
+    """Return the statistics of the full vocabulary; the last ones relative to its highest logit."""
+    # Combined in rank order, so the bits are the same on all ranks, and a NaN reaches all of them,
+    # as a max all-reduce does not guarantee.
     gathered = all_gather(local, terms.group) if len(terms.lengths) > 1 else [local]
     highest = torch.stack([statistics[0] for statistics in gathered]).amax(0)
     result = [highest, torch.zeros_like(highest), -highest]

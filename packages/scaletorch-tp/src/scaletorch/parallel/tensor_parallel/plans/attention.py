@@ -80,9 +80,7 @@ class Attention:
 def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
     """Cut query and key/value heads so that each rank gets the key/value heads it uses.
 
-    On every rank the number of query heads is a multiple of that of key/value heads, and their
-    grouping is that of the full model. If there are fewer key/value heads than ranks, they are
-    replicated: each rank holds one.
+    If there are fewer key/value heads than ranks, they are replicated: each rank holds one.
     """
     groups = query // key_value
     if key_value >= size:
@@ -134,10 +132,9 @@ def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True
 
 
 def find_whole(view: ModelView, regions: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the modules that mix tokens and therefore need full sequences.
+    """Return the modules that need full sequences: attention and convolutions over tokens.
 
-    These are the outermost attention modules and modules with convolutions over tokens that neither
-    contain a region nor lie in one.
+    They are the outermost such modules that neither contain a region nor lie in one.
     """
     inside = modules_within(regions)
     found: list[nn.Module] = []

@@ -72,9 +72,6 @@ def resolve(
 
     Without a plan it takes the model's own (transformers), else that of the layers of `torch.nn`,
     and leaves out modules in `divided`, which another strategy has divided over these ranks.
-
-    Raises:
-        UnplannedError: No plan was given, and none is known for the model.
     """
     view = ModelView(model)
     found, heads = _match(view, plan, divided, tp_size, sequence_parallel=sequence_parallel)
@@ -134,12 +131,8 @@ def find_regions(
     Their other children have no parameters of the hidden size, so a block with a norm of hidden
     states is not a region. Known attention may have its row-parallel layer elsewhere.
     """
-    return [
-        module
-        for module in view.names
-        if _is_region(module, matches, ends=module not in named)
-        and cannot_surround(module, Region) is None
-    ]
+    found = (m for m in view.names if _is_region(m, matches, ends=m not in named))
+    return [module for module in found if cannot_surround(module, Region) is None]
 
 
 def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
@@ -173,23 +166,18 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
                 "it out of the plan, or give the grid etp_size = tp_size to divide it both ways"
             )
         if isinstance(match.style, Divide):
-            _check_divide(match, match.style)
+            integers = [n for n, value in vars(match.module).items() if type(value) is int]
+            wrong = [name for name in match.style.attributes if name not in integers]
+            if wrong:
+                raise InvalidArgumentError(
+                    f"{match.place} cannot divide {', '.join(wrong)}: the integer attributes that "
+                    f"the module itself has are {integers}"
+                )
         elif match.misfit is not None:
             raise InvalidArgumentError(f"{match.place} cannot be sharded: {match.misfit}")
         reason = None if match.mixin is None else cannot_surround(match.module, match.mixin)
         if reason is not None:
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
-
-
-def _check_divide(match: Match, style: Divide) -> None:
-    """Check the attributes that a `Divide` names."""
-    integers = [name for name, value in vars(match.module).items() if type(value) is int]
-    wrong = [name for name in style.attributes if name not in integers]
-    if wrong:
-        raise InvalidArgumentError(
-            f"{match.place} cannot divide {', '.join(wrong)}: the integer attributes that the "
-            f"module itself has are {integers}"
-        )
 
 
 def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) -> None:

@@ -86,8 +86,7 @@ def common_random() -> Iterator[None]:
 def refused_again(name: str) -> Iterator[None]:
     """Refuse draws from the common stream during activation recomputation.
 
-    Recomputation restores only the ranks' own streams, in which the model ran. The common stream
-    has advanced since, so its draws would differ from those in forward.
+    Recomputation restores only the ranks' own streams, so these draws would differ from forward's.
     """
     again = torch._C._current_graph_task_id() != _NO_BACKWARD and _common.get() is None
     before = _states() if again else None

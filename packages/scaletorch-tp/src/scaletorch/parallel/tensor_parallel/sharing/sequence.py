@@ -207,10 +207,8 @@ def share_sequences(
 ) -> None:
     """Make a model with tensor-parallel layers sequence parallel, in place.
 
-    Its regions all-gather and reduce-scatter, and replicated embeddings return shards. Modules in
-    `whole` become `WholeSequence`; modules inside them do not change, since they work on full
-    sequences. If the plan has `SequenceLayer` modules, all modules outside them work on full
-    sequences too.
+    Modules in `whole` become `WholeSequence`; those inside them do not change, nor do those outside
+    of `SequenceLayer` modules if there are any: they work on full sequences.
     """
     shares, model = SequenceShares(group), view.model
     layers = [module for module in view.names if isinstance(module, SequenceLayer)]

@@ -213,9 +213,7 @@ def load_full_state_dict(
 def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
     """Return name -> layer, shard dim and cut of every sharded parameter.
 
-    Raises:
-        InvalidArgumentError: Another copy of this package sharded a layer; its shards would be
-            taken for full tensors here.
+    A layer of another copy of this package is refused: its shards would be taken for full tensors.
     """
     cuts = {}
     for name, module in model.named_modules(remove_duplicate=False):
