@@ -169,16 +169,16 @@ def update_rope_for_context_parallel(
         [L / N, D] or [B, L / N, D]; views if the layout is contiguous.
     """
     if cos.shape != sin.shape or cos.ndim not in (2, 3):
-        message = (
+        raise InvalidArgumentError(
             f"{describe_rank()}: cos and sin must both be [L, D] or [B, L, D], "
             f"and are {list(cos.shape)} and {list(sin.shape)}"
         )
-        raise InvalidArgumentError(message)
     rows = cos.shape[-2]
     length = rows if length is None else length
     if not 0 < length <= rows:
-        message = f"{describe_rank()}: length must be 1 to {rows}, the tables' rows; it is {length}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(
+            f"{describe_rank()}: length must be 1 to {rows}, the tables' rows; it is {length}"
+        )
     ring = ring_of(group)
     layout = resolve_layout(layout, ring, "update_rope_for_context_parallel")
     found = layout_for_length(layout, length, ring.size)

@@ -197,10 +197,7 @@ def _finite(highest: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield blocks of full rows (the last dim of `x`) of all tensors, without copies.
-
-    All tensors have the leading dims of `x`, so rows need no common stride.
-    """
+    """Yield blocks of full rows (the last dim of `x`) of all tensors with its leading dims."""
     if x.numel() == 0:
         return
     if x.dim() == 1:

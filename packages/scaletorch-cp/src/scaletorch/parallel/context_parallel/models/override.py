@@ -61,19 +61,13 @@ def install(model: nn.Module) -> None:
 
 
 class AttentionOverride(TorchFunctionMode):
-    """While it is on, attention is over the whole sequence.
-
-    Attributes:
-        settings: The attention settings of the model.
-        given: Keyword arguments of the forward that turned it on.
-        position_ids: The argument of the innermost forward that has it.
-    """
+    """While it is on, attention is over the whole sequence."""
 
     def __init__(self, settings: Settings, given: Mapping[str, Any]) -> None:
         super().__init__()
         self.settings = settings
-        self.given = given
-        self.position_ids = given.get("position_ids")
+        self.given = given  # keyword arguments of the forward that turned it on
+        self.position_ids = given.get("position_ids")  # of the innermost forward that has them
         self._documents: list[tuple[object, Documents]] = []  # a cache: reading waits for a device
 
     def __torch_function__(
@@ -220,7 +214,13 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
             result = sharded(self, *args, **kwargs)
         if outermost:
             if settings.must_attend and settings.ring.size > 1 and calls.count == before:
-                raise _no_attention_error(self)
+                raise StateError(
+                    f"context-parallel attention on {describe_rank()}: {type(self).__name__}."
+                    "forward called no F.scaled_dot_product_attention, so any attention it has saw "
+                    "this rank's shard alone: select the model's 'sdpa' attention, call "
+                    "ring_attention in it, or let parallelize compare it with one process (without "
+                    "rehearse=False)"
+                )
             note_backward(result, settings)
         return result
 
@@ -277,7 +277,6 @@ def _refuse_bare_function(frame: Any) -> None:
     """Refuse attention in a checkpointed or autograd function that calls no module.
 
     Its backward would call no module's forward and so silently attend to this rank's shard alone.
-    No such function may lie between the attention and the nearest wrapped forward.
     """
     while frame is not None and not (
         frame.f_code.co_name == "forward" and frame.f_globals is globals()
@@ -318,12 +317,3 @@ def _require_documents_kept(model: nn.Module, given: Mapping[str, Any]) -> None:
             "a model of transformers with use_cache=False and position_ids that restart, or run "
             "it within ShardedSequences.inside"
         )
-
-
-def _no_attention_error(model: nn.Module) -> StateError:
-    return StateError(
-        f"context-parallel attention on {describe_rank()}: {type(model).__name__}.forward called "
-        "no F.scaled_dot_product_attention, so any attention it has saw this rank's shard alone: "
-        "select the model's 'sdpa' attention, call ring_attention in it, or let parallelize "
-        "compare it with one process (without rehearse=False)"
-    )

@@ -110,10 +110,7 @@ class ColumnParallelLinear(_Linear):
         return joined if self._in_order else self.cut.arrange(joined, -1)
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's weight [out_features / tp, in_features] and bias [out_features / tp].
-
-        Gradients of replicated slices are summed over the ranks that hold them.
-        """
+        """Return this rank's weight [out / tp, in] and bias [out / tp]; gradients sum replicas."""
         weight, bias = self._matrix(), self.bias
         if not self._replicated:
             return weight, bias
@@ -132,9 +129,7 @@ class RowParallelLinear(_Linear):
         bias: Whether there is a bias: replicated, added once.
         input_is_parallel: Whether the input is this rank's shard, as from a column-parallel layer;
             otherwise it is full and cut here.
-        group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
-        device: Where the parameters live.
-        dtype: The parameters' dtype.
+        group: As in `ColumnParallelLinear`, and so are `device` and `dtype`.
 
     Raises:
         InvalidArgumentError: `in_features` is less than tp.
@@ -180,10 +175,7 @@ class RowParallelLinear(_Linear):
 
 
 class Transposed(TensorParallelLayer):
-    """Mixin for the Conv1D layer of transformers, whose weight is [in, out].
-
-    It comes before the column- or row-parallel class in the bases.
-    """
+    """Mixin, before a linear class, for the Conv1D of transformers, whose weight is [in, out]."""
 
     nx: int
     nf: int
@@ -237,9 +229,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
         num_embeddings: Number of rows of the full table; if uneven, first ranks get one more.
         embedding_dim: Length of a row.
         padding_idx: As in `nn.Embedding`: a row that gets no gradient, zero at first.
-        group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
-        device: Where the parameters live.
-        dtype: The parameters' dtype.
+        group: As in `ColumnParallelLinear`, and so are `device` and `dtype`.
 
     Raises:
         InvalidArgumentError: `num_embeddings` is less than tp, or `padding_idx` is out of range.
@@ -326,10 +316,7 @@ class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
 
 
 class ColumnParallelEmbedding(ColumnParallelLinear):
-    """`nn.Embedding` with columns sharded over the ranks; each rank looks up its own.
-
-    An example is T5's table of relative attention biases, [buckets, heads].
-    """
+    """`nn.Embedding` with columns sharded over the ranks, such as T5's biases [buckets, heads]."""
 
     plain_class = nn.Embedding  # type: ignore[assignment]
     sharded_size = "embedding_dim"

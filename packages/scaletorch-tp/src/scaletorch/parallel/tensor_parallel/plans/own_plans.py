@@ -92,10 +92,7 @@ _MISSING: Mapping[str, Mapping[str, Style]] = {
 
 
 def own_plan(model: nn.Module) -> dict[str, Style]:
-    """Return the plan of a model and of models inside it: name pattern -> style of transformers.
-
-    Plans of `_MISSING` contain our own styles too.
-    """
+    """Return the plan of a model and of models inside it: name pattern -> style of transformers."""
     plan: dict[str, Style] = {}
     for name, module in model.named_modules():
         found = [getattr(module, "_tp_plan", None)]
@@ -228,11 +225,7 @@ def _attentions(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[
 
 
 def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:
-    """If the plan names only one of a tied embedding and head, add the other.
-
-    If the class of the other cannot be sharded (such as an embedding with its own norm), both stay
-    replicated.
-    """
+    """Add the other of a tied embedding and head, or drop both if its class cannot be sharded."""
     sharded = {m.module._parameters.get("weight") for m in matches.values() if m.layer is not None}
     styles: dict[type[nn.Module], Style] = {nn.Embedding: "vocab", nn.Linear: "column_gather"}
     for name, module in modules.items():
@@ -248,16 +241,13 @@ def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match])
 
 
 def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stacked:
-    """Return the `Stacked` style for experts, whose parameters have these styles of transformers.
-
-    The module's `is_concatenated` tells whether gate and up in one weight are concatenated or
-    interleaved.
-    """
+    """Return the `Stacked` style for experts with these styles of transformers for parameters."""
     sharded: dict[str, Slices | int] = {}
     for parameter, style in _packed(module, styles).items():
         if style not in _SLICES:
             raise _unknown(f"{name}.{parameter}", style, _SLICES)
         dim, parts = _SLICES[style]
+        # Gate and up in one weight are concatenated or interleaved.
         concatenated = parts == 1 or getattr(module, "is_concatenated", True)
         sharded[parameter] = Slices(dim, parts=parts) if concatenated else Slices(dim, unit=parts)
     if not sharded:

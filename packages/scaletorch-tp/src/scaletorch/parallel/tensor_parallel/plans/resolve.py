@@ -74,7 +74,7 @@ def resolve(
     and leaves out modules in `divided`, which another strategy has divided over these ranks.
     """
     view = ModelView(model)
-    found, heads = _match(view, plan, divided, tp_size, sequence_parallel=sequence_parallel)
+    found, heads = _match(view, plan, divided, sequence_parallel=sequence_parallel)
     matches = {match.module: match for match in with_mixins(found)}
     _check_styles(matches.values(), divided)
     named = {*heads.values()}
@@ -87,7 +87,8 @@ def resolve(
     check_ties(view, matches)
     if sequence_parallel:
         check_sequences(view, list(matches.values()))
-    regions = find_regions(view, matches, named)
+    starts = (m for m in view.names if _is_region(m, matches, ends=m not in named))
+    regions = [module for module in starts if cannot_surround(module, Region) is None]
     whole: list[nn.Module] = []
     if sequence_parallel:
         earlier = [module for module in view.names if isinstance(module, Region)]
@@ -104,7 +105,6 @@ def _match(
     view: ModelView,
     plan: Plan | None,
     divided: Collection[nn.Module],
-    tp_size: int,
     *,
     sequence_parallel: bool,
 ) -> tuple[list[Match], dict[str, nn.Module]]:
@@ -123,19 +123,12 @@ def _match(
     return left, {name: modules[name] for name in heads}
 
 
-def find_regions(
-    view: ModelView, matches: Matches, named: Collection[nn.Module] = ()
-) -> list[nn.Module]:
-    """Return the modules that start with column-parallel and end with one row-parallel layer.
+def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
+    """Return whether a module starts with column-parallel and `ends` with one row-parallel layer.
 
-    Their other children have no parameters of the hidden size, so a block with a norm of hidden
+    Its other children have no parameters of the hidden size, so a block with a norm of hidden
     states is not a region. Known attention may have its row-parallel layer elsewhere.
     """
-    found = (m for m in view.names if _is_region(m, matches, ends=m not in named))
-    return [module for module in found if cannot_surround(module, Region) is None]
-
-
-def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
     columns = rows = 0
     names = ("in_features", "out_features")
     hidden = {getattr(child, name, None) for child in module.children() for name in names}

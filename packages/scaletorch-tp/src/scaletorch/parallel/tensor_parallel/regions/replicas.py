@@ -24,10 +24,7 @@ from .surround import Surrounded
 
 
 class SumGradient(Function):
-    """Identity; backward sums the gradient, or a slice of it, over ranks.
-
-    The resulting gradient is the same on all ranks that hold the same shard.
-    """
+    """Identity; backward sums the gradient, or a slice of it, over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
