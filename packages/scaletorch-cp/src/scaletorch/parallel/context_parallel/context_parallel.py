@@ -117,8 +117,8 @@ def apply_context_parallel(
     Args:
         model: Any module; plain `nn.Module` code without changes.
         group: The ranks in order of their shards; by default the manager's cp axis.
-        layout: A name of `LAYOUTS`; shards in other layouts are then refused. By default the layout
-            in which this group's sequences were sharded, and contiguous if none were.
+        layout: A name of `LAYOUTS`; shards in other layouts are then refused. By default as in
+            `ring_attention`.
         method: "ring", "all_gather", "ulysses", "hybrid", or "auto": see `choose_method`.
 
     Raises:
@@ -162,8 +162,7 @@ def update_rope_for_context_parallel(
         group: The ranks; by default the manager's cp axis.
         length: Length of the whole sequence, if the tables are longer: a longer table divided by N
             would give wrong positions.
-        layout: A `Layout` or a name of `LAYOUTS`; by default the layout in which this group's
-            sequences were sharded, and no other than that.
+        layout: As in `unshard_sequence`.
 
     Returns:
         [L / N, D] or [B, L / N, D]; views if the layout is contiguous.

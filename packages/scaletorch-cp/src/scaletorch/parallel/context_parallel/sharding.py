@@ -106,8 +106,7 @@ def positions(
     Args:
         length: Length of the whole sequence, L, which divides as the layout requires.
         group: The ranks; by default the manager's cp axis.
-        layout: A `Layout` or a name of `LAYOUTS`; by default the layout in which this group's
-            sequences were sharded, and no other than that.
+        layout: As in `unshard_sequence`.
         device: Device of the result.
     """
     ring = ring_of(group)

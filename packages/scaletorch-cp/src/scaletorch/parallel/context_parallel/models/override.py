@@ -126,10 +126,7 @@ class AttentionOverride(TorchFunctionMode):
         return self.attend(query, key, value, Request(bool(is_causal), scale))
 
     def _multihead(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Compute `F.multi_head_attention_forward`; no rank has all weights, so none are returned.
-
-        Its own matrix products would pass by the mode.
-        """
+        """Compute `F.multi_head_attention_forward` without returning weights, which no rank has."""
         bound = _MULTIHEAD_SIGNATURE.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
@@ -230,8 +227,7 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
 def _without_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that asks for no attention weights, for a subclass of MultiheadAttention.
 
-    If it has its own forward, as under tensor parallelism, it would attend by matrix products to
-    return weights.
+    Its own forward, as under tensor parallelism, would attend by matrix products to return weights.
     """
     subclass = isinstance(module, nn.MultiheadAttention)
     if not subclass or type(module).forward is nn.MultiheadAttention.forward:
