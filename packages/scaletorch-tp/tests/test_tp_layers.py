@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import group
 from torch.nn import functional
 
+from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
@@ -18,6 +19,7 @@ from scaletorch.parallel.tensor_parallel import (
     VocabParallelEmbedding,
     gather_tensors,
 )
+from scaletorch.parallel.tensor_parallel.layers.linear import ColumnParallelEmbedding
 
 FEW = settings(max_examples=12, deadline=None, database=None, phases=[Phase.generate])
 
@@ -104,6 +106,26 @@ def embedding(rows, dim, padding_idx, shape):
 )
 def test_embedding_is_the_plain_one(tp, rows, dim, padding, shape):
     run_ranks(embedding, tp, rows, dim, padding, shape)
+
+
+def column_embedding():
+    torch.manual_seed(3)
+    plain = nn.Embedding(6, 7, 1, dtype=torch.float64)
+    ids = torch.tensor([[1, 5, 0], [5, 2, 1]])
+    layer = ColumnParallelEmbedding.from_plain(copy.deepcopy(plain), group=group.WORLD)
+    columns, whole = layer(ids), plain(ids)
+    assert torch.equal(columns, layer.cut.take(whole, 2, layer.tp_rank))
+    for result in (columns, whole):
+        result.square().sum().backward()
+    grad = gather_tensors(layer, {"weight": layer.weight.grad})["weight"]
+    assert torch.equal(grad, plain.weight.grad)
+    with pytest.raises(InvalidArgumentError, match="it uses sparse, which is not supported"):
+        ColumnParallelEmbedding.from_plain(nn.Embedding(6, 7, sparse=True), group=group.WORLD)
+
+
+def test_columns_of_an_embedding_are_the_plain_one_s():
+    for tp in (1, 2, 4):
+        run_ranks(column_embedding, tp)
 
 
 def from_scratch():

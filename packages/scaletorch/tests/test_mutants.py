@@ -32,10 +32,10 @@ def test_every_fault_is_found_by_name():
 
 
 def test_a_fault_goes_as_it_came():
-    before = functional.Copy.forward
-    with patched("dist.functional:Copy.forward", lambda original: lambda *_: "faulty"):
-        assert functional.Copy.forward() == "faulty"
-    assert functional.Copy.forward is before
+    before = functional.AllToAll.forward
+    with patched("dist.functional:AllToAll.forward", lambda original: lambda *_: "faulty"):
+        assert functional.AllToAll.forward() == "faulty"
+    assert functional.AllToAll.forward is before
 
 
 def test_every_target_exists():

@@ -120,17 +120,24 @@ def test_a_wrong_suggestion_is_refused(sizes, options):
     assert "RehearsalError" in run_ranks(trained, 4, sizes, options, Counting, without_trial=True)
 
 
-def test_t5_is_divided_but_for_attention_whose_biases_are_of_all_heads():
-    from transformers import T5Config, T5ForConditionalGeneration
+@pytest.mark.parametrize("family", ["T5", "MT5", "UMT5"])
+def test_attention_and_words_of_t5_are_divided(family):
+    import transformers
 
     sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
     with torch.device("meta"):
-        config = T5Config(**sizes, num_layers=1, feed_forward_proj="gated-gelu")
-        model = T5ForConditionalGeneration(config)
+        config = getattr(transformers, f"{family}Config")(
+            **sizes, num_layers=1, feed_forward_proj="gated-gelu", tie_word_embeddings=False
+        )
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
     found = {p.name: p.style for p in explain(model, 2).parameters}
     where = "decoder.block.0.layer"
-    assert found["shared.weight"] == found["decoder.embed_tokens.weight"] == "vocab"
+    assert found["shared.weight"] == "vocab"
     assert found["lm_head.weight"] == "column_gather"
-    assert found[f"{where}.0.SelfAttention.q.weight"] == ""
+    for attention in (f"{where}.0.SelfAttention", f"{where}.1.EncDecAttention"):
+        assert {found[f"{attention}.{name}.weight"] for name in "qkv"} == {"column"}
+        assert found[f"{attention}.o.weight"] == "row"
+    bias = f"{where}.0.SelfAttention.relative_attention_bias.weight"
+    assert found[bias] == "column_embedding"
     assert found[f"{where}.2.DenseReluDense.wi_0.weight"] == "column"
     assert found[f"{where}.2.DenseReluDense.wo.weight"] == "row"

@@ -71,7 +71,7 @@ def step(build, sizes, others, options):
     batch = global_batch()
     try:
         model = parallelize(build(), manager, **options, rehearse=False)
-        layout = {"cp_layout": options["cp_layout"]} if "cp_layout" in options else {}
+        layout = {"model": model} if "cp_layout" in options else {}
         shards = shard_global_batch(global_batch(**others), 1, manager, **layout)
         loss = train_step(model, shards, manager)
     except ScaletorchError as error:
@@ -88,7 +88,7 @@ DP, CP, CONTIGUOUS = {"dp_size": 2}, {"cp_size": 2}, {"cp_layout": "contiguous"}
 CASES = [
     (roberta, DP, {}, {}, 1e-12),
     (roberta, CP, OFFSET, CONTIGUOUS, 1e-12),
-    (roberta, CP, {}, CONTIGUOUS, "counts its positions from behind its padding index"),
+    (roberta, CP, {}, {}, "counts its positions from behind its padding index"),
     (roberta, {"tp_size": 2}, {}, {"sequence_parallel": True}, 1e-12),  # of ids, which are whole
     (mixture, CP, {}, {}, 1e-6),  # its router computes in float32
     (half_mixture, CP, {}, {}, 5e-2),

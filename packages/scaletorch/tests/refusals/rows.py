@@ -225,6 +225,9 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             models.Counting, on("several", "recompute"), "changes buffer layers.*.calls each time"
         ),
     },
+    "keeps something in attributes": {
+        "remembering": Case(models.Remembering, on("dp", "several", *DIVIDED), FOUND),
+    },
     "asks for a router's auxiliary loss": {
         "router": Case(
             models.Routed,

@@ -53,7 +53,8 @@ class Terms:
     originals: Mapping[str, ref[Tensor]] = field(default_factory=dict)  # the plain parameters
     plain: Plain | None = None  # None if the model is not rehearsed
     rehearses: bool = False  # whether to rehearse the next step
-    rehearsed: set[object] = field(default_factory=set)  # code of rehearsed loss functions
+    rehearsed: set[object] = field(default_factory=set)  # kinds of steps; see `train_step`
+    keeps_state: bool = False  # forwards change attributes of modules
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Terms:
         """Return the terms for a copy of the model, on the same grid."""

@@ -167,6 +167,7 @@ def _proven(
     terms = terms_of(model)
     work = _work_of(model, micro_batches, loss_fn)
     is_new = terms.plain is not None and work not in terms.rehearsed
+    is_new = is_new and not (terms.rehearsed and terms.keeps_state)  # the plain model has old state
     terms.rehearses = is_new and not rehearses() and not has_gradients(model)
     if terms.rehearses and not terms.rehearsed:
         proof()

@@ -114,12 +114,9 @@ def signature(
 def require_agreement(
     mine: Signature, device: torch.device, ring: Ring, error: Exception | None = None
 ) -> None:
-    """Compare the ranks' calls, with tensors on `device`.
+    """Compare the ranks' calls, with tensors on `device`; if they differ, every rank raises.
 
     Other ranks learn of the `error` of this rank's call, if they compare every call.
-
-    Raises:
-        MismatchError: The calls differ, or another rank has an error; on every rank of the ring.
     """
     if ring.group is None or ring.size == 1:
         agreed = {mine}

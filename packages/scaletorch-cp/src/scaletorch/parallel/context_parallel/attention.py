@@ -221,8 +221,9 @@ def _check_types(request: Request) -> None:
     if scale is not None and not _is_finite(scale):
         raise InvalidArgumentError(f"scale must be a finite number, or None; it is {scale!r}")
     if softcap is not None and not (_is_finite(softcap) and softcap > 0):
-        message = f"softcap must be a finite number above 0, or None; it is {softcap!r}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(
+            f"softcap must be a finite number above 0, or None; it is {softcap!r}"
+        )
 
 
 def _is_finite(number: Any) -> bool:

@@ -117,8 +117,8 @@ def apply_context_parallel(
     Args:
         model: Any module; plain `nn.Module` code without changes.
         group: The ranks in order of their shards; by default the manager's cp axis.
-        layout: A name of `LAYOUTS`; shards in other layouts are then refused. By default the layout
-            in which this group's sequences were sharded, and contiguous if none were.
+        layout: A name of `LAYOUTS`; shards in other layouts are then refused. By default as in
+            `ring_attention`.
         method: "ring", "all_gather", "ulysses", "hybrid", or "auto": see `choose_method`.
 
     Raises:
@@ -162,23 +162,22 @@ def update_rope_for_context_parallel(
         group: The ranks; by default the manager's cp axis.
         length: Length of the whole sequence, if the tables are longer: a longer table divided by N
             would give wrong positions.
-        layout: A `Layout` or a name of `LAYOUTS`; by default the layout in which this group's
-            sequences were sharded, and no other than that.
+        layout: As in `unshard_sequence`.
 
     Returns:
         [L / N, D] or [B, L / N, D]; views if the layout is contiguous.
     """
     if cos.shape != sin.shape or cos.ndim not in (2, 3):
-        message = (
+        raise InvalidArgumentError(
             f"{describe_rank()}: cos and sin must both be [L, D] or [B, L, D], "
             f"and are {list(cos.shape)} and {list(sin.shape)}"
         )
-        raise InvalidArgumentError(message)
     rows = cos.shape[-2]
     length = rows if length is None else length
     if not 0 < length <= rows:
-        message = f"{describe_rank()}: length must be 1 to {rows}, the tables' rows; it is {length}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(
+            f"{describe_rank()}: length must be 1 to {rows}, the tables' rows; it is {length}"
+        )
     ring = ring_of(group)
     layout = resolve_layout(layout, ring, "update_rope_for_context_parallel")
     found = layout_for_length(layout, length, ring.size)

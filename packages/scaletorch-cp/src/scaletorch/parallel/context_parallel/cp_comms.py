@@ -23,17 +23,11 @@ __all__ = ["ContextCommunicate", "Ring", "ring_of"]
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """This rank's place among the ranks that share a sequence.
+    """This rank's place among the ranks that share a sequence."""
 
-    Attributes:
-        group: The process group for messages; None is one process.
-        ranks: Global ranks in ring order: all or some of the group.
-        index: Index of this rank in `ranks`, and so of its shard of the sequence.
-    """
-
-    group: ProcessGroup | None
-    ranks: tuple[int, ...]
-    index: int
+    group: ProcessGroup | None  # for messages; None is one process
+    ranks: tuple[int, ...]  # global ranks in ring order: all or some of the group
+    index: int  # of this rank in `ranks`, and so of its shard of the sequence
 
     @property
     def size(self) -> int:
@@ -165,11 +159,13 @@ class ContextCommunicate:
     def _check_recv(self, tensor: Tensor, recv: Tensor) -> None:
         sides = [f"{list(x.shape)} {x.dtype} on {x.device}" for x in (tensor, recv)]
         if sides[0] != sides[1]:
-            message = f"{self._name()}: recv must be like the tensor sent, {sides[0]}: {sides[1]}"
-            raise InvalidArgumentError(message)
+            raise InvalidArgumentError(
+                f"{self._name()}: recv must be like the tensor sent, {sides[0]}: {sides[1]}"
+            )
         if recv.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            message = f"{self._name()}: recv must not share the memory of the tensor sent"
-            raise InvalidArgumentError(message)
+            raise InvalidArgumentError(
+                f"{self._name()}: recv must not share the memory of the tensor sent"
+            )
 
     def _misuse(self, what: str) -> StateError:
         return StateError(f"{self._name()}: {what}")

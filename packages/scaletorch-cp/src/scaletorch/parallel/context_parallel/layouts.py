@@ -20,17 +20,11 @@ from ..pg_manager import describe_rank
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The positions of a sequence on each rank; built by `contiguous`, `zigzag` and `stripe`.
+    """The positions of a sequence on each rank; built by `contiguous`, `zigzag` and `stripe`."""
 
-    Attributes:
-        name: The layout's name in `LAYOUTS`.
-        length: Length of the whole sequence, without padding.
-        ranks: Each rank's runs of positions, in local order.
-    """
-
-    name: str
-    length: int
-    ranks: tuple[tuple[range, ...], ...]
+    name: str  # in `LAYOUTS`
+    length: int  # of the whole sequence, without padding
+    ranks: tuple[tuple[range, ...], ...]  # each rank's runs of positions, in local order
 
     @property
     def size(self) -> int:
@@ -56,8 +50,9 @@ class Layout:
             InvalidArgumentError: No such rank.
         """
         if not 0 <= rank < self.size:
-            message = f"a {self.name} layout of {self.size} ranks has no rank {rank}"
-            raise InvalidArgumentError(message)
+            raise InvalidArgumentError(
+                f"a {self.name} layout of {self.size} ranks has no rank {rank}"
+            )
         return _indices(self.ranks[rank], device)
 
     def order(self, device: torch.device | str | None = None) -> Tensor:
@@ -118,12 +113,11 @@ def layout_for_length(layout: Layout | str, length: int, size: int) -> Layout:
     if found.padded_length != length:
         unit = named_layout(layout, 1, size).padded_length
         near = [n * unit for n in (length // unit, length // unit + 1) if n]
-        message = (
+        raise InvalidArgumentError(
             f"{describe_rank()}: a sequence of {length} positions does not divide over "
             f"{size} context-parallel ranks in a {layout} layout; lengths near it that do: "
             f"{' and '.join(map(str, near))}"
         )
-        raise InvalidArgumentError(message)
     return found
 
 
@@ -153,31 +147,29 @@ def named_layout(name: str, length: int, size: int) -> Layout:
 
 def _require(fits: bool, layout: Layout, got: str) -> None:
     if not fits:
-        message = (
+        raise InvalidArgumentError(
             f"{describe_rank()}: a {layout.name} layout of {layout.length} positions gives each of "
             f"{layout.size} ranks {layout.local_length}, {layout.padded_length} with padding; {got}"
         )
-        raise InvalidArgumentError(message)
 
 
 def require_name(name: str) -> None:
     """Refuse a name that is not in `LAYOUTS`."""
     if not isinstance(name, str) or name not in LAYOUTS:
-        message = f"layout must be a Layout or one of {', '.join(LAYOUTS)}; it is {name!r}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(
+            f"layout must be a Layout or one of {', '.join(LAYOUTS)}; it is {name!r}"
+        )
 
 
 def merge_ranks(layout: Layout, size: int) -> Layout:
-    """Return the layout of groups that hold the shards of `size` neighbouring ranks together.
-
-    The runs of a group ascend; the stripes of all ranks become one run.
-    """
+    """Return the layout of groups that hold the shards of `size` neighbouring ranks together."""
     firsts = range(0, layout.size, size)
     groups = (chain(*layout.ranks[first : first + size]) for first in firsts)
     return Layout(layout.name, layout.length, tuple(map(_merge_runs, groups)))
 
 
 def _merge_runs(runs: Iterable[range]) -> tuple[range, ...]:
+    """Return the runs in ascending order; the stripes of all ranks become one run."""
     runs = sorted(runs, key=lambda run: run.start)
     if runs[0].step == len(runs):
         return (range(runs[0].start, runs[0].start + sum(map(len, runs))),)
@@ -187,11 +179,10 @@ def _merge_runs(runs: Iterable[range]) -> tuple[range, ...]:
 def _chunks(length: int, size: int, count: int) -> list[range]:
     """Return `count` equal chunks that hold `length` positions and their padding."""
     if length < 1 or size < 1:
-        message = (
+        raise InvalidArgumentError(
             "a layout needs a length and a number of ranks of at least 1; "
             f"it got length {length} and {size} ranks"
         )
-        raise InvalidArgumentError(message)
     chunk = -(-length // count)
     return [range(start, start + chunk) for start in range(0, count * chunk, chunk)]
 

@@ -46,28 +46,21 @@ class Block(NamedTuple):
 class Mask:
     """The keys j that a query at position i sees: those that pass every test.
 
-    Attributes:
-        causal: Only keys with j <= i.
-        window: Only keys with i - j < window, and j - i < window if not causal; None is no window.
-        documents: First positions of the documents, and the length. A row sees keys of its own
-            document; None is one document.
-
     Raises:
         InvalidArgumentError: A window below 1, or documents that do not ascend from 0.
     """
 
-    causal: bool
-    window: int | None = None
-    documents: Documents | None = None
+    causal: bool  # only keys with j <= i
+    window: int | None = None  # only i - j < window, and j - i < window if not causal
+    documents: Documents | None = None  # a row sees keys of its own one; None is one document
 
     def __post_init__(self) -> None:
         window = self.window
         if window is not None and (not isinstance(window, int) or window is True or window < 1):
-            message = (
+            raise InvalidArgumentError(
                 "window must be at least 1, an integer (1 sees its own position only), or None "
                 f"for no window; it is {window!r}"
             )
-            raise InvalidArgumentError(message)
         if self.documents is not None:
             _require_ascending(self.documents)
 
@@ -80,43 +73,37 @@ class Mask:
 
 def _require_ascending(documents: Documents) -> None:
     if len(documents) < 2 or documents[0] != 0:
-        message = (
+        raise InvalidArgumentError(
             "documents must be their first positions and the length, (0, a, ..., length); "
             f"they begin {documents[:3]}"
         )
-        raise InvalidArgumentError(message)
     for index, (start, stop) in enumerate(pairwise(documents)):
         if start > stop:
-            message = f"documents must ascend; entry {index + 1}, {stop}, follows {start}"
-            raise InvalidArgumentError(message)
+            raise InvalidArgumentError(
+                f"documents must ascend; entry {index + 1}, {stop}, follows {start}"
+            )
 
 
 def read_documents(cu_seqlens: Sequence[int] | Tensor, length: int | None = None) -> Documents:
-    """Return cumulative lengths of packed documents as integers.
-
-    Raises:
-        InvalidArgumentError: A tensor that is not 1-d or not of integers, or values that do not
-            ascend from 0 to `length`, if that is known.
-    """
+    """Return cumulative lengths of packed documents as integers from 0 to `length`, if known."""
     if isinstance(cu_seqlens, Tensor) and (cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point()):
-        message = (
+        raise InvalidArgumentError(
             f"{describe_rank()}: cu_seqlens must be a 1-d tensor of integers; it is "
             f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
         )
-        raise InvalidArgumentError(message)
     values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     try:
         documents = tuple(map(operator.index, values))
     except TypeError as error:
-        message = f"{describe_rank()}: cu_seqlens must be integers (0, a, ..., length): {error}"
-        raise InvalidArgumentError(message) from error
+        raise InvalidArgumentError(
+            f"{describe_rank()}: cu_seqlens must be integers (0, a, ..., length): {error}"
+        ) from error
     _require_ascending(documents)
     if length not in (None, documents[-1]):
-        message = (
+        raise InvalidArgumentError(
             f"{describe_rank()}: cu_seqlens must end with the length of the sequences, {length}; "
             f"it ends with {documents[-1]}"
         )
-        raise InvalidArgumentError(message)
     return documents
 
 
@@ -146,23 +133,16 @@ class _Run(NamedTuple):
 def blocks(mask: Mask, rows: Sequence[range], keys: Sequence[range], length: int) -> list[Block]:
     """Return the blocks of visible pairs between the queries of one shard and the keys of another.
 
-    Each visible pair is in exactly one block. There are at most three blocks for each pair of runs
-    and each document that both hold. Positions from `length` on are padding, which sees nothing and
-    is seen by nothing.
-
-    Args:
-        mask: The visible pairs of positions; its documents end at `length`.
-        rows: Positions of the local queries, in local order; runs of one step.
-        keys: Positions of the local keys, in local order; runs of the same step.
-        length: Length of the whole sequence.
+    Each visible pair is in exactly one block; there are at most three blocks for each pair of runs
+    and each document that both hold. `rows` and `keys` are runs of positions of one step, in local
+    order. Positions from `length` on are padding, which sees nothing and is seen by nothing.
     """
     steps = {run.step for run in (*rows, *keys)}
     if len(steps) > 1 or min(steps, default=1) < 1:
-        message = (
+        raise InvalidArgumentError(
             "rows and keys must be runs of one step, ascending, as in shards of one layout; "
             f"their steps are {sorted(steps)}"
         )
-        raise InvalidArgumentError(message)
     documents = (0, length) if mask.documents is None else mask.documents
     row_runs, key_runs = _runs(rows, length), _runs(keys, length)
     return [

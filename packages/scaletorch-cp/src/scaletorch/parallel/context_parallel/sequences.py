@@ -36,12 +36,6 @@ class ShardedSequences:
     Lengths that do not divide are padded internally. Nothing sees padding; it has no targets and is
     removed from results.
 
-    Attributes:
-        layout: The positions of each rank.
-        documents: First positions of packed documents, and the length: (0, a, ..., length), or
-            None.
-        ring: The ranks.
-
     Example:
         >>> sequences = ShardedSequences(input_ids.shape[1])
         >>> mine = sequences.shard({"input_ids": input_ids, "labels": input_ids})
@@ -69,10 +63,12 @@ class ShardedSequences:
             group: The ranks; by default the manager's cp axis.
         """
         if length < 1:
-            message = f"{describe_rank()}: sequences need a length of at least 1; it is {length}"
-            raise InvalidArgumentError(message)
-        self.ring = ring_of(group)
-        self.layout = named_layout(layout, length, self.ring.size)
+            raise InvalidArgumentError(
+                f"{describe_rank()}: sequences need a length of at least 1; it is {length}"
+            )
+        self.ring = ring_of(group)  # the ranks
+        self.layout = named_layout(layout, length, self.ring.size)  # the positions of each rank
+        # First positions of packed documents, and the length: (0, a, ..., length), or None.
         self.documents = None if cu_seqlens is None else read_documents(cu_seqlens, length)
 
     def shard(self, batch: Mapping[str, Any], *, shifted: bool = False) -> dict[str, Any]:
@@ -98,11 +94,10 @@ class ShardedSequences:
         """
         shape = batch_shape(batch)
         if shape[1] != self.layout.length:
-            message = (
+            raise InvalidArgumentError(
                 f"{describe_rank()}: these are sequences of {self.layout.length} positions, and "
                 f"input_ids are {list(shape)}"
             )
-            raise InvalidArgumentError(message)
         self._require_documents(batch)
         whole, documents = dict(batch), self._all_documents
         if whole.get("position_ids") is None:
@@ -124,11 +119,10 @@ class ShardedSequences:
         """
         length = self.layout.length
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != length:
-            message = (
+            raise InvalidArgumentError(
                 f"{describe_rank()}: these are sequences of {length} positions, and dim {dim} of "
                 f"a tensor {list(x.shape)} has not as many"
             )
-            raise InvalidArgumentError(message)
         dim %= x.ndim
         later_dims = [0, 0] * (x.ndim - 1 - dim)
         padded = F.pad(x, (*later_dims, 0, self.layout.padded_length - length))
@@ -179,12 +173,11 @@ class ShardedSequences:
         for name in CU_SEQLENS:
             value = batch.get(name)
             if value is not None and (found := read_documents(value, documents[-1])) != documents:
-                message = (
+                raise InvalidArgumentError(
                     f"{describe_rank()}: the batch's {name} are {found}, and these sequences have "
                     f"documents {documents}; pass them once, as ShardedSequences(..., "
                     f"cu_seqlens={name})"
                 )
-                raise InvalidArgumentError(message)
 
     def _padded(self, name: str, value: Tensor) -> Tensor:
         missing = self.layout.padded_length - self.layout.length

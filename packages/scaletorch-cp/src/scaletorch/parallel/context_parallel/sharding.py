@@ -106,8 +106,7 @@ def positions(
     Args:
         length: Length of the whole sequence, L, which divides as the layout requires.
         group: The ranks; by default the manager's cp axis.
-        layout: A `Layout` or a name of `LAYOUTS`; by default the layout in which this group's
-            sequences were sharded, and no other than that.
+        layout: As in `unshard_sequence`.
         device: Device of the result.
     """
     ring = ring_of(group)
@@ -173,8 +172,9 @@ def _is_contiguous(layout: Layout) -> bool:
 def _dim(x: Tensor, dim: int) -> int:
     """Return `dim` counted from the first one."""
     if not -x.ndim <= dim < x.ndim:
-        message = f"{describe_rank()}: no sequence dim {dim} in a tensor of {list(x.shape)}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(
+            f"{describe_rank()}: no sequence dim {dim} in a tensor of {list(x.shape)}"
+        )
     return dim % x.ndim
 
 
@@ -183,8 +183,9 @@ def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         got = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        message = f"{describe_rank()}: a batch needs input_ids [B, L]; it has {got}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(
+            f"{describe_rank()}: a batch needs input_ids [B, L]; it has {got}"
+        )
     shape = (ids.shape[0], ids.shape[1])
     for name in ("labels", "position_ids"):
         value = batch.get(name)
@@ -193,11 +194,10 @@ def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
         # Positions may be the same for all rows, and may have several axes in front.
         given = value.shape[-2:] if name == "position_ids" and value.ndim == 3 else value.shape
         if given != shape and (name == "labels" or given != (1, shape[1])):
-            message = (
+            raise InvalidArgumentError(
                 f"{describe_rank()}: {name} must be {list(shape)} as input_ids are, "
                 f"and is {list(value.shape)}"
             )
-            raise InvalidArgumentError(message)
     return shape
 
 
@@ -253,12 +253,8 @@ def resolve_layout(
 ) -> Layout | str:
     """Return the layout of the shards that `call` takes: the one named, or the recorded one.
 
-    Args:
-        layout: The caller's `Layout`, a name of `LAYOUTS`, or None.
-        ring: The ranks.
-        call: The call's name, for error messages.
-        consume: The call uses the shards up: sequences that are sharded next are new ones.
-        default: The layout of unrecorded shards; None if the caller must name it.
+    `default` is the layout of unrecorded shards; None if the caller must name it. With `consume`
+    the call uses the shards up: sequences that are sharded next are new ones.
     """
     if not isinstance(layout, Layout | None):
         require_name(layout)

@@ -27,15 +27,9 @@ def compute(
 ) -> tuple[Tensor, InvalidArgumentError | None]:
     """Return the results of the received rows, [R, H], and the error of the experts' own results.
 
-    Experts are called with top-k 1: one row for each pair of a received row and an expert here, in
-    expert order. So they need not know of remote experts, and compute nothing for them.
-
-    Args:
-        experts: The model's own forward, with indices from 0 to `count` - 1.
-        received: The result of `dispatch`.
-        count: Number of experts here.
-        parameters: The stacked parameters of all experts. They get a gradient of zeros if no row
-            was received, as if no token of a batch chooses an expert.
+    Experts are called with top-k 1: one row for each pair of a received row and one of the `count`
+    experts here, in expert order. So they compute nothing for remote experts. If no row was
+    received, their stacked `parameters` get a gradient of zeros.
     """
     hidden, index, weights, route = received
     if not route.pairs:

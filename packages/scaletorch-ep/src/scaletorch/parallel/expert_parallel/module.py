@@ -171,10 +171,7 @@ def _call_first(
     named: Mapping[str, Tensor],
     experts: Callable[[], tuple[Tensor, Exception | None]],
 ) -> Tensor:
-    """Return the results of the first call, and raise an error of one rank's experts on all ranks.
-
-    Later calls make no such comparison.
-    """
+    """Return the results of the first call; an error of one rank's experts is raised on all."""
     try:
         results, wrong = experts()
     except _StopRecomputationError:  # ends torch's checkpoints, on all ranks at the same place

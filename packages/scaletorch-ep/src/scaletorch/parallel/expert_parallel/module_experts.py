@@ -27,11 +27,7 @@ class ModuleExperts:
 
 
 def find_experts(name: str, module: nn.Module) -> ModuleExperts:
-    """Return the experts of a module.
-
-    Raises:
-        InvalidArgumentError: It is not called as experts are, or it cannot be divided.
-    """
+    """Return the experts of a module, or refuse one that cannot be divided."""
     _check_lists(name, module)
     _check_call(name, module)
     tensors = dict(_tensors(module))
@@ -51,8 +47,7 @@ def find_experts(name: str, module: nn.Module) -> ModuleExperts:
 def find_list(module: nn.Module) -> tuple[str, int] | None:
     """Return the name and length of the list or dict that holds a module's experts, or None.
 
-    It is the module itself if that has no forward, or a list inside as long as the number of
-    experts.
+    It is a module without a forward, or a list inside as long as the number of experts.
     """
     bare = isinstance(module, _LISTS) and not _has_forward(module)
     numbers = {number for _, number in _numbers_of(module)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -19,11 +19,7 @@ _STACKED = "grouped_gemm"
 
 
 def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
-    """Return the modules that a plan names, by their first names, in the model's order.
-
-    Raises:
-        InvalidArgumentError: A style is unknown, a pattern matches nothing, or there is no plan.
-    """
+    """Return the modules that a plan names, by their first names, in the model's order."""
     modules = dict(model.named_modules(remove_duplicate=False))
     patterns = own_patterns(model) if plan is None else _patterns(plan)
     chosen: dict[nn.Module, str] = {}
@@ -45,11 +41,9 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
 
 
 def _recognised(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the experts of a model without any plan: modules with parameters called `experts`.
-
-    Of nested ones the innermost.
-    """
-    found = {name: module for name, module in model.named_modules() if _is_named(name, module)}
+    """Return the innermost modules with parameters called `experts`, for a model without a plan."""
+    named = ((n, m) for n, m in model.named_modules() if n.rpartition(".")[2] == EXPERTS)
+    found = {n: m for n, m in named if next(m.parameters(), None) is not None}
     return {
         name: module
         for name, module in found.items()
@@ -57,33 +51,18 @@ def _recognised(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _is_named(name: str, module: nn.Module) -> bool:
-    return name.rpartition(".")[2] == EXPERTS and any(True for _ in module.parameters())
-
-
 def own_patterns(model: nn.Module) -> list[str]:
-    """Return the names of experts' modules in the plans of a model and of models inside it.
-
-    They are the modules whose parameters have the style of stacked experts.
-    """
+    """Return the names of experts' modules in the plans of a model and of models inside it."""
     found: dict[str, None] = {}
     for name, module in model.named_modules():
-        for plan in _plans(module):
-            for pattern, style in plan.items():
-                if style == _STACKED:
+        plans = [getattr(module, "_ep_plan", None)]
+        if getattr(module, "base_model", None) is module:
+            plans.append(getattr(getattr(module, "config", None), "base_model_ep_plan", None))
+        for plan in plans:
+            for pattern, style in plan.items() if isinstance(plan, Mapping) else ():
+                if style == _STACKED:  # of its stacked parameters
                     found.setdefault(f"{name}.{pattern.rpartition('.')[0]}".strip("."))
     return list(found)
-
-
-def _plans(module: nn.Module) -> Iterator[Mapping[str, str]]:
-    """Yield a module's own plans: of the instance, and of the config of a base model."""
-    plan = getattr(module, "_ep_plan", None)
-    if isinstance(plan, Mapping):
-        yield plan
-    if getattr(module, "base_model", None) is module:
-        config = getattr(getattr(module, "config", None), "base_model_ep_plan", None)
-        if isinstance(config, Mapping):
-            yield config
 
 
 def _patterns(plan: Plan) -> list[str]:

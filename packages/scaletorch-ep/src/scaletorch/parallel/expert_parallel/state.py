@@ -18,17 +18,11 @@ from .module import DividedExperts
 
 
 class ExpertCut(NamedTuple):
-    """The rows of a stack of experts that each rank of a group holds.
+    """The rows of a stack of experts that each rank of a group holds."""
 
-    Attributes:
-        whole: Number of rows of the whole stack along dim 0, one for each expert.
-        ranges: The rows of each rank of the group.
-        group: The ranks; None is this one alone.
-    """
-
-    whole: int
-    ranges: tuple[range, ...]
-    group: ProcessGroup | None
+    whole: int  # number of rows of the whole stack along dim 0, one for each expert
+    ranges: tuple[range, ...]  # the rows of each rank of the group
+    group: ProcessGroup | None  # the ranks; None is this one alone
 
     @property
     def own(self) -> range:

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 _PLAIN = (bool, int, float, complex, str, type(None), Tensor)
 _CONTAINERS = (list, dict, set, deque)
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_is_hf_initialized"}
-_LIBRARIES = ("torch", __name__.partition(".")[0])
+# Packages of this library, which a test or a user's code beside it does not belong to.
+_OWN = tuple(
+    f"{__name__.partition('.parallel.')[0]}.{each}."
+    for each in ("parallel", "compose", "dist", "guard")
+)
 
 
 class Attributes:
@@ -53,7 +57,7 @@ class Attributes:
 
     def _differs(self, before: Any, now: Any) -> bool:
         if before is not now:
-            return isinstance(before, Tensor) or isinstance(now, Tensor) or bool(before != now)
+            return not _are_equal(before, now)
         entries = _entries_of(now)
         return entries is not None and _ids(entries) != _ids(self._entries[id(entries)][1])
 
@@ -73,6 +77,16 @@ class Attributes:
         return {n: x for n, x in found if self._every or (n not in _OF_TORCH and _is_data(x))}
 
 
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two values are equal numbers or strings, or tuples of such or same objects."""
+    if one is other:
+        return True
+    if type(one) is tuple is type(other):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    numbers = bool, int, float, complex, str
+    return isinstance(one, numbers) and isinstance(other, numbers) and one == other
+
+
 def _is_data(value: object) -> bool:
     if type(value) is tuple:
         return all(map(_is_data, value))
@@ -84,7 +98,8 @@ def _entries_of(value: Any) -> Any:
     if type(value) in _CONTAINERS:
         return value
     own = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, Tensor))
-    if not own or callable(value) or type(value).__module__.partition(".")[0] in _LIBRARIES:
+    module = type(value).__module__
+    if not own or callable(value) or module.startswith(("torch.", *_OWN)):
         return None
     return vars(value)
 

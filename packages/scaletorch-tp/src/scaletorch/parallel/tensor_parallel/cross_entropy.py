@@ -185,11 +185,9 @@ def _statistics(logits: Tensor, index: Tensor, elsewhere: Tensor, terms: _Terms)
 
 
 def _combined(local: Tensor, terms: _Terms) -> list[Tensor]:
-    """Return the statistics of the full vocabulary; the last ones relative to its highest logit.
-
-    It uses one all-gather and combines in rank order, so the bits are the same on all ranks, and a
-    NaN reaches all of them, which a max all-reduce does not guarantee.
-    """
+    """Return the statistics of the full vocabulary; the last ones relative to its highest logit."""
+    # Combined in rank order, so the bits are the same on all ranks, and a NaN reaches all of them,
+    # as a max all-reduce does not guarantee.
     gathered = all_gather(local, terms.group) if len(terms.lengths) > 1 else [local]
     highest = torch.stack([statistics[0] for statistics in gathered]).amax(0)
     result = [highest, torch.zeros_like(highest), -highest]
@@ -209,10 +207,7 @@ def _finite(highest: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield blocks of full rows (the last dim of `x`) of all tensors, without copies.
-
-    All tensors have the leading dims of `x`, so rows need no common stride.
-    """
+    """Yield blocks of full rows (the last dim of `x`) of all tensors with its leading dims."""
     if x.numel() == 0:
         return
     if x.dim() == 1:

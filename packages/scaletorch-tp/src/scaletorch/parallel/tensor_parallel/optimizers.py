@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ...dist.errors import InvalidArgumentError
@@ -44,11 +44,9 @@ def _check(optimizer: Optimizer) -> None:
         origin = getattr(tensor, "stands_for", tensor)
         name, shard = known.get(id(origin), ("", False))
         if shard or (name and origin is not tensor):
-            _require_elementwise(optimizer, name, tensor)
-            return
-
-
-def _require_elementwise(optimizer: Optimizer, name: str, tensor: Tensor) -> None:
+            break
+    else:
+        return
     scope = update_scope(optimizer)
     if scope is not Scope.ELEMENT:
         raise InvalidArgumentError(

@@ -55,11 +55,11 @@ def apply_tensor_parallel(
         model: The whole model, the same on every rank.
         plan: Pattern of module names -> style. `*` matches any text inside one component of a
             name, a component `**` matches any number of components; "" is the root. Styles are
-            "column", "column_gather", "row", "row_split", "vocab", "attention", "replicate",
-            "sharded", "sequence_layer", "sequence_whole", `Fused`, `Stacked`, `PerHead`,
-            `SharedTail` and `Divide`. None takes the model's own plan
-            (transformers), that of layers of `torch.nn`, or one suggested by a trial forward; it
-            leaves out experts divided already.
+            "column", "column_gather", "column_embedding", "row", "row_split", "vocab", "attention",
+            "replicate", "sharded", "sequence_layer", "sequence_whole", `Fused`, `Stacked`,
+            `PerHead`, `SharedTail` and `Divide`. None takes the model's own plan (transformers),
+            that of layers of `torch.nn`, or one suggested by a trial forward; it leaves out experts
+            divided already.
         group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
         sequence_parallel: Shard every sequence over the ranks between sharded layers.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dist.building import map_tensors, tensors_in
+from ...parallel.pg_manager.building import Attributes
 from ...parallel.pipeline_parallel import PipelineParallel
 from ...parallel.pipeline_parallel.building import PassThrough, release, surround
 from ..forward import rehearses
@@ -41,8 +42,11 @@ Records = dict[tuple[str, int], list[Record]]  # unit and stage -> its calls in 
 class Recorder:
     """A recorder of one unit's calls, innermost among the wrappers of these calls."""
 
-    def __init__(self, name: str, pipeline: PipelineParallel, records: Records) -> None:
+    def __init__(
+        self, name: str, pipeline: PipelineParallel, records: Records, begun: list[Attributes]
+    ) -> None:
         self._name, self._pipeline, self._records = name, pipeline, records
+        self._begun = begun  # the attributes of all modules at the first gradient
         self._open: list[tuple[Record | None, set[Any]]] = []
 
     def takes_forward(self) -> bool:
@@ -78,8 +82,13 @@ class Recorder:
         # Uses of `y` within the call must not count. A copy, since the caller may write to its
         # tensor in place, and a view would then lose the hook.
         own = y.clone()
-        own.register_hook(lambda gradient: _note(record, "output_gradient", gradient))
+        own.register_hook(lambda gradient: self._arrived(record, gradient))
         return map_tensors(lambda tensor: own if tensor is y else tensor, output)
+
+    def _arrived(self, record: Record, gradient: Tensor) -> None:
+        if not self._begun:
+            self._begun.append(Attributes(self._pipeline.module.modules()))
+        _note(record, "output_gradient", gradient)
 
     def _record(self, x: Tensor | None) -> Record | None:
         """Return a new record for a call; for a second run in backward, the record of the first.
@@ -97,7 +106,9 @@ class Recorder:
 
 
 @contextmanager
-def recorded(pipeline: PipelineParallel, units: Mapping[str, Iterable[str]]) -> Iterator[Records]:
+def recorded(
+    pipeline: PipelineParallel, units: Mapping[str, Iterable[str]], begun: list[Attributes]
+) -> Iterator[Records]:
     """Record all calls of units, given with all their names by first name."""
     records: Records = {}
     placed: list[tuple[nn.Module, Recorder]] = []
@@ -107,7 +118,7 @@ def recorded(pipeline: PipelineParallel, units: Mapping[str, Iterable[str]]) -> 
             found = dict.fromkeys(modules[name] for name in names if name in modules)
             for module in found:
                 if not isinstance(module, PassThrough):
-                    recorder = Recorder(first, pipeline, records)
+                    recorder = Recorder(first, pipeline, records, begun)
                     surround(module, recorder, innermost=True)
                     placed.append((module, recorder))
         yield records

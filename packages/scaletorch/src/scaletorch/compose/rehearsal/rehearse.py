@@ -19,7 +19,7 @@ from ...dist.errors import RehearsalError
 from ...parallel.context_parallel.building import expect_attention
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
-from ...parallel.pg_manager.building import Attributes, restored
+from ...parallel.pg_manager.building import restored
 from ..balance import router_loss
 from ..batches import Batch, real_positions, real_tokens
 from ..before.initial import require_one_batch
@@ -80,13 +80,12 @@ def rehearse_step(
     def compared(*, wide: bool, steps: int = 1) -> tuple[Replay, _Found]:
         with as_for_a_rehearsal(model, plain, terms, wide=wide), restored(plain.model):
             for _ in range(steps):
-                attributes = Attributes(pipeline.module.modules())
-                small, loss, records = trained(partial(cut, wide=wide), model, plain, step)
+                cuts = partial(cut, wide=wide)
+                small, loss, records, kept = trained(cuts, model, plain, step)
                 ranks = Ranks(model, manager, plain, small, records, device)
                 ranks.exchange()
                 batch = {n: on_device(x, device) for n, x in small.called.items()}
                 run = partial(_loss, small, terms, loss_fn)
-                kept = attributes.changed()
                 made = _replayed(plain, ranks, batch, run, loss, kept=kept, shares=steps == 1)
                 if made[1].first is not None or made[1].problem is not None:
                     break
@@ -95,7 +94,8 @@ def rehearse_step(
 
     try:
         replay, found = _widest(compared, narrow)
-        kept = found.kept if found.first is None and found.problem is None else []
+        terms.keeps_state = found.kept != []
+        kept = found.kept or [] if found.first is None and found.problem is None else []
         if kept:  # what a forward leaves in attributes may change the next one
             replay, found = _widest(partial(compared, steps=2), narrow)
     except Exception as error:
@@ -168,7 +168,7 @@ def _replayed(
     loss_of: Callable[[Any], Tensor | None],
     loss: Tensor,
     *,
-    kept: list[str],
+    kept: list[str] | None,
     shares: bool,
 ) -> tuple[Replay, _Found]:
     """Run the plain model; return the replay and the findings of all ranks.
@@ -195,7 +195,7 @@ def _replayed(
     return replay, found
 
 
-def _ran(replay: Replay, run: Callable[[], None], kept: list[str], restores: bool) -> _Found:
+def _ran(replay: Replay, run: Callable[[], None], kept: list[str] | None, restores: bool) -> _Found:
     """Run a replay, and return the findings of all ranks."""
     ranks, problem = replay.ranks, None
     ranks.compared.clear()
@@ -255,11 +255,11 @@ class _Found(NamedTuple):
     right: list[int]  # ranks that found no difference
     problem: str | None
     worst: float  # the largest error within its bound
-    kept: list[str]  # attributes that a forward changed, on any rank
+    kept: list[str] | None  # attributes that a forward changed on any rank; see `trained`
 
 
 def _first_of_all(
-    judge: Judge, problem: str | None, kept: list[str], manager: ProcessGroupManager
+    judge: Judge, problem: str | None, kept: list[str] | None, manager: ProcessGroupManager
 ) -> _Found:
     own = judge.findings[:3], problem, judge.worst, kept
     told = all_gather_object(own, manager.world_group)
@@ -271,7 +271,8 @@ def _first_of_all(
     then = [each.what for _, _, each in found if first is not None and each.what != first.what]
     right = [rank for rank, (theirs, *_) in enumerate(told) if not theirs]
     problem = next((why for _, why, *_ in told if why), None)
-    worst, names = max(each[2] for each in told), sorted({n for *_, kept in told for n in kept})
+    worst, everywhere = max(each[2] for each in told), [kept for *_, kept in told]
+    names = None if None in everywhere else sorted({n for kept in everywhere for n in kept or ()})
     return _Found(first, [*dict.fromkeys(then)], right, problem, worst, names)
 
 

@@ -16,7 +16,7 @@ from ...dist import get_local_size
 from ...dist.building import tensors_in
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.data_parallel.building import NARROW, widened
-from ...parallel.pg_manager.building import eagerly, restored
+from ...parallel.pg_manager.building import Attributes, eagerly, restored
 from ...parallel.pipeline_parallel.building import PassThrough, forms_cast
 from ..forward import Terms, pipeline_of, rehearsing, terms_of, wait_for_parameters
 from ..plain import Plain
@@ -54,19 +54,22 @@ def trained(
     model: DataParallelBucket,
     plain: Plain,
     step: Step,
-) -> tuple[SmallBatch, Tensor, Records]:
+) -> tuple[SmallBatch, Tensor, Records, list[str] | None]:
     """Train a small batch with few positions; if that fails, with all positions.
 
-    Returns the batch, the loss, and the recorded calls of units.
+    Returns the batch, the loss, the recorded calls of units, and the attributes that the forward
+    changed: None if they change after the first gradient too, as by checkpoints or micro-batches.
     """
 
-    def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records]:
+    def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records, list[str] | None]:
         pipeline = pipeline_of(model)
-        with recorded(pipeline, plain.names_of_units()) as records, eagerly():
+        before, begun = Attributes(pipeline.module.modules()), list[Attributes]()
+        with recorded(pipeline, plain.names_of_units(), begun) as records, eagerly():
             loss = step(small.micro_batches)
         for record in (each for held in records.values() for each in held):
             record.scale_gradients(terms_of(model).correction)
-        return small, loss, records
+        late = any(each.changed() for each in begun)
+        return small, loss, records, None if late else before.changed()
 
     small = cut(shortens=True)
     try:

@@ -44,15 +44,11 @@ _CUDNN_FIRST = (9, 0)  # cuDNN is the fastest from this compute capability on
 
 
 class Operator(NamedTuple):
-    """A fused operator.
-
-    Forward's lse has the operator's own shape, which begins with the valid [B, H, L]. `is_grouped`:
-    it takes fewer key/value heads than query heads.
-    """
+    """A fused operator; forward's lse has its own shape, which begins with the valid [B, H, L]."""
 
     forward: Callable[[Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor]]
     backward: Callable[[Operands, float, Band], Gradients]
-    is_grouped: bool = False
+    is_grouped: bool = False  # it takes fewer key/value heads than query heads
 
 
 def fused(name: str, operator: Operator, fits: Fits) -> Kernel:
@@ -76,16 +72,12 @@ def _backward(operator: Operator, x: Operands, scale: float, band: Band) -> Grad
     x = x if operator.is_grouped else x.expand_heads()
     q, k, v = (with_unit_stride(each, dtype) for each in (x.q, x.k, x.v))
     # Some operators assume the strides of [B, L, H, D] for both.
-    grad_out, out = (in_position_order(each.to(dtype)) for each in (x.grad_out, x.out))
+    in_order = (each.to(dtype).transpose(1, 2).contiguous() for each in (x.grad_out, x.out))
+    grad_out, out = (each.transpose(1, 2) for each in in_order)
     lse = without_empty_rows(x.lse).contiguous()
     dq, dk, dv = operator.backward(Operands(grad_out, q, k, v, out, lse), scale, band)
     dk, dv = (d if d.shape[1] == kv_heads else sum_groups(d, kv_heads) for d in (dk, dv))
     return dq, dk, dv
-
-
-def in_position_order(x: Tensor) -> Tensor:
-    """Return x [B, H, L, D] with its memory in the order [B, L, H, D]."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def window_of(q: Tensor, k: Tensor, band: Band) -> tuple[int, int] | None:

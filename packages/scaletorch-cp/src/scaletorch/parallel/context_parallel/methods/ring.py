@@ -83,10 +83,7 @@ def _rotate(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Ten
 def _pass_on(
     tensors: Sequence[Tensor], comm: ContextCommunicate, free: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Start sending tensors to the next rank, as one batch; return those that are received.
-
-    They are the `free` tensors, or new ones for None.
-    """
+    """Start sending tensors to the next rank; return those received: `free` ones or new ones."""
     arriving = [comm.send_recv(x, into) for x, into in zip(tensors, free, strict=True)]
     comm.commit()
     return arriving

@@ -61,19 +61,13 @@ def install(model: nn.Module) -> None:
 
 
 class AttentionOverride(TorchFunctionMode):
-    """While it is on, attention is over the whole sequence.
-
-    Attributes:
-        settings: The attention settings of the model.
-        given: Keyword arguments of the forward that turned it on.
-        position_ids: The argument of the innermost forward that has it.
-    """
+    """While it is on, attention is over the whole sequence."""
 
     def __init__(self, settings: Settings, given: Mapping[str, Any]) -> None:
         super().__init__()
         self.settings = settings
-        self.given = given
-        self.position_ids = given.get("position_ids")
+        self.given = given  # keyword arguments of the forward that turned it on
+        self.position_ids = given.get("position_ids")  # of the innermost forward that has them
         self._documents: list[tuple[object, Documents]] = []  # a cache: reading waits for a device
 
     def __torch_function__(
@@ -132,10 +126,7 @@ class AttentionOverride(TorchFunctionMode):
         return self.attend(query, key, value, Request(bool(is_causal), scale))
 
     def _multihead(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """Compute `F.multi_head_attention_forward`; no rank has all weights, so none are returned.
-
-        Its own matrix products would pass by the mode.
-        """
+        """Compute `F.multi_head_attention_forward` without returning weights, which no rank has."""
         bound = _MULTIHEAD_SIGNATURE.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
@@ -220,7 +211,13 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
             result = sharded(self, *args, **kwargs)
         if outermost:
             if settings.must_attend and settings.ring.size > 1 and calls.count == before:
-                raise _no_attention_error(self)
+                raise StateError(
+                    f"context-parallel attention on {describe_rank()}: {type(self).__name__}."
+                    "forward called no F.scaled_dot_product_attention, so any attention it has saw "
+                    "this rank's shard alone: select the model's 'sdpa' attention, call "
+                    "ring_attention in it, or let parallelize compare it with one process (without "
+                    "rehearse=False)"
+                )
             note_backward(result, settings)
         return result
 
@@ -230,8 +227,7 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
 def _without_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that asks for no attention weights, for a subclass of MultiheadAttention.
 
-    If it has its own forward, as under tensor parallelism, it would attend by matrix products to
-    return weights.
+    Its own forward, as under tensor parallelism, would attend by matrix products to return weights.
     """
     subclass = isinstance(module, nn.MultiheadAttention)
     if not subclass or type(module).forward is nn.MultiheadAttention.forward:
@@ -277,7 +273,6 @@ def _refuse_bare_function(frame: Any) -> None:
     """Refuse attention in a checkpointed or autograd function that calls no module.
 
     Its backward would call no module's forward and so silently attend to this rank's shard alone.
-    No such function may lie between the attention and the nearest wrapped forward.
     """
     while frame is not None and not (
         frame.f_code.co_name == "forward" and frame.f_globals is globals()
@@ -318,12 +313,3 @@ def _require_documents_kept(model: nn.Module, given: Mapping[str, Any]) -> None:
             "a model of transformers with use_cache=False and position_ids that restart, or run "
             "it within ShardedSequences.inside"
         )
-
-
-def _no_attention_error(model: nn.Module) -> StateError:
-    return StateError(
-        f"context-parallel attention on {describe_rank()}: {type(model).__name__}.forward called "
-        "no F.scaled_dot_product_attention, so any attention it has saw this rank's shard alone: "
-        "select the model's 'sdpa' attention, call ring_attention in it, or let parallelize "
-        "compare it with one process (without rehearse=False)"
-    )

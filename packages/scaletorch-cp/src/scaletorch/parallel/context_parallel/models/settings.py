@@ -156,11 +156,10 @@ def require_unmarked(model: nn.Module) -> None:
         empty = not (module._modules or module._parameters or module._buffers)
         if settings_of(module) is not None and not (name and empty):
             where = f"its submodule {name}" if name else "the model"
-            message = (
+            raise StateError(
                 f"apply_context_parallel on {describe_rank()}: {where} is context parallel "
                 "already; apply it once, to the outermost model"
             )
-            raise StateError(message)
 
 
 def mark(model: nn.Module, settings: Settings) -> None:
@@ -175,18 +174,17 @@ def use_batch(model: nn.Module, batch: ActiveBatch, ring: Ring) -> Iterator[None
     where = f"ShardedSequences.inside on {describe_rank()}: {type(model).__name__}"
     every = {id(found): found for each in model.modules() if (found := settings_of(each))}
     if not every:
-        message = f"{where} is not context parallel; call apply_context_parallel(model) before"
-        raise StateError(message)
+        raise StateError(
+            f"{where} is not context parallel; call apply_context_parallel(model) before"
+        )
     for settings in every.values():
         if settings.batch not in (None, batch):
-            message = f"{where} runs inside other sequences already; leave those first"
-            raise StateError(message)
+            raise StateError(f"{where} runs inside other sequences already; leave those first")
         if settings.ring.ranks != ring.ranks:
-            message = (
+            raise InvalidArgumentError(
                 f"{where} is context parallel over ranks {settings.ring.ranks}, and the sequences "
                 f"are over {ring.ranks}; use the same group for both"
             )
-            raise InvalidArgumentError(message)
     before = [settings.batch for settings in every.values()]
     try:
         for settings in every.values():

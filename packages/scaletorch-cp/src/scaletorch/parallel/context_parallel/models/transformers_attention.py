@@ -120,7 +120,9 @@ def context_attention(
         causal, sliding_window = attention_mask.causal, attention_mask.window
         chunk = attention_mask.chunk
     if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
-        _require_equal(override, cu_seq_lens_q, cu_seq_lens_k)
+        queries, keys = cu_seq_lens_q, cu_seq_lens_k
+        if queries is None or override.documents(queries) != override.documents(keys):
+            raise refusal("cu_seq_lens_k must equal cu_seq_lens_q: attention is of one sequence")
     request = Request(
         bool(causal), scaling, sliding_window, cu_seq_lens_q, softcap=softcap, sinks=s_aux,
         chunk=chunk,
@@ -150,11 +152,6 @@ def _require_known_positions(module: nn.Module, length: int) -> None:
             f"0 on every rank, and from {floor} on (floor_scale) they matter: set "
             "attn_temperature_tuning=False in the config, or keep sequences shorter"
         )
-
-
-def _require_equal(override: AttentionOverride, queries: Tensor | None, keys: Tensor) -> None:
-    if queries is None or override.documents(queries) != override.documents(keys):
-        raise refusal("cu_seq_lens_k must equal cu_seq_lens_q: attention is of one sequence")
 
 
 def _copy_configs(model: nn.Module) -> list[Any]:

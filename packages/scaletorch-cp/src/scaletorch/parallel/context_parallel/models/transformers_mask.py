@@ -63,12 +63,7 @@ def context_mask(
     allow_is_bidirectional_skip: bool = False,
     **_: Any,
 ) -> Pattern | None:
-    """Return the meaning of the mask that a model requests; None if "sdpa" would build none.
-
-    Raises:
-        InvalidArgumentError: It cannot be computed; other ranks get an error too.
-        StateError: No context-parallel model is running.
-    """
+    """Return the meaning of the mask that a model requests; None if "sdpa" would build none."""
     override = running_override()
     if override is None:
         raise foreign_model_error("a mask")
@@ -91,10 +86,8 @@ def context_mask(
 def require_computable(model: nn.Module, given: Mapping[str, Any]) -> None:
     """Refuse, before it runs, a batch that a context-parallel model would refuse in its forward.
 
-    One rank alone may refuse its batch while other ranks wait for it in the middle of the model. A
-    caller that runs on all ranks calls this first, and shares the error. Only models of
-    `transformers` are checked, whose use of their arguments is known: `input_ids` [B, L / N] and
-    other keyword arguments.
+    One rank alone may refuse its batch, while others would wait in the middle of the model. So the
+    caller shares the error. Only models of `transformers` are checked, with `input_ids` [B, L / N].
     """
     settings = settings_of(model)
     if settings is None or settings.ring.size == 1 or not is_pretrained(model):
@@ -156,10 +149,7 @@ def _require_positions(ids: Any, length: int, settings: Settings, given: Mapping
 
 
 def _pattern(mask_function: Any) -> Pattern:
-    """Read a mask function of transformers, without the packing that it guessed from positions.
-
-    That guess is wrong for shards, which skip positions: documents must be given.
-    """
+    """Read a mask function of transformers, without packing, which it guesses from positions."""
     causal, window, chunk = False, None, None
     for name, held in _components(mask_function):
         if name == "causal_mask_function":
@@ -204,8 +194,7 @@ def _has_no_images(mask_function: Any) -> bool:
 
 def foreign_model_error(name: str) -> StateError:
     """Return the error for a model that requests this attention and is not context parallel."""
-    message = (
+    return StateError(
         f"{describe_rank()}: {name} of a model that is not context parallel asks for the "
         'attention of one that is; give each model a config of its own, or select "sdpa" again'
     )
-    return StateError(message)

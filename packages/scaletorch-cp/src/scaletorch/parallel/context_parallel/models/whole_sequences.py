@@ -45,11 +45,7 @@ def find_whole(model: nn.Module) -> list[nn.Module]:
 
 
 def _passes_state(module: nn.Module) -> bool:
-    """Return whether a module has a depthwise convolution as a child, or a known class.
-
-    Other convolutions make hidden states from inputs of other shapes, as the front of a speech
-    encoder does: those are left alone, and refused with the model.
-    """
+    """Return whether a module has a depthwise convolution as a child, or a known class."""
     if type(module).__name__ in _WITHOUT_CONVOLUTION:
         return True
     convolutions = (child for child in module.children() if isinstance(child, nn.Conv1d))

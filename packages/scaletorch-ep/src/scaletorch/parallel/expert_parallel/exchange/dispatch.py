@@ -25,18 +25,13 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Dispatched(NamedTuple):
     """The rows that this rank received, each with at least one of this rank's experts.
 
-    Attributes:
-        hidden: [R, H].
-        top_k_index: Indices int64 [R, K], counted from this rank's first expert; the number of
-            experts here if the expert is another rank's.
-        top_k_weights: [R, K]; 0 if the expert is another rank's.
-        route: The argument of `combine` for these rows.
+    Indices count from this rank's first expert; another rank's has the number of experts here.
     """
 
-    hidden: Tensor
-    top_k_index: Tensor
-    top_k_weights: Tensor
-    route: Route
+    hidden: Tensor  # [R, H]
+    top_k_index: Tensor  # int64 [R, K]
+    top_k_weights: Tensor  # [R, K]; 0 if the expert is another rank's
+    route: Route  # the argument of `combine` for these rows
 
 
 def dispatch(
@@ -133,10 +128,7 @@ def apply(function: type[Function], *args: Any) -> Any:
 
 
 class _Dispatch(Function):
-    """Rows to the ranks of their experts, with weights and indices; backward sends gradients back.
-
-    `numbers` maps each expert to its local number, `local` is the number of this rank's experts.
-    """
+    """Rows to the ranks of their experts, with their routing; backward sends gradients back."""
 
     @staticmethod
     def forward(
@@ -145,8 +137,8 @@ class _Dispatch(Function):
         weights: Tensor,
         index: Tensor,
         route: Route,
-        numbers: Tensor,
-        local: int,
+        numbers: Tensor,  # the local number of each expert
+        local: int,  # number of this rank's experts
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the received hidden states [R, H], weights and indices [R, K]."""
         kind = _INTEGERS[weights.element_size()]

@@ -71,26 +71,16 @@ class Route:
     """The rows of one exchange; the way back and backward use the same.
 
     A row is a token sent to one rank, once for all of its experts there.
-
-    Attributes:
-        group: The ranks; None is this one alone.
-        tokens: T, the tokens of this rank.
-        rows: Indices int64 [S], the token of each row sent, those for the first rank first.
-        sends: Rows for each rank; their sum is S.
-        most: Maximum rows of a token: the smaller of K and the number of ranks.
-        receives: Rows from each rank; their sum is R, the rows received.
-        pairs: Pairs of a received row and one of its experts here: R at least.
-        backward: Whether a rank of the group needs gradients of hidden states or weights.
     """
 
-    group: ProcessGroup | None
-    tokens: int
-    rows: Tensor
-    most: int
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
-    pairs: int
-    backward: bool
+    group: ProcessGroup | None  # the ranks; None is this one alone
+    tokens: int  # T, the tokens of this rank
+    rows: Tensor  # int64 [S], the token of each row sent, those for the first rank first
+    most: int  # maximum rows of a token: the smaller of K and the number of ranks
+    sends: tuple[int, ...]  # rows for each rank; their sum is S
+    receives: tuple[int, ...]  # rows from each rank; their sum is R, the rows received
+    pairs: int  # of a received row and one of its experts here: R at least
+    backward: bool  # whether a rank of the group needs gradients of hidden states or weights
 
 
 def find_route(
@@ -102,14 +92,8 @@ def find_route(
 ) -> Route:
     """Count this rank's rows and exchange the counts by one small all-to-all.
 
-    The host reads once, for this exchange, its way back and backward.
-
-    Args:
-        hidden: [T, H].
-        index: Integers [T, K].
-        weights: [T, K].
-        counts: Number of experts of each rank.
-        group: The ranks.
+    Takes hidden states [T, H], integers [T, K], weights [T, K] and the number of experts of each
+    rank. The host reads once, for this exchange, its way back and backward.
     """
     _check_shapes(hidden, index, weights)
     call = _Call(hidden.shape[1], hidden.dtype, weights.shape[1], weights.dtype, counts,

@@ -29,16 +29,7 @@ _OWN = frozenset({"weight", "bias"})
 
 
 class TensorParallelLayer(nn.Module):
-    """A layer that is sharded over the ranks of `group`.
-
-    Attributes:
-        group: Ranks of the tensor-parallel axis; None in one process.
-        tp_size: Number of these ranks; with 1 the layer works like a plain one.
-        tp_rank: This rank's index among them.
-        cut: The index ranges of the divided size that each rank holds.
-        shard_sizes: Each rank's share of the divided size.
-        sequence: The sharding of sequences between regions; None without sequence parallelism.
-    """
+    """A layer that is sharded over the ranks of `group`."""
 
     plain_class: ClassVar[type[nn.Module]]  # the class that it shards
     sharded_size: ClassVar[str]  # the attribute of that class that is divided over the ranks
@@ -47,12 +38,12 @@ class TensorParallelLayer(nn.Module):
     replicable: ClassVar[bool] = False  # whether several ranks may hold the same shard
     options: ClassVar[Mapping[str, Any]]  # further attributes and their defaults
 
-    group: ProcessGroup | None
-    tp_size: int
-    tp_rank: int
-    cut: Cut
-    shard_sizes: tuple[int, ...]
-    sequence: SequenceShares | None = None
+    group: ProcessGroup | None  # the tensor-parallel axis; None in one process
+    tp_size: int  # number of these ranks; with 1 the layer works like a plain one
+    tp_rank: int  # this rank's index among them
+    cut: Cut  # the index ranges of the divided size that each rank holds
+    shard_sizes: tuple[int, ...]  # each rank's share of the divided size
+    sequence: SequenceShares | None = None  # sharding of sequences between regions, if any
 
     @classmethod
     def from_plain(
@@ -94,12 +85,7 @@ class TensorParallelLayer(nn.Module):
     ) -> Self:
         """Convert a plain module to this rank's shard in place, so references and hooks stay.
 
-        Args:
-            module: The plain module.
-            group: Ranks of the tensor-parallel axis.
-            memo: The shards of parameters that are converted already.
-            cut: The cut of the divided size; None makes it even, longer on the first ranks.
-            options: Options of the layer.
+        The arguments are those of `from_plain`; `cut` is None for an even one.
         """
         layer, size = cls._taken(module, group, options, even=cut is None)
         layer._shard(group, memo, options, cut or share_cut(size, get_world_size(group)))
@@ -236,10 +222,7 @@ class TensorParallelLayer(nn.Module):
         raise not_pickled(type(self).__name__)
 
     def _check_parameters(self) -> None:
-        """Refuse a shard with a parameter that is computed from others.
-
-        `weight_norm`, `spectral_norm` and pruning would use the norm of this rank's shard only.
-        """
+        """Refuse a shard with a parameter that is computed from others."""
         plain = self._knows_parameters() and "parametrizations" not in self._modules
         if not plain and self.tp_size > 1:
             names = ", ".join(name for name, _ in self.named_parameters())

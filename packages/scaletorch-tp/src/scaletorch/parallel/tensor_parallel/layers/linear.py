@@ -1,4 +1,4 @@
-"""The column- and row-parallel layers, and the vocabulary-parallel embedding."""
+"""The column- and row-parallel linear layers and embeddings."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ class _Linear(TensorParallelLayer):
     def _matrix(self) -> Tensor:
         """Return this rank's weight as [out_features, in_features], one of them sharded."""
         return self.weight
+
+    def extra_repr(self) -> str:
+        """Return the full sizes, the first option and tp."""
+        option = next(iter(self.options))
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, {option}={getattr(self, option)}, tp={self.tp_size}"
+        )
 
 
 class ColumnParallelLinear(_Linear):
@@ -102,22 +110,12 @@ class ColumnParallelLinear(_Linear):
         return joined if self._in_order else self.cut.arrange(joined, -1)
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's weight [out_features / tp, in_features] and bias [out_features / tp].
-
-        Gradients of replicated slices are summed over the ranks that hold them.
-        """
+        """Return this rank's weight [out / tp, in] and bias [out / tp]; gradients sum replicas."""
         weight, bias = self._matrix(), self.bias
         if not self._replicated:
             return weight, bias
         where = self.cut, self.tp_rank, self.group
         return sum_replicas(weight, *where), None if bias is None else sum_replicas(bias, *where)
-
-    def extra_repr(self) -> str:
-        """Return the full sizes, the options and tp."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, gather_output={self.gather_output}, tp={self.tp_size}"
-        )
 
 
 class RowParallelLinear(_Linear):
@@ -131,9 +129,7 @@ class RowParallelLinear(_Linear):
         bias: Whether there is a bias: replicated, added once.
         input_is_parallel: Whether the input is this rank's shard, as from a column-parallel layer;
             otherwise it is full and cut here.
-        group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
-        device: Where the parameters live.
-        dtype: The parameters' dtype.
+        group: As in `ColumnParallelLinear`, and so are `device` and `dtype`.
 
     Raises:
         InvalidArgumentError: `in_features` is less than tp.
@@ -177,20 +173,9 @@ class RowParallelLinear(_Linear):
         # Under autocast the output has a narrower dtype than the bias; keep it.
         return out if bias is None else out + bias.to(out.dtype)
 
-    def extra_repr(self) -> str:
-        """Return the full sizes, the options and tp."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}, "
-            f"tp={self.tp_size}"
-        )
-
 
 class Transposed(TensorParallelLayer):
-    """Mixin for the Conv1D layer of transformers, whose weight is [in, out].
-
-    It comes before the column- or row-parallel class in the bases.
-    """
+    """Mixin, before a linear class, for the Conv1D of transformers, whose weight is [in, out]."""
 
     nx: int
     nf: int
@@ -225,6 +210,15 @@ class RowParallelConv1D(Transposed, RowParallelLinear):
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
 
 
+def _uses_rows(module: nn.Module) -> str | None:
+    """Return why the options of an embedding cannot be kept on shards, or None if they can."""
+    options = ("max_norm", "scale_grad_by_freq", "sparse")
+    used = [name for name in options if getattr(module, name, None)]
+    if used and type(module) is nn.Embedding:
+        return f"it uses {', '.join(used)}, which is not supported on shards"
+    return None
+
+
 class VocabParallelEmbedding(TensorParallelLayer):
     """`nn.Embedding` with rows sharded over the ranks; the output is full.
 
@@ -235,9 +229,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
         num_embeddings: Number of rows of the full table; if uneven, first ranks get one more.
         embedding_dim: Length of a row.
         padding_idx: As in `nn.Embedding`: a row that gets no gradient, zero at first.
-        group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
-        device: Where the parameters live.
-        dtype: The parameters' dtype.
+        group: As in `ColumnParallelLinear`, and so are `device` and `dtype`.
 
     Raises:
         InvalidArgumentError: `num_embeddings` is less than tp, or `padding_idx` is out of range.
@@ -275,11 +267,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
         """Return why `module` cannot become this layer, or None if it can."""
-        options = ("max_norm", "scale_grad_by_freq", "sparse")
-        used = [name for name in options if getattr(module, name, None)]
-        if used and type(module) is cls.plain_class:
-            return f"it uses {', '.join(used)}, which is not supported on shards"
-        return super().misfit(module)
+        return _uses_rows(module) or super().misfit(module)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up full rows: ids of any shape to [..., embedding_dim]."""
@@ -325,3 +313,42 @@ class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
         scale = self.embed_scale
         rows = super().forward(ids)
         return rows * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)
+
+
+class ColumnParallelEmbedding(ColumnParallelLinear):
+    """`nn.Embedding` with columns sharded over the ranks, such as T5's biases [buckets, heads]."""
+
+    plain_class = nn.Embedding  # type: ignore[assignment]
+    sharded_size = "embedding_dim"
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
+
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+
+    @classmethod
+    def takes(cls, module: nn.Module) -> bool:
+        """Return whether `module` is torch's own embedding."""
+        return type(module) is nn.Embedding
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become this layer, or None if it can."""
+        return _uses_rows(module) or super().misfit(module)
+
+    def _shard(self, group: Group, memo: Memo, options: Options, cut: Cut) -> None:
+        sizes = {"in_features": self.num_embeddings, "out_features": self.embedding_dim}
+        vars(self).update(sizes, bias=None)
+        super()._shard(group, memo, options, cut)
+
+    def _matrix(self) -> Tensor:
+        return self.weight.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Look up this rank's columns: ids of any shape to [..., embedding_dim / tp]."""
+        self._check_parameters()
+        return functional.embedding(x, self.operands()[0].t(), self.padding_idx)
+
+    def extra_repr(self) -> str:
+        """Return the full sizes and tp."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_size}"

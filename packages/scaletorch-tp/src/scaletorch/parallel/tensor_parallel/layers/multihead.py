@@ -62,22 +62,10 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute torch's attention, given the same full tensors on every rank.
+        """Compute torch's attention; arguments are torch's, the same full tensors on every rank.
 
-        Args:
-            query: [B, L, E], or [L, B, E] without `batch_first`, or [L, E]; with sequence
-                parallelism this rank's shard of the tokens.
-            key: [B, S, E], laid out like `query`.
-            value: [B, S, E], laid out like `query`.
-            key_padding_mask: [B, S], of the whole batch.
-            need_weights: Also return the attention weights, gathered from all ranks.
-            attn_mask: [L, S], or [B * num_heads, L, S] for all heads.
-            average_attn_weights: Return the mean of the weights over all heads.
-            is_causal: As in torch: a hint that `attn_mask` is causal.
-
-        Raises:
-            InvalidArgumentError: A mask has another shape, `is_causal` comes without `attn_mask`,
-                or there is a second sequence under sequence parallelism.
+        With sequence parallelism `query`, `key` and `value` are one tensor, this rank's shard of
+        the tokens. Masks are of the whole batch and all heads.
         """
         if self.tp_size == 1:
             return nn.MultiheadAttention.forward(
@@ -183,10 +171,7 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
 
 
 def leave_fast_paths(view: ModelView) -> None:
-    """Disable the fast path of torch's encoder layers with sharded layers, in place.
-
-    In eval mode it would use this rank's weights without summing over the ranks.
-    """
+    """Disable the fast path of torch's encoder layers, which in eval mode would not sum."""
     for module in view.names:
         slow = {nn.TransformerEncoderLayer: "activation_relu_or_gelu",
                 nn.TransformerEncoder: "use_nested_tensor"}  # fmt: skip

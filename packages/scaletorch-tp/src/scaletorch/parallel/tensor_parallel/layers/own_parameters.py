@@ -54,10 +54,7 @@ class OwnParameters(TensorParallelLayer, Surrounded):
 
 
 class HeadParameters(OwnParameters):
-    """An attention module with per-head parameters.
-
-    Its forward does not change; its projections are sharded at head boundaries by their own styles.
-    """
+    """An attention module with per-head parameters; its projections have styles of their own."""
 
     sharded_size = "heads"
 
@@ -81,9 +78,8 @@ _OF_WIDTH = ("intermediate", "ffn", "expert_dim")
 class ParallelExperts(OwnParameters):
     """Mixin put before the class of a module of stacked expert weights.
 
-    The gradients of hidden states and routing weights are summed over the ranks, and so are the
-    outputs. Under sequence parallelism the tokens of all ranks are all-gathered with their routing
-    indices and weights, and outputs are reduce-scattered back to the tokens' ranks.
+    Under sequence parallelism the tokens of all ranks are all-gathered with their routing, and
+    outputs are reduce-scattered back to the tokens' ranks.
     """
 
     sharded_size = "width"
@@ -165,10 +161,7 @@ class ParallelExperts(OwnParameters):
         return sequence.rows(hidden)
 
     def _added(self) -> dict[str, Any]:
-        """Return the `added` biases of the first rank, and zeros with gradients on other ranks.
-
-        Every rank gets the gradient of the full output, so each computes the full bias gradient.
-        """
+        """Return the `added` biases of the first rank, and zeros with gradients on other ranks."""
         added = {name: self.get_parameter(name) for name in self.own_style.added}
         return {n: p - p.detach() for n, p in added.items()} if self.tp_rank else {**added}
 

@@ -80,9 +80,7 @@ class Attention:
 def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
     """Cut query and key/value heads so that each rank gets the key/value heads it uses.
 
-    On every rank the number of query heads is a multiple of that of key/value heads, and their
-    grouping is that of the full model. If there are fewer key/value heads than ranks, they are
-    replicated: each rank holds one.
+    If there are fewer key/value heads than ranks, they are replicated: each rank holds one.
     """
     groups = query // key_value
     if key_value >= size:
@@ -95,7 +93,7 @@ def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
 
 
 def find_attentions(
-    view: ModelView, matches: Matches, named: Collection[nn.Module] = ()
+    view: ModelView, matches: Matches, named: Collection[nn.Module]
 ) -> dict[nn.Module, Attention]:
     """Return the modules whose sharded children fit together as attention projections."""
     found = (_attention(n, m, matches, m in named) for m, n in view.names.items())
@@ -108,11 +106,7 @@ def has_heads(module: nn.Module) -> bool:
 
 
 def latent_heads(module: nn.Module) -> int:
-    """Return the number of heads of multi-head latent attention; 0 for another module.
-
-    There keys and values of all heads come from one latent vector, and each projection has its own
-    head length.
-    """
+    """Return the number of heads of multi-head latent attention; 0 for another module."""
     attributes = vars(module)
     counts = (attributes.get(name) for name in _HEAD_COUNTS)
     found = next((n for n in counts if isinstance(n, int) and n > 0), 0)
@@ -134,10 +128,9 @@ def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True
 
 
 def find_whole(view: ModelView, regions: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the modules that mix tokens and therefore need full sequences.
+    """Return the modules that need full sequences: attention and convolutions over tokens.
 
-    These are the outermost attention modules and modules with convolutions over tokens that neither
-    contain a region nor lie in one.
+    They are the outermost such modules that neither contain a region nor lie in one.
     """
     inside = modules_within(regions)
     found: list[nn.Module] = []
@@ -153,14 +146,11 @@ def find_whole(view: ModelView, regions: Collection[nn.Module]) -> list[nn.Modul
 
 
 def _attends(name: str, module: nn.Module) -> bool:
-    """Return whether a module is attention by its attributes, its name or its class.
-
-    Modules without children or parameters, such as norms and dropout, are not.
-    """
-    if isinstance(module, TensorParallelLayer) or not any(True for _ in module.children()):
+    """Return whether a module is attention by its attributes, its name or its class."""
+    if isinstance(module, TensorParallelLayer):
         return False
-    if not any(True for _ in module.parameters()):
-        return False
+    if next(module.children(), None) is None or next(module.parameters(), None) is None:
+        return False  # a norm or dropout
     if own_class(module).forward is nn.Module.forward:  # a module list, which is never called
         return False
     kind = own_class(module).__name__.lower()

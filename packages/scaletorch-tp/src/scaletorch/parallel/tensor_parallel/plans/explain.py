@@ -11,7 +11,7 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ..sharing.adapters import without_adapters
 from ..styles import Fused
-from .plan import Match, Plan
+from .plan import Plan
 from .resolve import Resolved
 from .suggest import resolve_or_suggest
 from .trial import generic
@@ -19,34 +19,21 @@ from .trial import generic
 
 @dataclass(frozen=True, slots=True)
 class ExplainedParameter:
-    """A parameter and its shard on each rank.
+    """A parameter and its shard on each rank."""
 
-    Attributes:
-        name: Name of the parameter. A tied one has an entry for each name.
-        style: Style of its module; "" if the plan does not name the module.
-        shape: Full shape.
-        dim: Shard dim; None if it is replicated.
-        local_shapes: Shape on each rank.
-    """
-
-    name: str
-    style: str
-    shape: tuple[int, ...]
-    dim: int | None
-    local_shapes: tuple[tuple[int, ...], ...]
+    name: str  # a tied one has an entry for each name
+    style: str  # of its module; "" if the plan does not name the module
+    shape: tuple[int, ...]  # full
+    dim: int | None  # the shard dim; None if it is replicated
+    local_shapes: tuple[tuple[int, ...], ...]  # on each rank
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The shards of a model. `dataclasses.asdict` gives plain data, `str` a table.
+    """The shards of a model. `dataclasses.asdict` gives plain data, `str` a table."""
 
-    Attributes:
-        tp: Number of ranks.
-        parameters: All parameters, in the model's order.
-    """
-
-    tp: int
-    parameters: tuple[ExplainedParameter, ...]
+    tp: int  # number of ranks
+    parameters: tuple[ExplainedParameter, ...]  # all, in the model's order
 
     def __str__(self) -> str:
         rows = (
@@ -99,14 +86,10 @@ def _parameters(model: nn.Module, resolved: Resolved, tp: int) -> Iterator[Expla
             if cut is not None and tp > 1:
                 dim, sizes = dims[own_name], cut.sizes
                 locals_ = tuple((*shape[:dim], size, *shape[dim + 1 :]) for size in sizes)
-            style = "" if match is None else _style(match)
+            style = "" if match is None else str(match.style)
+            if match is not None and isinstance(match.style, Fused):
+                style = f"{match.style.style}, {len(match.lengths)} parts"
             yield ExplainedParameter(f"{name}.{own_name}".lstrip("."), style, shape, dim, locals_)
-
-
-def _style(match: Match) -> str:
-    if isinstance(match.style, Fused):
-        return f"{match.style.style}, {len(match.lengths)} parts"
-    return str(match.style)
 
 
 def _sizes(*shapes: Sequence[int]) -> str:

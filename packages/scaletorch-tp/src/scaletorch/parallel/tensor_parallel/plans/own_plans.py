@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ..styles import Fused, PerHead, SharedTail, Slices, Stacked
+from ..styles import Divide, Fused, PerHead, SharedTail, Slices, Stacked
 from .attention import SHARED_KEYS, has_heads, latent_heads
 from .plan import Match, Matches, Style, children_of, look_up, with_outputs
 
@@ -46,6 +46,7 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "packed_colwise": Fused("column", 2),
     "rowwise": "row",
     "rowwise_split_input": "row_split",
+    "column_embedding": "column_embedding",  # ours, of `_MISSING`
     "rowwise_rep": "row_split",
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "replicate",
@@ -53,8 +54,26 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
 }
 _OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # a plan of only these shards no layer
 
+# T5's stacks. The first layer has a position bias for each head, which the other layers reuse.
+_T5_ATTENTION: Mapping[str, Style] = {
+    "": Divide("n_heads", "inner_dim"),
+    **{f".{name}": "colwise" for name in "qkv"},
+    ".o": "rowwise",
+    ".relative_attention_bias": "column_embedding",
+}
+_T5: Mapping[str, Style] = {
+    "shared": "embedding_rowwise",
+    "embed_tokens": "embedding_rowwise",
+    **{f"block.*.layer.*.SelfAttention{name}": s for name, s in _T5_ATTENTION.items()},
+    **{f"block.*.layer.*.EncDecAttention{name}": s for name, s in _T5_ATTENTION.items()},
+    **{f"block.*.layer.*.DenseReluDense.{name}": "colwise" for name in ("wi", "wi_*")},
+    "block.*.layer.*.DenseReluDense.wo": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+
 # `model_type` -> plan of the base model, used instead of that of transformers.
 _MISSING: Mapping[str, Mapping[str, Style]] = {
+    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     "gpt_oss": {
         "embed_tokens": "embedding_rowwise",
         **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
@@ -73,10 +92,7 @@ _MISSING: Mapping[str, Mapping[str, Style]] = {
 
 
 def own_plan(model: nn.Module) -> dict[str, Style]:
-    """Return the plan of a model and of models inside it: name pattern -> style of transformers.
-
-    Plans of `_MISSING` contain our own styles too.
-    """
+    """Return the plan of a model and of models inside it: name pattern -> style of transformers."""
     plan: dict[str, Style] = {}
     for name, module in model.named_modules():
         found = [getattr(module, "_tp_plan", None)]
@@ -209,11 +225,7 @@ def _attentions(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[
 
 
 def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:
-    """If the plan names only one of a tied embedding and head, add the other.
-
-    If the class of the other cannot be sharded (such as an embedding with its own norm), both stay
-    replicated.
-    """
+    """Add the other of a tied embedding and head, or drop both if its class cannot be sharded."""
     sharded = {m.module._parameters.get("weight") for m in matches.values() if m.layer is not None}
     styles: dict[type[nn.Module], Style] = {nn.Embedding: "vocab", nn.Linear: "column_gather"}
     for name, module in modules.items():
@@ -229,16 +241,13 @@ def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match])
 
 
 def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stacked:
-    """Return the `Stacked` style for experts, whose parameters have these styles of transformers.
-
-    The module's `is_concatenated` tells whether gate and up in one weight are concatenated or
-    interleaved.
-    """
+    """Return the `Stacked` style for experts with these styles of transformers for parameters."""
     sharded: dict[str, Slices | int] = {}
     for parameter, style in _packed(module, styles).items():
         if style not in _SLICES:
             raise _unknown(f"{name}.{parameter}", style, _SLICES)
         dim, parts = _SLICES[style]
+        # Gate and up in one weight are concatenated or interleaved.
         concatenated = parts == 1 or getattr(module, "is_concatenated", True)
         sharded[parameter] = Slices(dim, parts=parts) if concatenated else Slices(dim, unit=parts)
     if not sharded:
@@ -281,8 +290,7 @@ def find_torch_layers(
 ) -> tuple[list[Match], list[str]] | None:
     """Match the encoder and decoder layers of `torch.nn` in a model; return None without any.
 
-    A subclass with its own forward does not count. Modules outside these layers stay replicated,
-    and those in `divided` are left out.
+    A subclass with its own forward does not count, and modules in `divided` are left out.
     """
     matches: dict[nn.Module, Match] = {}
     for name, layer in model.named_modules():

@@ -16,6 +16,7 @@ from ...placement import Cut, modules_within
 from ..layers.base import TensorParallelLayer
 from ..layers.linear import (
     ColumnParallelConv1D,
+    ColumnParallelEmbedding,
     ColumnParallelLinear,
     RowParallelConv1D,
     RowParallelLinear,
@@ -42,6 +43,7 @@ STYLES: Mapping[
 ] = {
     "column": (ColumnParallelLinear, {"async_all_reduce": True}),
     "column_gather": (ColumnParallelLinear, {"async_all_reduce": True, "gather_output": True}),
+    "column_embedding": (ColumnParallelEmbedding, {}),
     "row": (RowParallelLinear, {}),
     "row_split": (RowParallelLinear, {"input_is_parallel": False}),
     "vocab": (VocabParallelEmbedding, {}),
@@ -176,7 +178,14 @@ def match_plan(model: nn.Module, plan: Plan) -> list[Match]:
     modules = dict(model.named_modules(remove_duplicate=False))
     matches: dict[nn.Module, Match] = {}
     for pattern, style in plan.items():
-        _check_style(pattern, style)
+        known = isinstance(style, Divide | Fused | PerHead | SharedTail | Stacked)
+        if not known and not (isinstance(style, str) and style in STYLES):
+            raise InvalidArgumentError(
+                f"the plan gives '{pattern}' the unknown style {style!r}; expected one of "
+                f"{', '.join(map(repr, STYLES))}, Divide('attribute', ...), "
+                "Fused('column', parts), PerHead('parameter', ...), SharedTail(features) or "
+                "Stacked({'parameter': dim})"
+            )
         names = matching(pattern, modules)
         if not names:
             raise InvalidArgumentError(no_match(pattern, modules))
@@ -195,10 +204,9 @@ def match_plan(model: nn.Module, plan: Plan) -> list[Match]:
 def with_mixins(matches: Sequence[Match]) -> list[Match]:
     """Return the matches with the mixins that follow from the positions of modules.
 
-    A module with `Divide` works on this rank's heads and draws its own random numbers, unless it
-    holds sharded layers deeper than its children: then it is a block or a whole model, which also
-    works on replicated activations. A replicated module inside such a module draws the same random
-    numbers on all ranks.
+    A module with `Divide` works on this rank's heads and draws its own random numbers, unless
+    sharded layers are deeper inside than its children, as in a block or model. A replicated module
+    inside it draws the same random numbers on all ranks.
     """
     layers = {match.module for match in matches if match.layer is not None}
     mixins = {match.module: match.mixin for match in matches if match.mixin is not None}
@@ -210,15 +218,3 @@ def with_mixins(matches: Sequence[Match]) -> list[Match]:
     common = (m.module for m in matches if m.style == "replicate" and m.module in within)
     mixins |= dict.fromkeys(common, CommonRandom)
     return [replace(match, mixin=mixins.get(match.module)) for match in matches]
-
-
-def _check_style(pattern: str, style: Style) -> None:
-    known = isinstance(style, Divide | Fused | PerHead | SharedTail | Stacked) or (
-        isinstance(style, str) and style in STYLES
-    )
-    if not known:
-        raise InvalidArgumentError(
-            f"the plan gives '{pattern}' the unknown style {style!r}; expected one of "
-            f"{', '.join(map(repr, STYLES))}, Divide('attribute', ...), Fused('column', parts), "
-            "PerHead('parameter', ...), SharedTail(features) or Stacked({'parameter': dim})"
-        )

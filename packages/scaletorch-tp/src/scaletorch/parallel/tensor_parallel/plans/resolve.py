@@ -72,12 +72,9 @@ def resolve(
 
     Without a plan it takes the model's own (transformers), else that of the layers of `torch.nn`,
     and leaves out modules in `divided`, which another strategy has divided over these ranks.
-
-    Raises:
-        UnplannedError: No plan was given, and none is known for the model.
     """
     view = ModelView(model)
-    found, heads = _match(view, plan, divided, tp_size, sequence_parallel=sequence_parallel)
+    found, heads = _match(view, plan, divided, sequence_parallel=sequence_parallel)
     matches = {match.module: match for match in with_mixins(found)}
     _check_styles(matches.values(), divided)
     named = {*heads.values()}
@@ -90,7 +87,8 @@ def resolve(
     check_ties(view, matches)
     if sequence_parallel:
         check_sequences(view, list(matches.values()))
-    regions = find_regions(view, matches, named)
+    starts = (m for m in view.names if _is_region(m, matches, ends=m not in named))
+    regions = [module for module in starts if cannot_surround(module, Region) is None]
     whole: list[nn.Module] = []
     if sequence_parallel:
         earlier = [module for module in view.names if isinstance(module, Region)]
@@ -107,7 +105,6 @@ def _match(
     view: ModelView,
     plan: Plan | None,
     divided: Collection[nn.Module],
-    tp_size: int,
     *,
     sequence_parallel: bool,
 ) -> tuple[list[Match], dict[str, nn.Module]]:
@@ -126,23 +123,12 @@ def _match(
     return left, {name: modules[name] for name in heads}
 
 
-def find_regions(
-    view: ModelView, matches: Matches, named: Collection[nn.Module] = ()
-) -> list[nn.Module]:
-    """Return the modules that start with column-parallel and end with one row-parallel layer.
+def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
+    """Return whether a module starts with column-parallel and `ends` with one row-parallel layer.
 
-    Their other children have no parameters of the hidden size, so a block with a norm of hidden
+    Its other children have no parameters of the hidden size, so a block with a norm of hidden
     states is not a region. Known attention may have its row-parallel layer elsewhere.
     """
-    return [
-        module
-        for module in view.names
-        if _is_region(module, matches, ends=module not in named)
-        and cannot_surround(module, Region) is None
-    ]
-
-
-def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
     columns = rows = 0
     names = ("in_features", "out_features")
     hidden = {getattr(child, name, None) for child in module.children() for name in names}
@@ -173,23 +159,18 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
                 "it out of the plan, or give the grid etp_size = tp_size to divide it both ways"
             )
         if isinstance(match.style, Divide):
-            _check_divide(match, match.style)
+            integers = [n for n, value in vars(match.module).items() if type(value) is int]
+            wrong = [name for name in match.style.attributes if name not in integers]
+            if wrong:
+                raise InvalidArgumentError(
+                    f"{match.place} cannot divide {', '.join(wrong)}: the integer attributes that "
+                    f"the module itself has are {integers}"
+                )
         elif match.misfit is not None:
             raise InvalidArgumentError(f"{match.place} cannot be sharded: {match.misfit}")
         reason = None if match.mixin is None else cannot_surround(match.module, match.mixin)
         if reason is not None:
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
-
-
-def _check_divide(match: Match, style: Divide) -> None:
-    """Check the attributes that a `Divide` names."""
-    integers = [name for name, value in vars(match.module).items() if type(value) is int]
-    wrong = [name for name in style.attributes if name not in integers]
-    if wrong:
-        raise InvalidArgumentError(
-            f"{match.place} cannot divide {', '.join(wrong)}: the integer attributes that the "
-            f"module itself has are {integers}"
-        )
 
 
 def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) -> None:

@@ -21,8 +21,8 @@ def kept_whole_on_shares(
 ) -> dict[nn.Module, Match]:
     """Return the matches, with "row_split" layers on sequence shards replicated instead.
 
-    Otherwise their all-reduce would add up outputs of different tokens. Modules in `full` work on
-    full sequences, and so do those outside the layers of style "sequence_layer", if there are any.
+    Otherwise their all-reduce would add up outputs of different tokens. Modules in `full` see
+    full sequences.
     """
     layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
     on_shards = modules_within(layers or [model]) - modules_within(full)
@@ -93,7 +93,14 @@ def check_in_attention(
 
 def check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
     """Refuse a model whose result would be wrong on sequence shards."""
-    _check_layers([match for match in matches if match.style == "sequence_layer"])
+    layers = {m.name.rpartition(".")[0] for m in matches if m.style == "sequence_layer"}
+    first, *rest = sorted(layers) or [""]
+    if rest:  # only the last layer of one list would gather
+        raise InvalidArgumentError(
+            f"the plan shares sequences out in the layers of {first} (style "
+            f"'sequence_layer'), and names {', '.join(rest)} beside them: the last layer of one "
+            "list joins sequences; do without sequence parallelism"
+        )
     for match in (m for m in matches if m.becomes(ParallelMultiheadAttention)):
         if not vars(match.module)["batch_first"]:
             raise InvalidArgumentError(
@@ -107,14 +114,3 @@ def check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
                 f"'{name}' leaves out layers at random (layerdrop), and with sequence parallelism "
                 "each rank draws for itself; set its layerdrop to 0, or do without"
             )
-
-
-def _check_layers(layers: Sequence[Match]) -> None:
-    """Refuse sequence layers of several lists: only the last layer of one list would gather."""
-    first, *rest = sorted({match.name.rpartition(".")[0] for match in layers}) or [""]
-    if rest:
-        raise InvalidArgumentError(
-            f"the plan shares sequences out in the layers of {first} (style "
-            f"'sequence_layer'), and names {', '.join(rest)} beside them: the last layer of one "
-            "list joins sequences; do without sequence parallelism"
-        )

@@ -160,7 +160,11 @@ def _suggest(unit: Unit, tp_size: int) -> dict[str, Style]:
             ):
                 styles |= {**proposal, **divided}
                 if not divided and min(heads) < features(unit.linears[row])[0]:
-                    around = _around(row, columns)
+                    around = next(
+                        place
+                        for place in _parents(row)
+                        if all(not place or name.startswith(f"{place}.") for name in columns)
+                    )
                     styles |= {around: "sharded"} if around else {}  # its dropout acts on shards
                 break
     return styles
@@ -243,14 +247,10 @@ def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]
 
 
 def _counts(unit: Unit, row: str, columns: Mapping[str, Style]) -> set[int]:
-    """Return the numbers of features or heads that an integer attribute may stand for.
-
-    One output feature of a column layer affects only those inputs of the row layer that belong to
-    its head, or to all heads that share a key.
-    """
+    """Return the numbers of features or heads that an integer attribute may stand for."""
     taken = features(unit.linears[row])[0]
     found = {taken}
-    for name in columns:
+    for name in columns:  # one of its outputs affects the inputs of its head, or its key's heads
         reached = _probe(unit, name, slice(0, 1))
         if row in reached:
             found.add(taken // max(1, int(reached[row].sum())))
@@ -285,15 +285,6 @@ def _parents(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
-
-
-def _around(row: str, columns: Mapping[str, Style]) -> str:
-    """Return the name of the innermost module that contains all of these layers."""
-    return next(
-        place
-        for place in _parents(row)
-        if all(not place or name.startswith(f"{place}.") for name in columns)
-    )
 
 
 def _sequence_layers(

@@ -19,11 +19,10 @@ from ....dist import get_rank, get_world_size
 from ....dist.errors import StateError
 from ...pg_manager import axis_group, describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
+from .sequence_shares import in_backward
 from .surround import Surrounded
 
 States = tuple[Tensor, Tensor | None]  # of the CPU generator and the accelerator's
-
-_NO_BACKWARD = -1  # torch's graph task id outside backward
 
 # State of the common stream while a rank's own stream is in use, else None.
 _common: ContextVar[States | None] = ContextVar("_common", default=None)
@@ -86,10 +85,9 @@ def common_random() -> Iterator[None]:
 def refused_again(name: str) -> Iterator[None]:
     """Refuse draws from the common stream during activation recomputation.
 
-    Recomputation restores only the ranks' own streams, in which the model ran. The common stream
-    has advanced since, so its draws would differ from those in forward.
+    Recomputation restores only the ranks' own streams, so these draws would differ from forward's.
     """
-    again = torch._C._current_graph_task_id() != _NO_BACKWARD and _common.get() is None
+    again = in_backward() and _common.get() is None
     before = _states() if again else None
     try:
         yield

@@ -32,10 +32,7 @@ Products = Sequence[tuple[Tensor, Tensor]]
 
 
 class Entrance:
-    """The full input `x` [..., in] of several layers, with their weights and biases.
-
-    It is made of a replicated tensor, or of a sequence shard if the `sizes` of all ranks are given.
-    """
+    """The full input `x` [..., in] of several layers, with their weights and biases."""
 
     __slots__ = ("_operands", "_waiting", "x")
 
@@ -44,7 +41,7 @@ class Entrance:
         x: Tensor,
         operands: Mapping[Hashable, Operands],
         group: ProcessGroup | None,
-        sizes: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,  # of all ranks' sequence shards; None: `x` is full
     ) -> None:
         enter: Any = Enter
         self._operands = operands
@@ -295,10 +292,7 @@ class Region(Surrounded):
 
 
 def summed_outside(model: nn.Module) -> Iterator[str]:
-    """Yield the names of layers whose input gradient is only this rank's term of a sum.
-
-    Their region gathered the input sequence and sums the gradient in its own backward.
-    """
+    """Yield the names of layers whose region gathers the input and sums its gradient."""
     for name, module in model.named_modules():
         if isinstance(module, Region) and module._sequence is not None:
             for child_name, child in module.named_children():

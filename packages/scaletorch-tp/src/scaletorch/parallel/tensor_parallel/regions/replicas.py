@@ -25,10 +25,7 @@ from .surround import Surrounded
 
 
 class SumGradient(Function):
-    """Identity; backward sums the gradient, or a slice of it, over ranks.
-
-    The resulting gradient is the same on all ranks that hold the same shard.
-    """
+    """Identity; backward sums the gradient, or a slice of it, over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
@@ -66,8 +63,7 @@ def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Ten
     """Return the sum of `x` over the ranks that hold the same shard.
 
     One all-reduce of the whole group sums all replicated shards, with zeros for those that a rank
-    does not hold. This needs no subgroups, replicas get the same bits, and the tensors are small.
-    Packed lengths without replicas are not sent. 16-bit floats are summed in float32.
+    does not hold, so no subgroups are needed and replicas get the same bits.
     """
     shares = list(x.split([*map(len, cut.ranges[rank])]))
     lengths = [sum(map(len, ranges)) for ranges in cut.shared.values()]

@@ -203,12 +203,8 @@ def convert_hidden(
     """Convert the hidden states among the arguments of a module by `change`.
 
     They are the first floating tensor [..., tokens, H] with H in `widths`, or any if it is empty.
-    An argument called "residual" is another shard of the same sequence, which the module adds to
-    its output; it is converted too if `join_residuals`. Any other sequence is refused, since its
-    shape does not tell whether it is full or a shard.
-
-    Returns:
-        The positional and keyword arguments, and the number of tokens in the full sequence.
+    An argument called "residual" is a shard of the same sequence, converted if `join_residuals`;
+    any other sequence is refused. Also return the number of tokens in the full sequence.
     """
     names, kind = argument_names(module, args), own_class(module).__name__
     named = [*zip(names, args, strict=True), *kwargs.items()]

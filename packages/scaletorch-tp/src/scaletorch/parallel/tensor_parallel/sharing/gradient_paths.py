@@ -68,12 +68,10 @@ class Leaves:
 
 
 class Walk:
-    """One walk through a model's autograd graphs, from outputs back to the leaves.
-
-    `sums` is the `GradientSums` that records the kinds of gradients over all walks.
-    """
+    """One walk through a model's autograd graphs, from outputs back to the leaves."""
 
     def __init__(self, model: nn.Module, sums: Any) -> None:
+        # `sums` is the `GradientSums` that records the kinds of gradients over all walks.
         self._model, self._sums, self.leaves = model, sums, Leaves(model)
         self._group: ProcessGroup | None = sums.group
         self._seen: set[tuple[Node, Reach]] = set()

@@ -36,18 +36,11 @@ class GradientSums:
 
     It inspects the graph of every forward until it knows the kind of gradient of every trainable
     parameter, and again if other parameters become trainable.
-
-    Args:
-        group: Ranks of the tensor-parallel axis.
-
-    Attributes:
-        group: The ranks.
-        deferred: Whether the caller sums gradients, once for several backward passes.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        self.group = group
-        self.deferred = False
+        self.group = group  # ranks of the tensor-parallel axis
+        self.deferred = False  # whether the caller sums, once for several backward passes
         self._reached: MutableMapping[Tensor, Reach] = WeakTensorKeyDictionary()
         self._hooked: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
         self._looked: dict[int, ref[Tensor]] = {}  # trainable leaves of inspected models
@@ -71,15 +64,9 @@ class GradientSums:
             self.look(model, output)
 
     def look(self, model: nn.Module, output: Any) -> None:
-        """Inspect the graph of an output, unless all parameters are known.
+        """Inspect the graph of an output of the model or a stage, unless all parameters are known.
 
-        Args:
-            model: The model.
-            output: Its output, or that of one of its stages.
-
-        Raises:
-            InvalidArgumentError: A gradient is full in one place and partial in another, or cannot
-                be followed; raised on every rank.
+        Every rank refuses a gradient that is full in one place and partial in another.
         """
         later = self.deferred and self._seen_once
         if not torch.is_grad_enabled() or (later and not self._unseen):
@@ -142,12 +129,6 @@ class GradientSums:
         """Refuse a gradient that no inspected graph contains, if a function may hide parameters.
 
         Without such a function it comes from a loss that reads parameters, and is full.
-
-        Args:
-            parameter: The parameter's name in messages.
-
-        Raises:
-            InvalidArgumentError: A graph had functions that may use parameters unseen.
         """
         if self._opaque:
             raise InvalidArgumentError(

@@ -41,15 +41,11 @@ WHOLE_IDS = ("ple_input_ids",)  # ids that stay full, since neighbours of a toke
 
 
 class SequenceLayer(Surrounded):
-    """Mixin of a layer that works on this rank's shard of sequences.
-
-    The first layer of a list splits its inputs, and the last one gathers its output; between them
-    hidden states are shards.
-    """
+    """Mixin of a layer that works on this rank's shard of sequences."""
 
     _sequence: SequenceShares | None = None  # None without sequence parallelism
-    _first: bool = False
-    _last: bool = False
+    _first: bool = False  # of a list: splits its inputs
+    _last: bool = False  # gathers its output
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,10 +203,8 @@ def share_sequences(
 ) -> None:
     """Make a model with tensor-parallel layers sequence parallel, in place.
 
-    Its regions all-gather and reduce-scatter, and replicated embeddings return shards. Modules in
-    `whole` become `WholeSequence`; modules inside them do not change, since they work on full
-    sequences. If the plan has `SequenceLayer` modules, all modules outside them work on full
-    sequences too.
+    Modules in `whole` become `WholeSequence`; those inside them do not change, nor do those outside
+    of `SequenceLayer` modules if there are any: they work on full sequences.
     """
     shares, model = SequenceShares(group), view.model
     layers = [module for module in view.names if isinstance(module, SequenceLayer)]
@@ -236,9 +230,8 @@ def share_sequences(
 def sequence_share(model: nn.Module, length: int) -> int:
     """Return the number of tokens in this rank's hidden states between layers.
 
-    Args:
-        model: A model, wrapped or not; without sequence parallelism the result is `length`.
-        length: Tokens of the sequence that the model is called with.
+    The model, wrapped or not, is called with `length` tokens. Without sequence parallelism it is
+    `length`.
     """
     shares = find_shares(model)
     return length if shares is None else shares.sizes_of(length)[shares.rank]

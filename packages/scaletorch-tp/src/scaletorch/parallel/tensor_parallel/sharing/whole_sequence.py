@@ -74,10 +74,7 @@ def mask_configs(model: nn.Module) -> list[Any]:
 @contextmanager
 @around_compiled
 def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None]:
-    """Make transformers models in the body create masks for full sequences.
-
-    Inside the block it replaces the mask functions in the registry of transformers.
-    """
+    """Replace transformers' mask functions in its registry by ones for full sequences."""
     library = sys.modules.get(_LIBRARY)
     if library is None or not configs or shares.length is None:
         yield

@@ -115,15 +115,12 @@ def split_by_owner(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     """
     _check_shards(model, tensors)
     cuts = find_cuts(model)
-    return {name: _split(tensor, cuts.get(name)) for name, tensor in tensors.items()}
-
-
-def _split(tensor: Tensor, cut: ParameterCut | None) -> tuple[Owned, ...]:
-    if cut is None or cut.layer.tp_size == 1:
-        return ((0, tensor),)
-    rank = cut.layer.tp_rank
-    pieces = tensor.split([*map(len, cut.cut.ranges[rank])], cut.dim)
-    return tuple(zip(cut.cut.owners(rank), pieces, strict=True))
+    found: dict[str, tuple[Owned, ...]] = {name: ((0, x),) for name, x in tensors.items()}
+    for name in (n for n in tensors if n in cuts and cuts[n].layer.tp_size > 1):
+        layer, dim, cut = cuts[name]
+        pieces = tensors[name].split([*map(len, cut.ranges[layer.tp_rank])], dim)
+        found[name] = tuple(zip(cut.owners(layer.tp_rank), pieces, strict=True))
+    return found
 
 
 def gather_tensors(
@@ -163,11 +160,7 @@ def gather_tensors(
 def gather_state_dict(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Any]:
     """Return a copy of the plain, one-process model's state dict on every rank.
 
-    All ranks of the tp axis call this.
-
-    Args:
-        model: A model with tensor-parallel layers.
-        group: Ranks of the tensor-parallel axis; None means each layer's own group.
+    All ranks of the tp axis call this; `group` is as in `gather_tensors`.
     """
     state = dict(model.state_dict(keep_vars=True))
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -213,9 +206,7 @@ def load_full_state_dict(
 def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
     """Return name -> layer, shard dim and cut of every sharded parameter.
 
-    Raises:
-        InvalidArgumentError: Another copy of this package sharded a layer; its shards would be
-            taken for full tensors here.
+    A layer of another copy of this package is refused: its shards would be taken for full tensors.
     """
     cuts = {}
     for name, module in model.named_modules(remove_duplicate=False):
