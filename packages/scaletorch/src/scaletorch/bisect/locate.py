@@ -21,11 +21,7 @@ from ..compose.own_loss import LossFunction
 from ..compose.samples import train_unsampled
 from ..dist import RankPool
 from ..dist.building import locate as locator
-from ..parallel.pg_manager import (
-    Grid,
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from ..parallel.pg_manager import Grid, destroy_process_group_manager, setup_process_group_manager
 from ..parallel.pipeline_parallel import Split
 from ..parallel.tensor_parallel import load_full_state_dict
 from ..verify import dropout, runner
@@ -67,20 +63,14 @@ EXACT, LOW = "float64", "float32"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One process's run of a model, to compare layouts with.
+    """One process's run of a model, to compare layouts with."""
 
-    Attributes:
-        path: A file with weights and batches.
-        reference: The run in float64.
-        lost: Rounding error of each tensor, measured in the layouts' dtype, or in float32 if that
-            is float64.
-        steps: Number of recorded steps.
-    """
-
-    path: str
-    reference: Run
+    path: str  # a file with weights and batches
+    reference: Run  # the run in float64
+    # rounding error of each tensor, measured in the layouts' dtype, or in float32 if that is
+    # float64
     lost: Mapping[Key, float]
-    steps: int
+    steps: int  # number of recorded steps
 
 
 def recording(folder: Path) -> Watch:
@@ -99,16 +89,13 @@ def recording(folder: Path) -> Watch:
 
 
 class Ran(NamedTuple):
-    """The facts that a rank returns in addition to its recording.
+    """The facts that a rank returns in addition to its recording."""
 
-    Attributes:
-        dropped: Names of dropout modules that drop wrong elements, each with the reason; a
-            comparison with one process cannot show this.
-        sent: Margins of the tokens that went to one process's experts, since rounding would have
-            chosen others; see `verify.expert_choices`.
-    """
-
+    # names of dropout modules that drop wrong elements, each with the reason; a comparison with one
+    # process cannot show this
     dropped: list[tuple[str, str]]
+    # margins of the tokens that went to one process's experts, since rounding would have chosen
+    # others; see `verify.expert_choices`
     sent: list[float]
 
 

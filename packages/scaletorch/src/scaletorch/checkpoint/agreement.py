@@ -10,13 +10,7 @@ import torch
 import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
-from ..dist import (
-    all_reduce,
-    broadcast_object_list,
-    gather_object,
-    get_default_group,
-    get_timeout,
-)
+from ..dist import all_reduce, broadcast_object_list, gather_object, get_default_group, get_timeout
 from ..dist.building import name_ranks
 from ..dist.errors import ScaletorchError
 from ..parallel.pg_manager import ProcessGroupManager, axis_group, get_process_group_manager

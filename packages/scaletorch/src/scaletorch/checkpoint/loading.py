@@ -26,13 +26,7 @@ from .format.folders import UNFINISHED, candidates
 from .format.metadata import METADATA, Saved, from_json, unseal
 from .format.values import decode, like
 from .saving import wait_for_last
-from .state.fit import (
-    all_names,
-    check_fit,
-    check_parts,
-    plan_model,
-    plan_shards,
-)
+from .state.fit import all_names, check_fit, check_parts, plan_model, plan_shards
 from .state.generators import find_random, restore_random, seed_anew
 from .state.model_tensors import Held, find_held, find_shards, refresh_shards
 from .state.optimizer import decode_groups, make_states, restore_groups

@@ -58,21 +58,13 @@ def _slot_name(name: str, part: Part, shape: tuple[int, ...]) -> str:
 
 
 class Read(NamedTuple):
-    """A rectangle to copy.
+    """A rectangle to copy."""
 
-    Attributes:
-        name: The tensor's.
-        saved: The saved tensor.
-        chunk: The chunk that holds the rectangle.
-        begin: Its first index in the chunk, per dim.
-        target: The memory to fill.
-    """
-
-    name: str
-    saved: Saved
-    chunk: Chunk
-    begin: tuple[int, ...]
-    target: Tensor
+    name: str  # the tensor's
+    saved: Saved  # the saved tensor
+    chunk: Chunk  # the chunk that holds the rectangle
+    begin: tuple[int, ...]  # its first index in the chunk, per dim
+    target: Tensor  # the memory to fill
 
 
 class Reader:

@@ -30,19 +30,13 @@ from .weights_export import INDEX, WHOLE
 
 
 class Whole(NamedTuple):
-    """Names in the whole model, of all ranks together.
+    """Names in the whole model, of all ranks together."""
 
-    Attributes:
-        firsts: Each name -> the name that its tensor is saved under.
-        ties: The name that a tied tensor is saved under -> all its names.
-        optimizer: The program's optimizer, if its state is to be loaded too.
-        groups: For each of the optimizer's groups, the names of its parameters.
-    """
-
-    firsts: dict[str, str]
-    ties: dict[str, list[str]]
+    firsts: dict[str, str]  # each name -> the name that its tensor is saved under
+    ties: dict[str, list[str]]  # the name that a tied tensor is saved under -> all its names
+    # the program's optimizer, if its state is to be loaded too
     optimizer: torch.optim.Optimizer | None
-    groups: list[set[str]]
+    groups: list[set[str]]  # for each of the optimizer's groups, the names of its parameters
 
 
 def import_safetensors(

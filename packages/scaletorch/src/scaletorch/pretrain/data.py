@@ -22,19 +22,12 @@ Encoder = Callable[[bytes], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents joined into one stream.
+    """Documents joined into one stream."""
 
-    Attributes:
-        tokens: Token ids, [T] uint8 or int32.
-        starts: [T] bool, True at the first token of each document.
-        vocab_size: Highest possible token id plus one.
-        digest: Hash of the text, the same on all machines with the same text.
-    """
-
-    tokens: Tensor
-    starts: Tensor
-    vocab_size: int
-    digest: str
+    tokens: Tensor  # token ids, [T] uint8 or int32
+    starts: Tensor  # [T] bool, True at the first token of each document
+    vocab_size: int  # highest possible token id plus one
+    digest: str  # hash of the text, the same on all machines with the same text
 
     def global_batch(
         self, step: int, *, batch_size: int, seq_len: int, seed: int

@@ -21,13 +21,7 @@ from ..compose import (
     shard_global_batch,
     train_step,
 )
-from ..dist import (
-    barrier,
-    get_backend,
-    get_local_rank,
-    is_distributed,
-    is_main_process,
-)
+from ..dist import barrier, get_backend, get_local_rank, is_distributed, is_main_process
 from ..dist.devices import current_device, set_device
 from ..dist.errors import NonFiniteError
 from ..models import LlamaConfig

@@ -31,17 +31,12 @@ STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Consecutive steps with the same optimizers.
+    """Consecutive steps with the same optimizers."""
 
-    Attributes:
-        steps: Number of steps.
-        make: Returns the optimizers for given parameters.
-        clips: Whether gradients are clipped to `MAX_NORM` before the optimizer step.
-    """
-
-    steps: int
+    steps: int  # number of steps
+    # returns the optimizers for given parameters
     make: Callable[[Iterable[Any]], Sequence[Optimizer]]
-    clips: bool
+    clips: bool  # whether gradients are clipped to `MAX_NORM` before the optimizer step
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +44,11 @@ class Chosen:
     """Makes an optimizer for all parameters.
 
     If it takes only matrices, as Muon does, AdamW gets the other parameters.
-
-    Attributes:
-        kind: Its class, a function of parameters, or the locator of either.
-        options: Its keyword arguments.
     """
 
+    # its class, a function of parameters, or the locator of either
     kind: Locator | Callable[..., Optimizer]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # its keyword arguments
 
     def __call__(self, parameters: Iterable[Any]) -> list[Optimizer]:
         """Return the optimizers for parameters."""
@@ -110,27 +102,17 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model and its training, in a form that can be sent to ranks.
+    """The model and its training, in a form that can be sent to ranks."""
 
-    Attributes:
-        model_fn: Makes the plain model.
-        plan: Tensor and expert parallel plan; None recognises the model's family.
-        split: Pipeline split; None infers it.
-        phases: The optimizers.
-        device: The kind of device that computes, such as 'cuda'.
-        row_dims: As for `shard_global_batch`.
-        sequence_dims: As for `shard_global_batch`.
-        loss_fn: As for `train_step`; None is the cross entropy of tokens.
-    """
-
-    model_fn: Locator
+    model_fn: Locator  # makes the plain model
+    # tensor and expert parallel plan; None recognises the model's family
     plan: Mapping[str, Any] | None = None
-    split: Split | None = None
-    phases: Sequence[Phase] = PHASES
-    device: str = "cpu"
-    row_dims: RowDims | None = None
-    sequence_dims: RowDims | None = None
-    loss_fn: Locator | None = None
+    split: Split | None = None  # pipeline split; None infers it
+    phases: Sequence[Phase] = PHASES  # the optimizers
+    device: str = "cpu"  # the kind of device that computes, such as 'cuda'
+    row_dims: RowDims | None = None  # as for `shard_global_batch`
+    sequence_dims: RowDims | None = None  # as for `shard_global_batch`
+    loss_fn: Locator | None = None  # as for `train_step`; None is the cross entropy of tokens
 
     @property
     def loss(self) -> LossFunction | None:
@@ -143,16 +125,12 @@ class Subject:
 
 
 class Step(NamedTuple):
-    """The state of one process after a step's backward, and after its optimizer.
+    """The state of one process after a step's backward, and after its optimizer."""
 
-    Attributes:
-        saved: The global "loss", the "norm" of the whole gradient, "gradients" by plain names
-            (shared parameters under each of their names), and the new "weights", by `state_dict`.
-        choices: The scores of each `topk` call of the model, and which of them it chose.
-    """
-
+    # the global "loss", the "norm" of the whole gradient, "gradients" by plain names (shared
+    # parameters under each of their names), and the new "weights", by `state_dict`
     saved: dict[str, Any]
-    choices: list[Choice]
+    choices: list[Choice]  # the scores of each `topk` call of the model, and which of them it chose
 
 
 def default_model() -> nn.Module:

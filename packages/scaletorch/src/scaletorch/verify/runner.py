@@ -68,19 +68,14 @@ SHARDED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """The findings of one rank.
+    """The findings of one rank."""
 
-    Attributes:
-        compared: Number of tensors that it compared.
-        worst: The comparison nearest to its bound, or furthest beyond it.
-        failures: Differences that rounding does not explain, the first and largest `SHOWN` of them.
-        replayed: One entry for each step in which tokens were sent to one process's experts, since
-            rounding would have chosen others.
-    """
-
-    compared: int
-    worst: Difference
+    compared: int  # number of tensors that it compared
+    worst: Difference  # the comparison nearest to its bound, or furthest beyond it
+    # differences that rounding does not explain, the first and largest `SHOWN` of them
     failures: list[Difference]
+    # one entry for each step in which tokens were sent to one process's experts, since rounding
+    # would have chosen others
     replayed: list[Difference] = field(default_factory=list)
 
 

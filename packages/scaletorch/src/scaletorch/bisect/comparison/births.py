@@ -38,20 +38,13 @@ MOST = 0.5  # if more than this share of gradients is born wrong, modules are no
 
 @dataclass(slots=True)
 class Birth:
-    """A wrong tensor that was computed from tensors which are all right.
+    """A wrong tensor that was computed from tensors which are all right."""
 
-    Attributes:
-        judged: The verdict on it.
-        direction: START, FORWARD, BACKWARD, SYNCHRONISATION of gradients, UPDATE or DATA.
-        modules: The innermost modules whose code computed it.
-        inputs: The verdicts on the tensors that it was computed from.
-        others: Further tensors that were born wrong in the same way.
-    """
-
-    judged: Judged
-    direction: str
-    modules: list[str]
-    inputs: list[Judged]
+    judged: Judged  # the verdict on it
+    direction: str  # START, FORWARD, BACKWARD, SYNCHRONISATION of gradients, UPDATE or DATA
+    modules: list[str]  # the innermost modules whose code computed it
+    inputs: list[Judged]  # the verdicts on the tensors that it was computed from
+    # further tensors that were born wrong in the same way
     others: list[Judged] = field(default_factory=list)
 
 

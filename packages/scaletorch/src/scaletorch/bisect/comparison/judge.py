@@ -45,19 +45,12 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A tensor of two runs, assembled.
+    """A tensor of two runs, assembled."""
 
-    Attributes:
-        pieces: The shards of the run in question.
-        whole: The full tensor of the reference.
-        dims: The sharding of its dims.
-        errors: The error of each piece, see `Judged.error`.
-    """
-
-    pieces: list[Piece]
-    whole: Tensor
-    dims: tuple[Sharding, ...]
-    errors: list[float]
+    pieces: list[Piece]  # the shards of the run in question
+    whole: Tensor  # the full tensor of the reference
+    dims: tuple[Sharding, ...]  # the sharding of its dims
+    errors: list[float]  # the error of each piece, see `Judged.error`
 
     @property
     def error(self) -> float:

@@ -44,15 +44,10 @@ BATCHES = "micro-batches"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A guess that holds.
+    """A guess that holds."""
 
-    Attributes:
-        covers: Indices in `Case.wrong` of the pieces that it explains.
-        sentence: The guess in words.
-    """
-
-    covers: frozenset[int]
-    sentence: str
+    covers: frozenset[int]  # indices in `Case.wrong` of the pieces that it explains
+    sentence: str  # the guess in words
 
 
 def explain(

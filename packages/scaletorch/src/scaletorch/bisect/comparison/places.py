@@ -195,19 +195,12 @@ def in_terms(held: Sequence[Held], dims: Sequence[Sharding]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The shard of a tensor on one rank.
+    """The shard of a tensor on one rank."""
 
-    Attributes:
-        rank: Global rank.
-        micro_batch: 0-based.
-        tensor: The shard's values.
-        index: For each dim its indices in the full tensor, int64 [size].
-    """
-
-    rank: int
-    micro_batch: int
-    tensor: Tensor
-    index: tuple[Tensor, ...]
+    rank: int  # global rank
+    micro_batch: int  # 0-based
+    tensor: Tensor  # the shard's values
+    index: tuple[Tensor, ...]  # for each dim its indices in the full tensor, int64 [size]
 
 
 def pieces_of(

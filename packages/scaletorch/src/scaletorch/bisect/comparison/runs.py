@@ -28,28 +28,22 @@ from .places import Held
 
 @dataclass(slots=True)
 class Run:
-    """All ranks' recordings of all steps.
+    """All ranks' recordings of all steps."""
 
-    Attributes:
-        folder: Folder of the recordings.
-        steps: The recordings of each step, in rank order.
-        held: The ranks' shards of each tensor, in the order in which tensors were recorded.
-        parents: The tensors that each was computed from, as far as autograd knows.
-        children: The tensors computed from each, the reverse of `parents`.
-        uses: The parameters that each was computed with.
-        inside: The module whose code was running.
-        first: For a tensor with several names, each other name -> the first one.
-        uncounted: Modules whose number of calls differs between micro-batches -> the reason.
-    """
-
-    folder: Path
-    steps: Mapping[int, Sequence[Recording]]
+    folder: Path  # folder of the recordings
+    steps: Mapping[int, Sequence[Recording]]  # the recordings of each step, in rank order
+    # the ranks' shards of each tensor, in the order in which tensors were recorded
     held: dict[Key, list[Held]] = field(default_factory=dict)
+    # the tensors that each was computed from, as far as autograd knows
     parents: dict[Key, dict[Key, None]] = field(default_factory=dict)
+    # the tensors computed from each, the reverse of `parents`
     children: dict[Key, dict[Key, None]] = field(default_factory=dict)
+    # the parameters that each was computed with
     uses: dict[Key, set[str]] = field(default_factory=dict)
-    inside: dict[Key, str | None] = field(default_factory=dict)
+    inside: dict[Key, str | None] = field(default_factory=dict)  # the module whose code was running
+    # for a tensor with several names, each other name -> the first one
     first: dict[Key, Key] = field(default_factory=dict)
+    # modules whose number of calls differs between micro-batches -> the reason
     uncounted: dict[str, str] = field(default_factory=dict)
 
     def link(self, key: Key, parent: Key) -> None:

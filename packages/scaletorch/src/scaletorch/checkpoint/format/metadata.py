@@ -22,23 +22,14 @@ _KEYS = {
 
 
 class Chunk(NamedTuple):
-    """A rectangle of a saved tensor.
+    """A rectangle of a saved tensor."""
 
-    Attributes:
-        at: Its first index in the whole tensor, per dim.
-        shape: Its sizes.
-        file: Name of the file, in the checkpoint's folder.
-        offset: Its first byte in the file.
-        length: Number of bytes.
-        crc32: Checksum of each block of these bytes; None if none was saved.
-    """
-
-    at: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    offset: int
-    length: int
-    crc32: list[int] | None
+    at: tuple[int, ...]  # its first index in the whole tensor, per dim
+    shape: tuple[int, ...]  # its sizes
+    file: str  # name of the file, in the checkpoint's folder
+    offset: int  # its first byte in the file
+    length: int  # number of bytes
+    crc32: list[int] | None  # checksum of each block of these bytes; None if none was saved
 
 
 class Saved(NamedTuple):

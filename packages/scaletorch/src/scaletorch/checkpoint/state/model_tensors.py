@@ -22,17 +22,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rectangle of a whole tensor, held by this rank.
+    """A rectangle of a whole tensor, held by this rank."""
 
-    Attributes:
-        offsets: Its first index in the whole tensor, per dim.
-        tensor: Its memory on this rank, a view of the rectangle's shape.
-        owner: The first tp rank that has it.
-    """
-
-    offsets: tuple[int, ...]
-    tensor: Tensor
-    owner: int
+    offsets: tuple[int, ...]  # its first index in the whole tensor, per dim
+    tensor: Tensor  # its memory on this rank, a view of the rectangle's shape
+    owner: int  # the first tp rank that has it
 
 
 def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
@@ -65,26 +59,18 @@ def _within(index: int, start: int, stop: int, shape: Sequence[int]) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A parameter or buffer on this rank.
+    """A parameter or buffer on this rank."""
 
-    Attributes:
-        names: All its names in the whole model, in the model's order; the first is saved.
-        tensor: This rank's shard of it.
-        shape: Shape of the whole tensor.
-        cut: Its sharding over tp; None if it is not sharded.
-        experts: Its sharding over ep, along dim 0; None if it is not an expert weight. Expert
-            weights may be sharded over tp as well.
-        owner: The first tp rank that has it, if it is not sharded over tp.
-        first: Whether this is the first pipeline stage that has it.
-    """
-
+    # all its names in the whole model, in the model's order; the first is saved
     names: tuple[str, ...]
-    tensor: Tensor
-    shape: tuple[int, ...]
-    cut: ParameterCut | None
+    tensor: Tensor  # this rank's shard of it
+    shape: tuple[int, ...]  # shape of the whole tensor
+    cut: ParameterCut | None  # its sharding over tp; None if it is not sharded
+    # Its sharding over ep, along dim 0; None if it is not an expert weight. Expert weights may be
+    # sharded over tp as well.
     experts: ExpertCut | None
-    owner: int
-    first: bool
+    owner: int  # the first tp rank that has it, if it is not sharded over tp
+    first: bool  # whether this is the first pipeline stage that has it
 
     @property
     def name(self) -> str:

@@ -17,37 +17,26 @@ Index = tuple[str, tuple[int, ...]]  # an entry's name, and the offsets of a rec
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A whole tensor, and the rectangles of it that this rank holds.
+    """A whole tensor, and the rectangles of it that this rank holds."""
 
-    Attributes:
-        shape: Shape of the whole tensor.
-        dtype: Its dtype.
-        parts: The rectangles on this rank.
-        source: The saved entry to load from, which may have another dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: list[Part]
-    source: str = ""
+    shape: tuple[int, ...]  # shape of the whole tensor
+    dtype: torch.dtype  # its dtype
+    parts: list[Part]  # the rectangles on this rank
+    source: str = ""  # the saved entry to load from, which may have another dtype
 
 
 @dataclass(slots=True)
 class Record:
-    """The entries that a rank saves.
+    """The entries that a rank saves."""
 
-    Attributes:
-        tensors: Entries by name.
-        replicated: Names of entries of which all replicas of the rank (cp x dp) hold the same.
-        experts: Names of experts' entries, whose replicas are the edp group instead.
-        scalars: Numbers of the optimizer, by entry name, as JSON.
-        ties: The name that a tied parameter is saved under -> all its names.
-    """
-
-    tensors: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, Entry] = field(default_factory=dict)  # entries by name
+    # names of entries of which all replicas of the rank (cp x dp) hold the same
     replicated: set[str] = field(default_factory=set)
+    # names of experts' entries, whose replicas are the edp group instead
     experts: set[str] = field(default_factory=set)
+    # numbers of the optimizer, by entry name, as JSON
     scalars: dict[str, object] = field(default_factory=dict)
+    # the name that a tied parameter is saved under -> all its names
     ties: dict[str, list[str]] = field(default_factory=dict)
 
     @property
