@@ -102,14 +102,8 @@ class Ran(NamedTuple):
 def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> Ran:
     """Record steps of a case as one of its ranks.
 
-    Tokens go to the experts of one process if rounding would choose others.
-
-    Args:
-        case: The layout and options.
-        subject: The model and its training.
-        reference: A file with weights and batches.
-        folder: The recording's folder, the same for all ranks.
-        steps: Number of steps.
+    `reference` is a file with weights and batches. Tokens go to the experts of one process if
+    rounding would choose others.
     """
     grid, ran, device = case.grid, Ran([], []), rank_device(subject.device)
     saved = moved(runner.load_reference(reference), device)
@@ -254,14 +248,7 @@ def locate(
 ) -> Report:
     """Run and record a case on the ranks of a pool, and compare it with one process.
 
-    Args:
-        case: The layout and options.
-        subject: The model and its training.
-        prepared: One process's run.
-        pool: The ranks.
-        folder: Folder for the ranks' recording.
-        run: Called on each rank to record: `run(case, subject, file, folder, steps, *arguments)`.
-        arguments: Further arguments of `run`.
+    `run(case, subject, file, folder, steps, *arguments)` records on each rank.
     """
     sent_along = prepared.path, str(folder), prepared.steps, *arguments
     ran: list[Ran] = pool.run(run, case, subject, *sent_along)
@@ -280,10 +267,7 @@ def locate(
 
 
 def _drawn(name: str, why: str, case: Case, step: int) -> Birth:
-    """Return the birth for a dropout module that drops wrong elements, see `Ran.dropped`.
-
-    Without tp no other rank has the same input, so equal inputs are those of a recomputed layer.
-    """
+    """Return the birth for a dropout module that drops wrong elements, see `Ran.dropped`."""
     again = case.grid.tp == 1 and why.startswith("an equal input")
     judged = Judged(Key(step, FORWARD, name, "out"), BAD, INFINITE, why=why)
     return Birth(judged, BACKWARD if again else FORWARD, [name], [])

@@ -28,20 +28,14 @@ class DamagedCheckpointError(CheckpointError):
 
 
 def on_first_rank(task: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Run a task on rank 0, and return its result on every rank.
-
-    Raises:
-        CheckpointError: On every rank, if rank 0 fails.
-    """
+    """Run a task on rank 0, and return its result, or raise its error, on every rank."""
     return collect("", lambda: None, lambda _: task(), group)
 
 
 def all_or_none(what: str, task: Callable[[], T], group: ProcessGroup | None) -> T:
     """Run a task without communication on every rank, and raise on all ranks if it fails on one.
 
-    Raises:
-        CheckpointError: On every rank; but a rank whose own error is of another kind, such as a bad
-            argument, raises that one.
+    A rank whose own error is of another kind, such as a bad argument, raises that one.
     """
     own: list[T] = []
     collect(what, lambda: own.append(task()), lambda _: None, group)
@@ -56,14 +50,7 @@ def collect(
 ) -> T:
     """Run a task on every rank, combine the values on rank 0, and return the result on every rank.
 
-    Args:
-        what: Beginning of the error message.
-        task: Returns a plain value.
-        conclude: Combines the values of all ranks, on rank 0.
-        group: All ranks; None is one process.
-
-    Raises:
-        CheckpointError: As for `all_or_none`.
+    Errors are raised as by `all_or_none`, and begin with `what`. None for `group` is one process.
     """
     value, failed = None, None
     try:
@@ -85,10 +72,7 @@ def collect(
 
 
 def _conclude(what: str, reports: list[Any], conclude: Callable[[list[Any]], Any]) -> Any:
-    """Return the result and None, or None and the ranks' errors, joined into one.
-
-    The error means damage only if those of all ranks that failed do.
-    """
+    """Return the result and None, or None and the ranks' errors: damage only if all of them are."""
     texts: dict[str, list[int]] = {}
     for rank, (_, failure) in enumerate(reports):
         if failure:
@@ -112,11 +96,7 @@ def _describe(error: BaseException) -> tuple[str, bool]:
 
 
 def find_manager(manager: ProcessGroupManager | None) -> ProcessGroupManager:
-    """Return the given manager; for None the current one, or one for this process alone.
-
-    Raises:
-        StateError: There are several ranks and no manager, or the manager is destroyed.
-    """
+    """Return the given manager; for None the current one, or one for this process alone."""
     found = get_process_group_manager() if manager is None else manager
     if found is None:
         axis_group("cp_dp")  # raises if there are several ranks
@@ -126,10 +106,7 @@ def find_manager(manager: ProcessGroupManager | None) -> ProcessGroupManager:
 
 
 def control_group() -> ProcessGroup | None:
-    """Return the gloo group of all ranks for checkpoints only, made once; None in one process.
-
-    With its own group, a save in the background does not interfere with training's collectives.
-    """
+    """Return the gloo group for checkpoints alone: background saves do not disturb training."""
     world = get_default_group()
     if world is None:
         return None

@@ -155,11 +155,7 @@ def _load_one(
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's description, and check its digest.
-
-    Raises:
-        DamagedCheckpointError: The description is missing, changed or not one of `save`.
-    """
+    """Read a checkpoint's description, and check its digest."""
     if folder.name.endswith(UNFINISHED):
         raise DamagedCheckpointError(f"{folder} was never finished")
     return unseal(folder / METADATA)
@@ -203,11 +199,7 @@ class Plan:
             self._random = find_random(saved, program.manager, self._random_targets)
 
     def read(self, reader: Reader, what: str) -> None:
-        """Read everything, and install it in the program.
-
-        Raises:
-            CheckpointError: On every rank, with the model and the optimizer unchanged.
-        """
+        """Read everything and install it; if this raises, model and optimizer are unchanged."""
         group = self._program.group
         reads = all_or_none(what, lambda: reader.plan(self.targets), group)
         reader.copy(all_or_none(what, lambda: reader.plan(self._random_targets), group))
@@ -229,11 +221,7 @@ class Plan:
             seed_anew(self._document["seed"], program.manager)
 
     def _install_states(self) -> None:
-        """Restore the scheduler and the generators first, since they may refuse their state.
-
-        Raises:
-            CheckpointError: One of them refuses.
-        """
+        """Restore the scheduler and the generators first, since they may refuse their state."""
         try:
             if self._schedule is not None:
                 self._program.scheduler.load_state_dict(self._schedule)

@@ -191,11 +191,7 @@ def _write(
 
 
 def _sizes(folder: Path, saved: Mapping[str, Saved]) -> dict[str, int]:
-    """Return the sizes of all ranks' files.
-
-    Raises:
-        CheckpointError: A file cannot be seen from this rank.
-    """
+    """Return the sizes of all ranks' files."""
     sizes = {}
     for name in sorted({chunk.file for entry in saved.values() for chunk in entry.chunks}):
         try:

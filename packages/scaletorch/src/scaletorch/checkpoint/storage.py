@@ -68,24 +68,14 @@ class Read(NamedTuple):
 
 
 class Reader:
-    """Reads a checkpoint's files.
-
-    Args:
-        folder: The checkpoint's.
-        saved: The tensors in it.
-        sizes: Bytes of each file.
-    """
+    """Reads a checkpoint's files: the tensors in it, and the bytes of each file, are given."""
 
     def __init__(self, folder: Path, saved: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
         self.folder, self._saved, self._sizes = folder, saved, sizes
         self._files: dict[str, Tensor] = {}
 
     def plan(self, entries: Mapping[str, Entry]) -> list[Read]:
-        """Find this rank's rectangles in the chunks, and check everything that will be read.
-
-        Raises:
-            DamagedCheckpointError: Some are missing, or have changed since they were written.
-        """
+        """Find this rank's rectangles in the chunks, and check everything that will be read."""
         reads: list[Read] = []
         for entry in entries.values():
             saved = self._saved[entry.source]
@@ -103,11 +93,7 @@ class Reader:
         return reads
 
     def check(self, read: Read, checked: set[tuple[str, int]]) -> None:
-        """Check the checksums of the blocks that a copy reads, unless they are in `checked`.
-
-        Raises:
-            DamagedCheckpointError: A block has changed since it was written.
-        """
+        """Check the checksums of the blocks that a copy reads, unless they are in `checked`."""
         chunk, memory = read.chunk, self._bytes(read.chunk)
         for block in _blocks(read) if chunk.crc32 is not None else ():
             start = block * BLOCK

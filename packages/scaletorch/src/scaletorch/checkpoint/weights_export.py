@@ -198,11 +198,7 @@ def export_adapter(
 
 
 def _adapted(model: nn.Module, adapter: str) -> Any:
-    """Return the module that has peft's config of an adapter.
-
-    Raises:
-        InvalidArgumentError: It is missing, or peft would write more than low-rank matrices.
-    """
+    """Return the module that has peft's config of an adapter; refuse other than LoRA's matrices."""
     found = [m for m in model.modules() if isinstance(getattr(m, "peft_config", None), dict)]
     configs: dict[str, Any] = {name: c for m in found for name, c in m.peft_config.items()}  # type: ignore[union-attr,operator]
     config = configs.get(adapter)

@@ -102,11 +102,7 @@ class PretrainConfig:
 
 
 def sizes_of(config: PretrainConfig) -> LlamaConfig:
-    """Return the sizes of a run's model, including its experts.
-
-    Raises:
-        InvalidArgumentError: The sizes do not make a model.
-    """
+    """Return the sizes of a run's model, including its experts."""
     if not config.experts:
         return config.model
     experts = {"num_experts": config.experts, "top_k": config.top_k}
@@ -119,11 +115,7 @@ def plain_model(sizes: LlamaConfig) -> Llama:
 
 
 def check_config(config: PretrainConfig) -> None:
-    """Refuse settings that cannot work.
-
-    Raises:
-        InvalidArgumentError: A setting is invalid; the message names it and a valid value.
-    """
+    """Refuse settings that cannot work; the message names one and a valid value."""
     _check_words(config)
     _check_numbers(config)
     _check_folders(config)

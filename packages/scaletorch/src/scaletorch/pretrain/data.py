@@ -38,13 +38,9 @@ class Corpus:
         return self.window(offsets, seq_len)
 
     def window(self, offsets: Tensor, seq_len: int) -> dict[str, Tensor]:
-        """Return the sequences that begin at offsets [B, 1].
+        """Return the `input_ids` and `labels`, [B, seq_len], that begin at offsets [B, 1].
 
-        Labels are aligned with their inputs (`labels[:, i]` follows `input_ids[:, i]`). They are
-        -100 if the next token begins another document.
-
-        Returns:
-            `input_ids` and `labels`, [B, seq_len] int64.
+        Labels are aligned with inputs, and -100 if the next token begins another document.
         """
         positions = offsets + torch.arange(seq_len + 1)
         window = self.tokens[positions].long()
@@ -53,12 +49,7 @@ class Corpus:
 
 
 def load_corpus(data: Iterable[Path], tokenizer: Path | None, *, seq_len: int) -> Corpus:
-    """Read documents from files and folders, by default the Python standard library's sources.
-
-    Raises:
-        InvalidArgumentError: A path does not exist, or there are fewer than `seq_len + 1` tokens.
-        StateError: A tokenizer is given and the `tokenizers` library is not installed.
-    """
+    """Read documents from files and folders, by default the Python standard library's sources."""
     encode, vocab_size = (byte_tokens, 256) if tokenizer is None else tokenizer_encoder(tokenizer)
     texts = [path.read_bytes() for path in list(text_files(data)) or standard_library()]
     documents = [encode(text) for text in texts if text]
@@ -76,12 +67,7 @@ def load_corpus(data: Iterable[Path], tokenizer: Path | None, *, seq_len: int) -
 
 
 def check_paths(data: Iterable[Path], tokenizer: Path | None) -> None:
-    """Refuse paths that do not exist and a tokenizer that cannot be read.
-
-    Raises:
-        InvalidArgumentError: A path does not exist, or the tokenizer cannot be read.
-        StateError: The `tokenizers` library is not installed.
-    """
+    """Refuse paths that do not exist and a tokenizer that cannot be read."""
     for _ in text_files(data):
         pass
     if tokenizer is not None:
@@ -115,12 +101,7 @@ def byte_tokens(text: bytes) -> Tensor:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Return the `Tokenizer` of a `tokenizers` file.
-
-    Raises:
-        InvalidArgumentError: The file does not exist, or cannot be read.
-        StateError: The `tokenizers` library is not installed.
-    """
+    """Return the `Tokenizer` of a `tokenizers` file."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:

@@ -73,13 +73,7 @@ class Result:
     reference: list[float] | None = None
 
     def differences(self) -> list[float]:
-        """Return the relative difference of each step's loss from one process's.
-
-        It is infinite if either loss is not finite.
-
-        Raises:
-            StateError: The run was made without `compare`, so there is no reference.
-        """
+        """Return the relative difference of each loss from one process's, inf if not finite."""
         if self.reference is None:
             raise StateError("expected losses of one process, got none: train with compare=True")
         pairs = zip(_numbers(self.losses), _numbers(self.reference), strict=True)
@@ -91,14 +85,7 @@ class Result:
         return worst(found) if found else 0.0
 
     def furthest(self, config: PretrainConfig) -> tuple[int, float, float]:
-        """Return the step with the largest ratio of difference to bound, and both.
-
-        Args:
-            config: Settings of the finished run, whose last step is the last of the losses.
-
-        Returns:
-            The 1-based step number, its relative difference and its bound.
-        """
+        """Return the 1-based step with the largest ratio of difference to bound, and these two."""
         found = self.differences()
         last = max(config.steps, len(found))
         bounds = loss_bounds(config, range(last - len(found), last))
@@ -144,11 +131,7 @@ def pretrain(config: PretrainConfig) -> Result | None:
 
 
 def prepare(config: PretrainConfig) -> None:
-    """Check the settings and make the output folder.
-
-    Raises:
-        InvalidArgumentError: A setting cannot work.
-    """
+    """Check the settings and make the output folder."""
     check_config(config)
     if config.out is not None:
         try:

@@ -127,12 +127,7 @@ def optimizer_step(
     corpus: Corpus,
     step: int,
 ) -> dict[str, float]:
-    """Run 0-based `step`; return its loss, gradient norm and learning rate.
-
-    Raises:
-        NonFiniteError: The loss or norm is infinite or NaN; raised on every rank, before the
-            optimizer step.
-    """
+    """Run 0-based `step`; return its loss, gradient norm and learning rate."""
     device, sizes = current_device(), {"batch_size": config.batch_size, "seq_len": config.seq_len}
     drawn = corpus.global_batch(step, **sizes, seed=config.seed)
     batch = {name: entry.to(device) for name, entry in drawn.items()}
@@ -151,11 +146,7 @@ def optimizer_step(
 def finite_norm(
     config: PretrainConfig, model: DataParallelBucket, loss: Tensor, step: int
 ) -> Tensor:
-    """Clip the gradients and return their norm.
-
-    Raises:
-        NonFiniteError: The loss or norm is infinite or NaN; both are the same on every rank.
-    """
+    """Clip the gradients and return their norm; raise NonFiniteError on every rank."""
     culprits = "none of the gradients, but the loss"
     try:
         norm = clip_grad_norm_(model, config.clip, error_if_nonfinite=True)

@@ -41,10 +41,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Makes an optimizer for all parameters.
-
-    If it takes only matrices, as Muon does, AdamW gets the other parameters.
-    """
+    """Makes an optimizer for all parameters; if it takes only matrices, AdamW gets the rest."""
 
     # its class, a function of parameters, or the locator of either
     kind: Locator | Callable[..., Optimizer]
@@ -171,8 +168,7 @@ def sharpened(model: nn.Module) -> nn.Module:
 def default_batch(step: int, *, vocab_size: int = 64, rows: int = 16, length: int = 16) -> Batch:
     """Return random tokens with ragged labels: half of the rows have no valid label at all.
 
-    These rows move on by a quarter of the batch each step. If they stayed, the ranks that hold
-    them would never have a gradient, and would look like idle ranks.
+    The rows move on each step: ranks that never have a gradient would look idle.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(vocab_size, (rows, length + 1), generator=generator)
@@ -196,12 +192,7 @@ def wide_batch(step: int) -> Batch:
 
 
 def mean_loss(logits: Any, labels: Tensor) -> Tensor:
-    """Return the mean loss of the tokens that have a label, or zero if none has.
-
-    Args:
-        logits: [B, L, vocabulary], or an object that has them as `logits`, as transformers returns.
-        labels: [B, L], aligned with the logits; -100 for none.
-    """
+    """Return the mean loss of the tokens that have a label (not -100), or zero if none has."""
     flat = getattr(logits, "logits", logits).flatten(0, 1)
     loss = F.cross_entropy(flat, labels.flatten(), ignore_index=-100, reduction="sum")
     return loss / (labels != -100).sum().clamp(min=1)
@@ -222,10 +213,7 @@ def begin(
 
 
 def doubts(steps: Sequence[Step], limits: Sequence[float], dtype: str) -> dict[str, Any]:
-    """Return, for each step, the limit on score errors and the tokens rounding may reroute.
-
-    In float64 there are no such tokens.
-    """
+    """Return each step's limit on score errors, and the tokens that rounding may reroute."""
     near = [  # `by_scores` allows margins of 2 limits on ranks, and both scores may be off by one
         doubtful(step.choices, 4 * limit) if dtype != "float64" else []
         for step, limit in zip(steps, limits, strict=True)
@@ -242,12 +230,8 @@ def one_process(
 ) -> list[Step]:
     """Train the plain model in plain PyTorch, whole batches at once, dropout switched off.
 
-    Args:
-        subject: The model and its training.
-        saved: The dict that `begin` returned.
-        dtype: The model's.
-        choices: Expert choices to use, one for each `topk` call; empty lets the model choose.
-        watch: Makes a context manager around each step.
+    `saved` is what `begin` returned. `choices` are experts to use, one entry for each `topk` call;
+    `watch` makes a context manager around each step.
     """
     torch.manual_seed(0)
     model = subject.model(dtype)
@@ -304,12 +288,6 @@ def router_loss(model: nn.Module, output: Any, mask: Tensor | None = None) -> Te
     With N experts and the tokens of all layers together: coefficient x N x the sum over experts of
     (choices / tokens) x (mean probability). Source: Switch Transformers (arXiv 2101.03961),
     equations 4 to 6, as transformers implements it.
-
-    Args:
-        model: The plain module; its config, or that of a submodule, has output_router_logits=True
-            and router_aux_loss_coef.
-        output: The model's, with [T, N] of every layer in `router_logits`.
-        mask: [B, L], nonzero for tokens that count; None counts all.
     """
     config = next(filter(_asks, (getattr(part, "config", None) for part in model.modules())), None)
     if config is None:

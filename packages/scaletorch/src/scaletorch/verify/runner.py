@@ -80,13 +80,7 @@ class RankReport:
 
 
 def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
-    """Train as one rank of `case` and compare every step with one process's.
-
-    Args:
-        case: The layout and options.
-        subject: The model and its training.
-        reference: File with the plain checkpoint, the batches and one process's steps.
-    """
+    """Train as one rank of `case` and compare every step with the `reference` file's."""
     grid = case.grid
     device = rank_device(subject.device)
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
@@ -136,9 +130,7 @@ def compare_case(
 class RefusedError(ScaletorchError):
     """The library refuses a case before its first step is done.
 
-    Args:
-        heard: Whether another rank found the reason and this one was only told.
-        words: The library's message.
+    `heard` says whether another rank found the reason and this one was only told.
     """
 
     def __init__(self, heard: bool, words: str) -> None:
@@ -160,10 +152,9 @@ def refusing() -> Iterator[None]:
 
 
 def refusal(error: RankFailedError, world_size: int) -> str:
-    """Return in one line why the library refuses a case, or '' if something else went wrong.
+    """Return in one line why all ranks refuse a case, or '' if something else went wrong.
 
-    Every rank must have refused it, and at least one must have found the reason itself: mismatches
-    alone mean that ranks disagree, which is a fault.
+    Mismatches alone mean that ranks disagree, which is a fault.
     """
     found = [each for each in error.exceptions.values() if isinstance(each, RefusedError)]
     own = [each.words for each in found if not each.heard]
@@ -213,8 +204,7 @@ def train_and_compare(
 ) -> Generator[Difference, None, bool]:
     """Train; compare this rank's shards after each step, and the whole weights at the end.
 
-    Stops after the first step in which a rank finds a fault, since later steps tell nothing new.
-    Returns False then, else True.
+    Stops and returns False after the first step with a fault: later steps tell nothing new.
     """
     mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     stages, dtype = all_gather_object(mine, manager.pp_group), TORCH_DTYPES[case.dtype]
@@ -253,13 +243,7 @@ def train_and_compare(
 def choosing(
     saved: Mapping[str, Any], step: int, sent: list[float]
 ) -> AbstractContextManager[None]:
-    """Choose experts as one process did in a step, if rounding would choose others.
-
-    Args:
-        saved: One process's reference.
-        step: 0-based.
-        sent: Gets the margin of each token whose choice is replaced; see `by_scores`.
-    """
+    """Choose experts as one process did in a step if rounding would not, see `by_scores`."""
     near = [Choice(*each) for each in saved["doubtful"][step]]
     return decided(by_scores(near, saved["limits"][step], sent) if near else None)
 

@@ -182,10 +182,7 @@ def _judged(
 
 
 def save_reference(path: Path, subject: Subject, batch_fn: BatchFn, dtype: str) -> str:
-    """Write the plain checkpoint, the batches and one process's steps; return the file's name.
-
-    One process runs on the same kind of device as the ranks, since rounding depends on it.
-    """
+    """Write the plain checkpoint, batches and one process's steps on the ranks' kind of device."""
     model, saved = begin(subject, batch_fn, dtype)
     chain = chain_length(model, _first(saved["batches"][0]))
     steps = one_process(subject, saved, dtype)
@@ -206,12 +203,7 @@ def _first(entries: Mapping[str, Any]) -> Tensor:
 
 
 class Ranks:
-    """Ranks for one case after another: reused while they are healthy and their number fits.
-
-    Args:
-        timeout: Seconds for one case.
-        backend: Backend of the ranks.
-    """
+    """Ranks for one case after another: reused while they are healthy and their number fits."""
 
     def __init__(self, timeout: float, backend: str = "gloo") -> None:
         self._timeout, self._backend = timeout, backend

@@ -53,9 +53,8 @@ def find_births(
 ) -> list[Birth]:
     """Return the tensors at which faults begin, in the first step that has any, in its order.
 
-    There are none if no result of the training is wrong: then the differences are intended, such
-    as the terms of a sum before ranks add them up. If a result is wrong, intended differences are
-    not blamed either, see `_absorbed`.
+    Intended differences, such as the terms of a sum before ranks add them up, are not blamed: there
+    are no births if no result of the training is wrong, and see `_absorbed`.
     """
     sources = _seen_sources(ancestry, judged)
     wrong = {key for key, each in judged.items() if each.state == BAD}
@@ -101,10 +100,9 @@ def _seen_sources(
 def _absorbed(
     wrong: set[Key], sources: Mapping[Key, list[Key]], judged: Mapping[Key, Judged]
 ) -> set[Key]:
-    """Return the wrong tensors of a forward whose users are all right.
+    """Return the wrong tensors of a forward whose users are all right, such as masked scores.
 
-    For example, each rank masks the router's scores for its own experts. The users' error must be
-    much smaller (`ABSORBED`): a residual, which only dilutes an error, is not enough.
+    The users' error must be much smaller (`ABSORBED`): a residual only dilutes an error.
     """
     users: dict[Key, list[Key]] = {}
     for key, own in sources.items():
@@ -236,8 +234,8 @@ def _lies_in(inner: str, outer: str) -> bool:
 def _gathered(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
     """Merge births that have one cause; births in backward of several modules come last.
 
-    Births of one kind and direction with equal errors are names of one tensor. If most gradients of
-    parameters are born wrong, although those of activations are right, their summation is blamed.
+    Equal errors are names of one tensor. If most gradients of parameters are born wrong, although
+    those of activations are right, their summation is blamed.
     """
     step = births[0].judged.key.step if births else 0
     every = sum(key.kind == GRADIENT and key.step == step for key in judged)

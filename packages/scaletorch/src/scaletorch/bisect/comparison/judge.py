@@ -59,7 +59,7 @@ class Met:
 
 
 def measure(noise: Run, reference: Run) -> dict[Key, float]:
-    """Return each tensor's rounding error in a lower dtype, in epsilons of that dtype.
+    """Return each tensor's rounding error in a lower dtype, in epsilons.
 
     It is infinite for integers that rounding changes, such as expert indices.
     """
@@ -81,13 +81,7 @@ def judge_all(
 ) -> dict[Key, Judged]:
     """Compare all tensors that the reference has, up to the first step with a wrong result.
 
-    Args:
-        run: The run in question.
-        reference: The run that is right.
-        sources: The result of `ancestors`.
-        lost: Rounding error of each tensor, see `measure`; the bounds of tensors without one follow
-            from the number of additions alone.
-        chain: Number of additions between inputs and results.
+    Bounds follow from `lost`, the rounding errors of `measure`, else from the additions (`chain`).
     """
     found: dict[Key, Judged] = {}
     eps, rounds = coarsest(run), rounding(run, reference, sources)
@@ -128,11 +122,7 @@ def meet(
 ) -> Met | None:
     """Assemble a tensor of two runs and compare them; None if the shards fit no full tensor.
 
-    Args:
-        ours: The shards of the run in question.
-        theirs: The shards of the reference.
-        typical: Smallest size of an element by which differences are divided.
-        weighed: Whether they are gradients of each rank's own loss, see `Description.weight`.
+    Differences are divided by elements of at least `typical`; `weighed` is as for `pieces_of`.
     """
     best: Met | None = None
     for dims in shardings([*theirs, *ours]):
@@ -213,8 +203,7 @@ def _is_of_all_rows(met: Met, ours: Sequence[Held]) -> bool:
 def _bound(key: Key, eps: float, lost: Mapping[Key, float], coarse: float, chain: int) -> float:
     """Return the largest error that rounding explains, where its epsilon is `eps`.
 
-    `coarse` is the epsilon of the run's coarsest dtype, in which `lost` is counted. A tensor, such
-    as the loss, may have a finer dtype than its sources.
+    `lost` is counted in `coarse`, the run's largest epsilon; a tensor's sources may be coarser.
     """
     by_length = eps * ROOM * math.sqrt(chain * (key.step + 1))
     if key not in lost or not eps:
@@ -280,10 +269,7 @@ def _finite(tensor: Tensor) -> Tensor:
 
 
 def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
-    """Return whether terms add up, over all ranks, to the reference's sum.
-
-    If not, try each tp rank by itself: tp ranks may each hold the whole sum, or another shard.
-    """
+    """Return whether terms add up to the right sum, over all ranks or those of each tp rank."""
     dims = next(iter(shardings([*theirs, *ours])), None)
     if dims is None:
         return False

@@ -58,13 +58,7 @@ class Sharding:
 
 
 def shardings(held: Sequence[Held]) -> list[tuple[Sharding, ...]]:
-    """Return the possible shardings of the dims of a tensor, likeliest first.
-
-    The list is empty if the tensors are not shards of one full tensor.
-
-    Args:
-        held: The tensors of both runs.
-    """
+    """Return the possible shardings of the dims of both runs' tensors, likeliest first."""
     key = ("shardings", *(each.form for each in held))
     known = held[0].recording.known
     if key not in known:
@@ -97,10 +91,7 @@ def _distinct(held: Sequence[Held], dim: int) -> list[Sharding]:
 
 
 def _fitting(held: Sequence[Held], dim: int) -> Iterator[Sharding]:
-    """Yield the shardings of a dim that fit the sizes of all shards.
-
-    A recorded place leaves no choice: it fits all shards, or nothing does.
-    """
+    """Yield the shardings of a dim that fit all shards; a recorded place leaves no choice."""
     totals = [int(place[0]) for each in held if (place := _recorded_place(each, dim)) is not None]
     tried = [Sharding(GIVEN, totals[0])] if totals else _named(held, dim)
     for sharding in tried:
@@ -223,10 +214,7 @@ def pieces_of(
 
 
 def assemble(pieces: Sequence[Piece], dims: Sequence[Sharding], *, sums: bool = False) -> Tensor:
-    """Return the full tensor, in float64 if its dtype is floating; NaN where no rank has it.
-
-    With `sums`, shards of the same place are added up.
-    """
+    """Return the full tensor, NaN where no rank has it; `sums` adds up shards of the same place."""
     shape = [sharding.total for sharding in dims]
     first = pieces[0].tensor
     dtype = torch.float64 if first.is_floating_point() else first.dtype

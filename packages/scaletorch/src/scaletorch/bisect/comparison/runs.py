@@ -54,9 +54,7 @@ class Run:
     def used_by(self, key: Key, is_use: Callable[[Key], bool] = lambda _: False) -> Iterator[Key]:
         """Yield the tensors computed from a tensor under any of its names; these share a gradient.
 
-        Args:
-            key: The tensor.
-            is_use: Returns whether another name of the tensor counts as a use, see `births`.
+        `is_use` returns whether another name of the tensor counts as a use, see `births`.
         """
         first = self.first.get(key, key)
         names = [first]
@@ -69,11 +67,7 @@ class Run:
 
 
 def load(folder: str | Path) -> Run:
-    """Load the run that was recorded into a folder.
-
-    Raises:
-        InvalidArgumentError: As for `folder.read`.
-    """
+    """Load the run that was recorded into a folder."""
     run = Run(Path(folder), read(Path(folder)))
     for step, recordings in run.steps.items():
         found = [each for recording in recordings for each in _keyed(run, step, recording)]
@@ -159,12 +153,7 @@ def _note(run: Run, key: Key, parents: Sequence[Key], line: Line) -> None:
 
 
 def require_comparable(ours: Run, theirs: Run) -> None:
-    """Refuse two runs of different models.
-
-    Raises:
-        InvalidArgumentError: They have no step in common, or different names or shapes of
-            parameters.
-    """
+    """Refuse two runs of different models, or without a common step."""
     if not set(ours.steps) & set(theirs.steps):
         raise InvalidArgumentError(
             f"{ours.folder} has steps {list(ours.steps)} and {theirs.folder} has "

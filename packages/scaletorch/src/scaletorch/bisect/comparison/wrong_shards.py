@@ -54,12 +54,8 @@ class Case:
     ) -> bool:
         """Return whether a guess explains the values, and not by accident.
 
-        Args:
-            have: The rank's values.
-            guess: The values by the guess, of the same shape.
-            want: The right values; the guess has to explain most of the difference from them.
-            fitted: Number of parameters of the guess that were fitted to the values.
-            choices: Logarithm of the number of possible guesses of this kind.
+        `fitted` is the number of parameters of the guess that were fitted to the values;
+        `choices` is the logarithm of the number of possible guesses of this kind.
         """
         one = math.log(min(max(4 * self.bound, 1e-8), 0.9))  # chance that one number fits
         if (have.numel() - fitted) * one + choices > CHANCE:
@@ -148,10 +144,7 @@ def has(subject: str) -> str:
 
 
 def where(case: Case, shards: Sequence[Shard], masks: Sequence[Tensor] = ()) -> str:
-    """Return text such as ' at positions 8-11 of rows 0-15'; '' if all elements are meant.
-
-    The masks select elements of each shard; without masks the wrong elements are selected.
-    """
+    """Return text such as ' at positions 8-11 of rows 0-15'; '' if all elements are meant."""
     boxes = [box_of(mask) for mask in masks or [shard.mask for shard in shards]]
     whole = sum(math.prod(map(len, box)) for box in boxes) == sum(s.have.numel() for s in shards)
     texts = []

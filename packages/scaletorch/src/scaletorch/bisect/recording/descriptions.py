@@ -72,17 +72,7 @@ def as_ranges(indices: Iterable[int]) -> Ranges:
 
 
 def description_of(given: Mapping[str, Any] | Description | None) -> Description:
-    """Return a `Description` from what a program passes as `describe`.
-
-    Args:
-        given: Name of an axis -> (indices, total): `{"rows": (range(4, 8), 8)}` are the last four
-            of eight rows. For several micro-batches, the indices are a list with one entry each.
-            `"weight"` is a number, see `Description`.
-
-    Raises:
-        InvalidArgumentError: It is not a mapping of this form, or axes differ in the number of
-            micro-batches.
-    """
+    """Return a `Description` from what a program passes as `describe`, see `record`."""
     if isinstance(given, Description):
         return given
     found = Description(weight=None)
@@ -112,8 +102,7 @@ def description_of(given: Mapping[str, Any] | Description | None) -> Description
 def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
     """Return a tensor's local shard, its place, and whether it is a term of a sum over ranks.
 
-    Only a DTensor has a place and may be a term. A dim that it does not shard has no place, since
-    it may consist of this rank's rows.
+    Only a DTensor has a place, and none for a dim that it does not shard, or is a term.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(tensor, module.DTensor):

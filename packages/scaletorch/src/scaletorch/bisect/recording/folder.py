@@ -56,13 +56,7 @@ def first_name(lines: Sequence[Line], number: int) -> int:
 
 
 class Writer:
-    """Writes a rank's recording of a step.
-
-    Args:
-        folder: Created if missing.
-        rank: The global rank.
-        header: Facts about the step that are the same for all tensors.
-    """
+    """Writes a rank's recording of a step; `header` has facts that hold for all tensors."""
 
     def __init__(self, folder: Path, rank: int, header: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,12 +120,7 @@ class Recording:
 
 
 def read(folder: Path) -> dict[int, list[Recording]]:
-    """Return the recordings of a folder by step, for each step those of all ranks in order.
-
-    Raises:
-        InvalidArgumentError: There are none, or one is incomplete, failed or of another version, or
-            a rank's is missing, or they are of several runs.
-    """
+    """Return a folder's recordings by step, those of all ranks in order; refuse incomplete ones."""
     steps: dict[int, list[Recording]] = {}
     found = sorted(folder.glob("step*.rank*.bin")) if folder.is_dir() else []
     if not found:

@@ -68,11 +68,7 @@ def from_json(entries: Mapping[str, Any]) -> dict[str, Saved]:
 
 
 def require_whole(saved: Mapping[str, Saved]) -> None:
-    """Refuse tensors whose chunks do not cover them exactly.
-
-    Raises:
-        CheckpointError: For the first of them.
-    """
+    """Refuse tensors whose chunks do not cover them exactly."""
     for name, entry in saved.items():
         filled = [chunk for chunk in entry.chunks if prod(chunk.shape)]
         inside = all(
@@ -96,11 +92,7 @@ def seal(document: dict[str, Any]) -> str:
 
 
 def unseal(path: Path) -> dict[str, Any]:
-    """Read and check a description.
-
-    Raises:
-        DamagedCheckpointError: It is missing, not ours, of another version, or has changed.
-    """
+    """Read a description, and check its format, version and digest."""
     try:
         document: dict[str, Any] = json.loads(path.read_bytes())
         digest = document.pop("digest", None)

@@ -31,11 +31,7 @@ def check_fit(
     saved: Shapes,
     ties: Mapping[str, list[str]],
 ) -> None:
-    """Refuse a checkpoint of another model.
-
-    Raises:
-        CheckpointError: Names, shapes or ties differ; the text names the tensors.
-    """
+    """Refuse a checkpoint of another model: other names, shapes or ties."""
     wrong = []
     known = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
     known |= {alias for aliases in ties.values() for alias in aliases}
@@ -75,14 +71,7 @@ def plan_model(
 ) -> dict[str, Entry]:
     """Return the entries to load into the model's tensors.
 
-    Args:
-        held: The model's tensors on this rank.
-        shards: The tensors that an optimizer updates.
-        saved: The checkpoint's entries.
-        cast: Accept values of other dtypes, as for imported weights.
-
-    Raises:
-        CheckpointError: Dtypes differ, `cast` is False, and the optimizer has no master weights.
+    Other dtypes are accepted if the optimizer has master weights, or with `cast`, for imports.
     """
     # A parameter shared by stages may have no master though others do; it is rounded all the same.
     cast = cast or any(shard.is_master for shard, _ in shards)
@@ -108,10 +97,7 @@ def plan_model(
 def plan_shards(
     shards: Iterable[tuple[Shard, Held]], saved: Shapes, targets: dict[str, Entry]
 ) -> None:
-    """Add to `targets` what an optimizer holds in addition: master weights and whole matrices.
-
-    A master that was not saved is loaded from its parameter.
-    """
+    """Add an optimizer's masters and whole matrices; unsaved masters come from their parameters."""
     for shard, own in shards:
         if shard.is_master and shard.tensor.numel():
             name = f"master.{own.name}"
@@ -134,12 +120,7 @@ def _source(each: Held, saved: Shapes, *, cast: bool) -> str | None:
 def check_parts(
     document: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, scheduler: Any
 ) -> None:
-    """Refuse a checkpoint that does not fit the optimizer and scheduler to restore.
-
-    Raises:
-        CheckpointError: It has no optimizer or scheduler, one of another class, or another number
-            of groups.
-    """
+    """Refuse a checkpoint that does not fit the optimizer and scheduler to restore."""
     programs = {"optimizer": (optimizer, "groups"), "scheduler": (scheduler, "scheduler")}
     for part, (program, key) in programs.items():
         saved, own = document.get("kinds", {}).get(part), kind_of(program)

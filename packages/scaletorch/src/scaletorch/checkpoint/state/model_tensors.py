@@ -32,8 +32,7 @@ class Part:
 def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
     """Split a range of a row-major tensor's elements into rectangles, in order.
 
-    These are a partial first row, whole rows, and a partial last row. Partial rows are split in
-    the same way, recursively.
+    These are whole rows, and before and after them partial rows, split in the same way.
     """
     if start >= stop:
         return
@@ -88,10 +87,7 @@ class Held:
         return torch.Size(self.shape).numel() * self.tensor.dtype.itemsize
 
     def parts(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Part]:
-        """Yield the rectangles of the whole tensor that `tensor` holds.
-
-        `tensor` has the shape of this rank's shard, or is flat with its elements start to stop.
-        """
+        """Yield the rectangles in `tensor`: this rank's shard, or its flat range start to stop."""
         found, shape = tensor.detach(), tuple(self.tensor.shape)
         if tuple(found.shape) == shape:  # may be non-contiguous
             boxes = [((0,) * len(shape), found)] if found.numel() else []
@@ -123,12 +119,7 @@ class Held:
 
 
 def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]:
-    """Return id of a tensor -> its `Held`, for all of the model's state on this rank.
-
-    Raises:
-        InvalidArgumentError: The state has an item that is no parameter and no buffer, so loading
-            could not restore it.
-    """
+    """Return id of a tensor -> its `Held`, for all of the model's state on this rank."""
     cuts, experts = find_cuts(model), find_expert_cuts(model)
     own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
     named: dict[int, list[str]] = {}
@@ -162,11 +153,7 @@ def describe(
     *,
     first: bool = True,
 ) -> Held:
-    """Return the `Held` of a tensor with the given sharding over tp and ep.
-
-    If each expert is sharded over tp (etp = tp), all tp ranks have the same experts; if not, no
-    other tp rank has this rank's experts.
-    """
+    """Return the `Held` of a tensor; with etp = tp all tp ranks have the same experts."""
     shape, owner = tuple(tensor.shape), 0
     if cut is not None and cut.layer.tp_size == 1:
         cut = None
@@ -202,18 +189,8 @@ def find_shards(
 ) -> list[tuple[Shard, Held]]:
     """Return the tensors that an optimizer may update, each with the tensor that it is a range of.
 
-    Parameters that have been frozen since are included. Last come the whole matrices that the
-    optimizer has in place of tp shards, each with a `Held` that is not sharded over tp.
-
-    Args:
-        model: Any module.
-        held: Its state, by id.
-        optimizer: Optimizer of the model's parameters, or of their shards.
-        manager: The grid.
-
-    Raises:
-        InvalidArgumentError: The optimizer updates a tensor that is not a parameter of the model,
-            or the model's state leaves out a trained parameter.
+    Includes parameters frozen since. Last come the whole matrices that the optimizer has in place
+    of tp shards, each with a `Held` that is not sharded over tp.
     """
     shards, wholes = parameter_shards(model), whole_shards(optimizer)
     listed = {id(shard.tensor) for shard in shards} | {id(whole) for _, whole in wholes}

@@ -25,11 +25,7 @@ KNOBS = {
 
 
 def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the hyperparameters of an optimizer's groups as JSON.
-
-    Raises:
-        InvalidArgumentError: A checkpoint cannot hold one of them.
-    """
+    """Return the hyperparameters of an optimizer's groups as JSON."""
     return [
         {
             key: encode(value, f"{key} of the optimizer's group {number}")
@@ -59,12 +55,7 @@ def restore_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]
 def record_shard(
     record: Record, shard: Shard, held: Held, state: Mapping[str, Any], *, writes: bool
 ) -> None:
-    """Add the optimizer's state of one shard to a record, and the shard itself if it is a master.
-
-    Raises:
-        InvalidArgumentError: A state tensor that has neither the shard's shape nor one number,
-            though its parameter is sharded; or a key with a dot.
-    """
+    """Add the optimizer's state of one shard to a record, and the shard itself if a master."""
     if not shard.tensor.numel():
         return
     if shard.is_master and shard.tensor is not held.tensor:  # a matrix's masters are its shards
@@ -120,16 +111,6 @@ def make_states(
 
     State that was saved in its tensor's dtype gets the dtype of the tensor on this rank. Memory of
     the current state is reused if it fits.
-
-    Args:
-        optimizer: The optimizer.
-        shards: The tensors that it may update, each with the tensor that it is a range of.
-        saved: The checkpoint's entries.
-        scalars: The checkpoint's numbers of the optimizer, as JSON.
-        targets: Entries to load; those that the state needs are added.
-
-    Raises:
-        CheckpointError: State with a shape other than its parameter's, which is sharded here.
     """
     tensors, numbers = _by_parameter(saved), _by_parameter(scalars)
     groups = {id(t): group for group in optimizer.param_groups for t in group["params"]}

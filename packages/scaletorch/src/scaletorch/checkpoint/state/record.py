@@ -56,9 +56,8 @@ class Record:
 def share_out(record: Record, manager: ProcessGroupManager) -> dict[str, Entry]:
     """Return the entries that this rank writes, so that only one rank writes each rectangle.
 
-    The first tp rank that has a rectangle (`Part.owner`) writes it. Rectangles that all replicas
-    have are assigned largest first, each to the replica with the fewest bytes so far. Every rank
-    computes this without communication.
+    The first tp rank that has a rectangle writes it; of replicas, the one with the fewest bytes so
+    far. Every rank computes this without communication.
     """
     loads, of_experts = [0] * manager.cp_dp_size, [0] * manager.edp_size
     ours: dict[str, Entry] = {}
@@ -83,12 +82,7 @@ def share_out(record: Record, manager: ProcessGroupManager) -> dict[str, Entry]:
 
 
 def stage(entries: dict[str, Entry], buffers: dict[Index, Tensor]) -> dict[str, Entry]:
-    """Copy the entries into separate CPU memory, and return the copies.
-
-    Args:
-        entries: The entries to copy.
-        buffers: Memory of earlier copies; tensors that fit are reused, the others are dropped.
-    """
+    """Return copies of the entries in CPU memory; `buffers` keeps it for the next call."""
     used: dict[Index, Tensor] = {}
     staged: dict[str, Entry] = {}
     devices = set()
