@@ -29,7 +29,7 @@ from .saving import wait_for_last
 from .state.fit import all_names, check_fit, check_parts, plan_model, plan_shards
 from .state.generators import find_random, restore_random, seed_anew
 from .state.model_tensors import Held, find_held, find_shards, refresh_shards
-from .state.optimizer import decode_groups, make_states, restore_groups
+from .state.optimizer import decode_groups, make_states
 from .state.record import Entry
 from .storage import Reader
 
@@ -216,7 +216,8 @@ class Plan:
                 program.optimizer.state.pop(tensor, None)
                 if state:
                     program.optimizer.state[tensor] = state
-            restore_groups(program.optimizer, self._groups)
+            for group, values in zip(program.optimizer.param_groups, self._groups, strict=True):
+                group.update(values)
         if self._random is None and "seed" in self._document:
             seed_anew(self._document["seed"], program.manager)
 

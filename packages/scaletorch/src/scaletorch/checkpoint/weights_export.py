@@ -59,7 +59,9 @@ def export_safetensors(
     group, what, root = control_group(), f"the export to {folder}", Path(folder)
     grid, held = all_or_none(what, lambda: _describe(model, manager), group)
     on_first_rank(lambda: _start(root), group)
-    files = list(_split(_not_earlier(held, grid), max_file_bytes))
+    names = all_gather_object([each.name for each in held], grid.pp_group)
+    earlier = set().union(*names[: grid.pp_rank])  # such as a buffer that all stages have
+    files = list(_split((each for each in held if each.name not in earlier), max_file_bytes))
     listing = [[(each.name, each.nbytes) for each in file] for file in files]
     stages = all_gather_object(listing, grid.pp_group)
     total, before = sum(map(len, stages)), sum(map(len, stages[: grid.pp_rank]))
@@ -86,13 +88,6 @@ def _start(root: Path) -> None:
     found = {path.name for path in root.glob("model*.safetensors*")}
     if names := sorted(name for name in found if not name.endswith(UNFINISHED)):
         raise CheckpointError(f"{root} has weights already ({names[0]}); export to another folder")
-
-
-def _not_earlier(held: list[Held], grid: ProcessGroupManager) -> list[Held]:
-    """Leave out tensors that an earlier stage has too, such as a buffer of the whole model."""
-    stages = all_gather_object([each.name for each in held], grid.pp_group)
-    earlier = {name for names in stages[: grid.pp_rank] for name in names}
-    return [each for each in held if each.name not in earlier]
 
 
 def _split(held: Iterable[Held], max_bytes: int) -> Iterator[list[Held]]:

@@ -120,7 +120,9 @@ def check_config(config: PretrainConfig) -> None:
     _check_numbers(config)
     _check_folders(config)
     if config.backend is not None:
-        _check_backend(config.backend)
+        for device, name in devices.resolve_backend(config.backend):
+            devices.backend_problem(name)
+            devices.check_pair(device, name)
     _check_experts(config)
     check_paths(config.data, config.tokenizer)
 
@@ -161,12 +163,6 @@ def _check_folders(config: PretrainConfig) -> None:
         )
     if config.out is not None and config.out.exists() and not config.out.is_dir():
         raise InvalidArgumentError(f"out {config.out} is a file; pass a folder")
-
-
-def _check_backend(backend: str) -> None:
-    for device, name in devices.resolve_backend(backend):
-        devices.backend_problem(name)
-        devices.check_pair(device, name)
 
 
 def _check_experts(config: PretrainConfig) -> None:

@@ -94,7 +94,7 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
         for note in notes(config, device, peak):
             reporter.say(note)
         for step in range(start, config.steps):
-            values = optimizer_step(config, manager, model, optimizer, corpus, step)
+            values = optimizer_step(config, model, optimizer, corpus, step)
             guard.step(step + 1)
             losses.append(values["loss"])
             reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
@@ -121,7 +121,6 @@ def notes(config: PretrainConfig, device: torch.device, peak: float) -> Iterator
 
 def optimizer_step(
     config: PretrainConfig,
-    manager: ProcessGroupManager,
     model: DataParallelBucket,
     optimizer: torch.optim.Optimizer,
     corpus: Corpus,

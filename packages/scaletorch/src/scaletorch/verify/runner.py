@@ -56,9 +56,6 @@ REPLAYED = "routing"  # name of the difference that reports replayed choices
 RECOMPUTE: Mapping[str, bool | str] = {
     "none": False, "layers": True, "selective": "selective", "offload": "offload",
 }  # fmt: skip
-WRAPPER: Mapping[str, Mapping[str, Any]] = {
-    "float64": {"grad_type": torch.float64},
-}
 SHARDED: Mapping[str, Mapping[str, Any]] = {
     "zero1": {"stage": 1, "overlap": True},
     "zero2": {"stage": 2, "overlap": True},
@@ -177,7 +174,7 @@ def build(
         loss_parallel=case.loss_parallel == "on",
         cp_layout=case.cp_layout,
         cp_method=case.cp_method,
-        data_parallel=WRAPPER.get(case.data_parallel),
+        data_parallel={"grad_type": torch.float64} if case.data_parallel == "float64" else None,
         rehearse=False,  # the proof compares everything anyway
     )
     expect_attention(parallel, False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,8 +31,6 @@ from .wrong_shards import numbered
 JUMP = 8.0  # times the sources' error: up to this, a computation may have amplified it
 ABSORBED = 1e3  # times the users' error: beyond this, the users do not depend on the wrong values
 SYNCHRONISATION, UPDATE = "synchronisation", "update"
-ZEROS = " all zeros"
-STALE = ": does the optimizer hold other tensors than those that are trained?"
 MOST = 0.5  # if more than this share of gradients is born wrong, modules are not to blame
 
 
@@ -66,17 +64,14 @@ def find_births(
     mattering = _mattering(sources, wrong)
     born = [key for key in judged if key in mattering and not wrong.intersection(sources[key])]
     born = born or [key for key in judged if key in mattering][:1]  # sources form a cycle
-    clear = [key for key in born if _jumps(judged[key], sources[key], judged)] or born
+    worst = {key: max((judged[each].error for each in sources[key]), default=0.0) for key in born}
+    clear = [key for key in born if judged[key].error > JUMP * worst[key]] or born
     first = [key for key in clear if key.step == min(each.step for each in clear)]
     births = []
     for key in first:
         agreeing = [judged[each] for each in sources[key] if judged[each].state != BAD]
         births.append(Birth(judged[key], *_blame(key, run, reference), agreeing))
     return _gathered(births, judged)
-
-
-def _jumps(own: Judged, sources: Iterable[Key], judged: Mapping[Key, Judged]) -> bool:
-    return own.error > JUMP * max((judged[source].error for source in sources), default=0.0)
 
 
 def _seen_sources(
@@ -223,12 +218,8 @@ def _innermost(names: Sequence[str]) -> list[str]:
     return [
         name
         for name in dict.fromkeys(names)
-        if not any(other != name and _lies_in(other, name) for other in names)
+        if not any(other != name and (not name or other.startswith(f"{name}.")) for other in names)
     ]
-
-
-def _lies_in(inner: str, outer: str) -> bool:
-    return not outer or inner.startswith(f"{outer}.")
 
 
 def _gathered(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
@@ -278,7 +269,11 @@ def explain_birth(birth: Birth, run: Run, reference: Run) -> list[str]:
         size = float(torch.linalg.vector_norm(met.whole))
         change = replace(met, pieces=steps, whole=met.whole - before)
         sentences = _explain(key, change, bound, run, size)
-        return [f"of its change in the step {text}" + STALE * (ZEROS in text) for text in sentences]
+        stale = ": does the optimizer hold other tensors than those that are trained?"
+        return [
+            f"of its change in the step {text}" + stale * (" all zeros" in text)
+            for text in sentences
+        ]
     sentences = _explain(key, met, bound, run)
     for parent in reference.parents.get(key, ()) if key.kind == LOSS else ():
         gradient, limit = parent._replace(kind=BACKWARD), max(bound, NEAR)

@@ -18,7 +18,6 @@ GOOD, BAD, UNSEEN = "good", "bad", "unseen"
 MEASURED = 4.0  # a layout's rounding error may be this many times that of one process
 NEAR = 1e-6  # shards with a smaller error are in the right places
 INFINITE = math.inf
-EXTRA = "the reference has no gradient of it"
 BEYOND = 1e30  # larger values are masks, not results
 
 
@@ -98,23 +97,13 @@ def judge_all(
                 if chooses and key.kind == FORWARD and not found[key].bound and found[key].wrong:
                     why = "whole numbers, and rounding alone chose others"
                     found[key] = Judged(key, UNSEEN, why=why)
-        found |= {
-            key: Judged(key, BAD, INFINITE, why=EXTRA) for key in _extra(step, run, reference)
-        }
+        for key, held in run.held.items():
+            extra = key[:2] == (step, GRADIENT) and key not in reference.held
+            if extra and any(bool(each.tensor.any()) for each in held):
+                found[key] = Judged(key, BAD, INFINITE, why="the reference has no gradient of it")
         if any(each.state == BAD and key.kind in FINAL for key, each in found.items()):
             break  # later steps tell nothing new
     return found
-
-
-def _extra(step: int, run: Run, reference: Run) -> list[Key]:
-    """Return nonzero gradients of parameters that the reference does not train."""
-    return [
-        key
-        for key, held in run.held.items()
-        if key[:2] == (step, GRADIENT)
-        and key not in reference.held
-        and any(bool(each.tensor.any()) for each in held)
-    ]
 
 
 def meet(

@@ -30,7 +30,6 @@ _CODES = {
 }  # fmt: skip
 CODES = {getattr(torch, name): code for code, name in _CODES.items()}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 Slot = tuple[str, torch.dtype, Sequence[int]]  # a tensor in a file: name, dtype, shape
 
@@ -56,7 +55,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > MAX_HEADER:
+            if length > 100_000_000:  # safetensors' own limit
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)

@@ -77,11 +77,6 @@ class Held:
         return self.names[0]
 
     @property
-    def dim(self) -> int | None:
-        """The dim that is sharded over tp, or None."""
-        return None if self.cut is None else self.cut.dim
-
-    @property
     def nbytes(self) -> int:
         """Number of bytes of the whole tensor."""
         return torch.Size(self.shape).numel() * self.tensor.dtype.itemsize

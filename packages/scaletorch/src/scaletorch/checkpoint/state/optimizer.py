@@ -46,12 +46,6 @@ def decode_groups(
     ]
 
 
-def restore_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Set the hyperparameters of an optimizer's groups."""
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
-        group.update(values)
-
-
 def record_shard(
     record: Record, shard: Shard, held: Held, state: Mapping[str, Any], *, writes: bool
 ) -> None:
@@ -97,7 +91,7 @@ def _is_number(key: str, value: Tensor, shard: Shard) -> bool:
 
 def is_whole(shard: Shard, held: Held) -> bool:
     """Return whether the shard is a whole parameter of the plain model, in the same shape."""
-    return held.dim is None and tuple(shard.tensor.shape) == held.shape
+    return held.cut is None and tuple(shard.tensor.shape) == held.shape
 
 
 def make_states(
