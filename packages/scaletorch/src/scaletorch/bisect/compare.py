@@ -21,12 +21,7 @@ from .findings import Found, Report
 from .keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, Key
 
 
-def compare(
-    reference: str | Path,
-    run: str | Path,
-    *,
-    noise: str | Path | None = None,
-) -> Report:
+def compare(reference: str | Path, run: str | Path, *, noise: str | Path | None = None) -> Report:
     """Find the first tensor that differs between two recorded runs of the same model and batch.
 
     Args:

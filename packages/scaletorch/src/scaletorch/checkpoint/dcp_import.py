@@ -77,7 +77,9 @@ def _describe(root: Path, whole: Whole) -> dict[str, Any]:
         entry, name = saved[key], key.removeprefix(prefix)
         weight = entry["shape"] and "float" in entry["dtype"] and not _OPTIMIZER.search(key)
         first = f"model.{whole.firsts.get(name, name)}"
-        if first in entries and not _are_equal(root, entries[first], entry):
+        known = entries.get(first, entry)
+        both = ([_read(root, **chunk) for chunk in each["chunks"]] for each in (known, entry))
+        if known is not entry and not all(map(torch.equal, *both)):
             raise CheckpointError(
                 f"{root} has other values for {key} than for another name of it, and in the model "
                 "they are one tensor"
@@ -110,11 +112,6 @@ def _member(kind: Any, name: Any) -> Any:
     if isinstance(kind, EnumMeta):
         return kind[name]
     raise pickle.UnpicklingError(f"it takes {name} of {kind}, as no description does")
-
-
-def _are_equal(root: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    found = ([_read(root, **chunk) for chunk in entry["chunks"]] for entry in (one, other))
-    return all(map(torch.equal, *found))
 
 
 def _entries(root: Path) -> Entries:

@@ -29,7 +29,7 @@ from .saving import wait_for_last
 from .state.fit import all_names, check_fit, check_parts, plan_model, plan_shards
 from .state.generators import find_random, restore_random, seed_anew
 from .state.model_tensors import Held, find_held, find_shards, refresh_shards
-from .state.optimizer import decode_groups, make_states
+from .state.optimizer import make_states
 from .state.record import Entry
 from .storage import Reader
 
@@ -182,14 +182,18 @@ class Plan:
         self._state: list[tuple[Tensor, dict[str, Any]]] = []
         self._groups: list[dict[str, Any]] = []
         if program.optimizer is not None:
-            self._groups = decode_groups(program.optimizer, document["groups"])
+            current, saved_groups = program.optimizer.param_groups, document["groups"]
+            self._groups = [
+                {key: like(group.get(key), decode(value)) for key, value in values.items()}
+                for group, values in zip(current, saved_groups, strict=True)
+            ]
             self._state = make_states(
                 program.optimizer, program.shards, saved, document["scalars"], self.targets
             )
         self._schedule: dict[str, Any] | None = None
         if program.scheduler is not None:
-            current = program.scheduler.state_dict()
-            self._schedule = like(current, decode(document["scheduler"]))
+            own = program.scheduler.state_dict()
+            self._schedule = like(own, decode(document["scheduler"]))
         devices = (each.tensor.device for each in program.held.values())
         self._device = next(devices, torch.device("cpu"))
         self._random: dict[str, Tensor] | None = None
@@ -200,16 +204,11 @@ class Plan:
 
     def read(self, reader: Reader, what: str) -> None:
         """Read everything and install it; if this raises, model and optimizer are unchanged."""
-        group = self._program.group
+        program, group = self._program, self._program.group
         reads = all_or_none(what, lambda: reader.plan(self.targets), group)
         reader.copy(all_or_none(what, lambda: reader.plan(self._random_targets), group))
         all_or_none(what, self._install_states, group)
         reader.copy(reads)
-        self._install()
-
-    def _install(self) -> None:
-        """Install what is not read in place: parameter copies, optimizer state, groups, seeds."""
-        program = self._program
         refresh_shards(program.shards)
         if program.optimizer is not None:
             for tensor, state in self._state:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, collect, control_group, find_manager, on_first_rank
 from .format import folders
 from .format.metadata import METADATA, Saved, from_json, require_whole, seal, to_json
+from .format.safetensors_files import flush
 from .format.values import canonical, encode, kind_of
 from .state.generators import record_random, seed_material
 from .state.model_tensors import find_held, find_shards, find_ties
@@ -181,8 +181,7 @@ def _write(
         described = {**document, **joined, "files": _sizes(folder, saved)}
         with (folder / METADATA).open("x", encoding="utf-8") as file:
             file.write(seal(described | {"entries": to_json(saved)}))
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
         folders.finish(root, step, keep)
 
     what = f"saving {final} failed"

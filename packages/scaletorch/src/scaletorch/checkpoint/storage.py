@@ -21,7 +21,6 @@ from .format.safetensors_files import (
     view_as,
     write_tensor,
 )
-from .state.model_tensors import Part
 from .state.record import Entry
 
 
@@ -32,10 +31,11 @@ def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[st
         return {}
     # The largest items first, which keeps all tensors aligned.
     parts.sort(key=lambda each: (-each[1].tensor.itemsize, each[0], each[1].offsets))
-    slots = [
-        (_slot_name(name, part, entries[name].shape), part.tensor.dtype, part.tensor.shape)
-        for name, part in parts
-    ]
+    slots = []
+    for name, part in parts:
+        shape, place = tuple(part.tensor.shape), ",".join(map(str, part.offsets))
+        slot = name if shape == entries[name].shape else f"{name}@{place}"
+        slots.append((slot, part.tensor.dtype, shape))
     beginning, starts = plan_file(slots, {"format": "pt", "step": str(step)})
     saved: dict[str, Saved] = {}
     with path.open("xb") as file:
@@ -49,12 +49,6 @@ def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[st
             saved.setdefault(name, entry).chunks.append(chunk)
         flush(file)
     return saved
-
-
-def _slot_name(name: str, part: Part, shape: tuple[int, ...]) -> str:
-    """Return a chunk's name: its entry's if it is the whole tensor, else with its offsets."""
-    whole = tuple(part.tensor.shape) == shape
-    return name if whole else f"{name}@{','.join(map(str, part.offsets))}"
 
 
 class Read(NamedTuple):

@@ -183,10 +183,7 @@ def build_optimizer(config: PretrainConfig, model: nn.Module) -> torch.optim.Opt
     """Return AdamW with weight decay for matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
     )

@@ -78,11 +78,6 @@ def rank_device(device: str) -> torch.device:
     return torch.device("cpu") if device == "cpu" else devices.set_device(get_local_rank())
 
 
-def device_of(batch: Mapping[str, Any]) -> torch.device:
-    """Return the device of a batch's tensors."""
-    return next(x.device for x in batch.values() if isinstance(x, Tensor))
-
-
 def in_dtype(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Cast a batch's floating entries to the model's dtype, complex ones to its precision."""
     return {n: _cast(x, dtype) if isinstance(x, Tensor) else x for n, x in batch.items()}

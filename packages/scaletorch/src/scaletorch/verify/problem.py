@@ -90,11 +90,7 @@ Put = Callable[[str, Tensor], None]  # is called with 'loss' and 'norm'
 Watch = Callable[[nn.Module, int, Batch], AbstractContextManager[Put]]  # surrounds a step
 BatchFn = Callable[[int], Any]
 
-TORCH_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
+TORCH_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from ..parallel.pg_manager import (
 from ..parallel.tensor_parallel import load_full_state_dict
 from . import dropout
 from .cases import Case
-from .device import device_of, in_dtype, moved, rank_device
+from .device import in_dtype, moved, rank_device
 from .differences import (
     Difference,
     Exact,
@@ -110,7 +110,7 @@ def compare_case(
     case: Case, subject: Subject, saved: Mapping[str, Any], manager: ProcessGroupManager
 ) -> Iterator[Difference]:
     """Build the model, and compare its initial weights, its training and its dropout."""
-    device = device_of(saved["batches"][0])
+    device = next(x.device for x in saved["batches"][0].values() if isinstance(x, Tensor))
     model = subject.model(case.dtype, device)
     part = own_part(model)
     yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, part)

@@ -131,13 +131,7 @@ def meet(
     return best
 
 
-def _judge(
-    key: Key,
-    run: Run,
-    reference: Run,
-    limit: float,
-    typical: float,
-) -> Judged:
+def _judge(key: Key, run: Run, reference: Run, limit: float, typical: float) -> Judged:
     theirs, ours = reference.held[key], run.held.get(key, [])
     if reason := run.uncounted.get(calling(key)) or reference.uncounted.get(calling(key)):
         return Judged(key, UNSEEN, why=reason)

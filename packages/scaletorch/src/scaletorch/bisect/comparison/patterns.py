@@ -224,10 +224,7 @@ def sums(case: Case) -> Iterator[Finding]:
         for cluster in clusters:
             shards = [case.wrong[i] for i in cluster]
             total = torch.stack([shard.have for shard in shards]).sum(0)
-            guesses = {
-                "partial sums: a sum": total,
-                "terms of a mean: a mean": total / len(shards),
-            }
+            guesses = {"partial sums: a sum": total, "terms of a mean: a mean": total / len(shards)}
             for words, guess in guesses.items():
                 if all(case.agrees(guess, shard.want, shard.have) for shard in shards):
                     found.setdefault(words, []).append(cluster)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..recording.descriptions import indices_of
 from ..recording.folder import Line, Recording, first_name
 
 GIVEN, WHOLE, ALIKE = "given", "whole", "all alike"
@@ -133,7 +134,7 @@ def _index(held: Held, dim: int, sharding: Sharding) -> Tensor:
         return torch.zeros(held.line.shape[dim], dtype=torch.int64)
     if name == GIVEN:
         place = _recorded_place(held, dim)
-        return torch.arange(total) if place is None else _indices(place[1:])
+        return torch.arange(total) if place is None else indices_of(place[1:])
     if name in (INNER, OUTER):
         return _equal_shard(held, held.line.shape[dim], sharding)
     axes = [_axis(held, axis) for axis in name.split(" x ")]
@@ -170,12 +171,7 @@ def _axis(held: Held, name: str) -> tuple[int, Tensor] | None:
     if axis is None:
         return None
     total, shards = axis
-    return int(total), _indices(shards[held.micro_batch if len(shards) > 1 else 0])
-
-
-def _indices(ranges: Sequence[Sequence[int]]) -> Tensor:
-    found = [torch.arange(start, stop) for start, stop in ranges]
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+    return int(total), indices_of(shards[held.micro_batch if len(shards) > 1 else 0])
 
 
 def in_terms(held: Sequence[Held], dims: Sequence[Sharding]) -> bool:

@@ -159,7 +159,8 @@ def require_comparable(ours: Run, theirs: Run) -> None:
             f"{ours.folder} has steps {list(ours.steps)} and {theirs.folder} has "
             f"{list(theirs.steps)}: record the same step of both"
         )
-    for key in ours.held if _alone(ours) and _alone(theirs) else ():
+    alone = all(len(ranks) == 1 for run in (ours, theirs) for ranks in run.steps.values())
+    for key in ours.held if alone else ():
         shapes = [run.held[key][0].line.shape for run in (ours, theirs) if key in run.held]
         if key.kind == GRADIENT and shapes[0] != shapes[-1]:
             raise InvalidArgumentError(
@@ -174,10 +175,6 @@ def require_comparable(ours: Run, theirs: Run) -> None:
                 f"these runs are of different models: {ours.folder} alone has gradients of "
                 f"{only[0]}, {theirs.folder} alone of {only[1]}"
             )
-
-
-def _alone(run: Run) -> bool:
-    return all(len(recordings) == 1 for recordings in run.steps.values())
 
 
 def ancestors(run: Run) -> dict[Key, list[Key]]:

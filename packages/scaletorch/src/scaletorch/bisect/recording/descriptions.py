@@ -113,7 +113,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
         dim = getattr(placement, "dim", None)
         if dim is not None:
             length = int(tensor.shape[dim])
-            held = torch.arange(length) if place[dim] is None else _flat(place[dim][1:])
+            held = torch.arange(length) if place[dim] is None else indices_of(place[dim][1:])
             own = _share(held, placement, tensor.device_mesh, axis)
             place[dim] = [length, *as_ranges(own.tolist())]
     return local, place, any(placement.is_partial() for placement in placements)
@@ -127,7 +127,8 @@ def _share(held: Tensor, placement: Any, mesh: Any, axis: int) -> Tensor:
     return torch.cat([c for g in groups for c in g.chunk(ranks)[own : own + 1]] or [held[:0]])
 
 
-def _flat(ranges: Sequence[tuple[int, int]]) -> Tensor:
+def indices_of(ranges: Sequence[Sequence[int]]) -> Tensor:
+    """Return the indices in ranges [start, stop), int64."""
     return torch.cat([torch.arange(start, stop) for start, stop in ranges] or [torch.arange(0)])
 
 

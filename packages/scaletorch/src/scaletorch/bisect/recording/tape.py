@@ -313,14 +313,12 @@ def _following(tape: Tape) -> Iterator[None]:
         tape.norm(getattr(total, "full_tensor", lambda: total)())
         return total
 
-    def before(*_: Any) -> None:
-        tape.gradients()
-
     def after(*_: Any) -> None:
         nonlocal stepped
         stepped = True
 
-    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    before = register_optimizer_step_pre_hook(lambda *_: tape.gradients())
+    hooks = before, register_optimizer_step_post_hook(after)
     torch.nn.utils.clip_grad_norm_ = clipped
     try:
         yield

@@ -95,7 +95,7 @@ def write_tensor(file: IO[bytes], tensor: Tensor) -> list[int]:
     return checksums
 
 
-def flush(file: IO[bytes]) -> None:
+def flush(file: IO[Any]) -> None:
     """Wait until a file is on the disk."""
     file.flush()
     os.fsync(file.fileno())

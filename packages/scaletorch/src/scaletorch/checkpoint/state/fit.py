@@ -26,10 +26,7 @@ def all_names(held: Iterable[Held], manager: ProcessGroupManager) -> set[str]:
 
 
 def check_fit(
-    held: Collection[Held],
-    names: Collection[str],
-    saved: Shapes,
-    ties: Mapping[str, list[str]],
+    held: Collection[Held], names: Collection[str], saved: Shapes, ties: Mapping[str, list[str]]
 ) -> None:
     """Refuse a checkpoint of another model: other names, shapes or ties."""
     wrong = []
@@ -80,15 +77,15 @@ def plan_model(
     for each in held:
         if not each.tensor.numel():
             continue
-        source = _source(each, saved, cast=cast)
-        if source is None:
-            dtype = saved[f"model.{each.name}"].dtype
-            wrong.append(f"{each.name} is {dtype} there and {each.tensor.dtype} in the model")
+        name, master, dtype = f"model.{each.name}", f"master.{each.name}", each.tensor.dtype
+        source = master if saved[name].dtype != dtype and master in saved else name
+        if saved[source].dtype != dtype and not cast:
+            wrong.append(f"{each.name} is {saved[name].dtype} there and {dtype} in the model")
             continue
         # Through `data`, which leaves version counters unchanged. From a changed one a sharded
         # optimizer would conclude that its parameters changed, and round its masters to them.
         parts = list(each.parts(each.tensor.data))
-        targets[f"model.{each.name}"] = Entry(each.shape, each.tensor.dtype, parts, source)
+        targets[name] = Entry(each.shape, dtype, parts, source)
     if wrong:
         raise CheckpointError("it is of another model: " + "; ".join(wrong[:12]))
     return targets
@@ -106,15 +103,6 @@ def plan_shards(
             entry.parts.extend(own.parts(shard.tensor, shard.start, shard.stop))
         elif is_whole_matrix(shard, own):
             targets[f"model.{own.name}"].parts.extend(own.parts(shard.tensor))
-
-
-def _source(each: Held, saved: Shapes, *, cast: bool) -> str | None:
-    """Return the entry to load a parameter from, the master if dtypes differ; None if none fits."""
-    name, master = f"model.{each.name}", f"master.{each.name}"
-    if saved[name].dtype == each.tensor.dtype:
-        return name
-    best = master if master in saved else name
-    return best if cast or saved[best].dtype == each.tensor.dtype else None
 
 
 def check_parts(

@@ -12,7 +12,7 @@ from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard
 from ..agreement import CheckpointError
 from ..format.metadata import Saved
-from ..format.values import decode, encode, like
+from ..format.values import decode, encode
 from .model_tensors import Held, Part
 from .record import Entry, Record
 
@@ -33,16 +33,6 @@ def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
             if key not in KNOBS
         }
         for number, group in enumerate(optimizer.param_groups)
-    ]
-
-
-def decode_groups(
-    optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the saved hyperparameters of each group, in the optimizer's types and devices."""
-    return [
-        {key: like(group.get(key), decode(value)) for key, value in values.items()}
-        for group, values in zip(optimizer.param_groups, saved, strict=True)
     ]
 
 
@@ -120,9 +110,24 @@ def make_states(
         of_parameter = saved.get(f"master.{held.name}", saved[f"model.{held.name}"])
         current = optimizer.state.get(shard.tensor, {})
         for key, entry in tensors.get(held.name, {}).items():
-            dtype = shard.tensor.dtype if entry.dtype == of_parameter.dtype else entry.dtype
             name = f"optimizer.{held.name}.{key}"
-            state[key] = _make_tensor(name, entry, dtype, shard, held, targets, current.get(key))
+            target = Entry(entry.shape, entry.dtype, [], name)
+            if entry.shape == held.shape:
+                dtype = shard.tensor.dtype if entry.dtype == of_parameter.dtype else entry.dtype
+                value = _memory(current.get(key), shard.tensor, dtype)
+                parts = held.parts(value, shard.start, shard.stop)
+                targets.setdefault(name, target).parts.extend(parts)
+            elif is_whole(shard, held):
+                value = torch.empty(entry.shape, dtype=entry.dtype, device=shard.tensor.device)
+                target.parts.extend([Part((0,) * value.ndim, value, 0)] if value.numel() else [])
+                targets[name] = target
+            else:
+                raise CheckpointError(
+                    f"{name} was saved with shape {entry.shape}, unlike its parameter's "
+                    f"{held.shape}: it can be loaded where the parameter is whole on the rank, and "
+                    "here it is divided"
+                )
+            state[key] = value
         states.append((shard.tensor, state))
     return states
 
@@ -135,32 +140,6 @@ def _by_parameter(saved: Mapping[str, T]) -> dict[str, dict[str, T]]:
             name, _, key = entry.removeprefix("optimizer.").rpartition(".")
             found.setdefault(name, {})[key] = value
     return found
-
-
-def _make_tensor(
-    name: str,
-    entry: Saved,
-    dtype: torch.dtype,
-    shard: Shard,
-    held: Held,
-    targets: dict[str, Entry],
-    current: Any,
-) -> Tensor:
-    """Return a new tensor of a shard's state, and add the entry to load into it to `targets`."""
-    if entry.shape == held.shape:
-        value = _memory(current, shard.tensor, dtype)
-        parts = held.parts(value, shard.start, shard.stop)
-        targets.setdefault(name, Entry(entry.shape, entry.dtype, [], name)).parts.extend(parts)
-    elif is_whole(shard, held):
-        value = torch.empty(entry.shape, dtype=entry.dtype, device=shard.tensor.device)
-        whole = [Part((0,) * value.ndim, value, 0)] if value.numel() else []
-        targets[name] = Entry(entry.shape, entry.dtype, whole, name)
-    else:
-        raise CheckpointError(
-            f"{name} was saved with shape {entry.shape}, unlike its parameter's {held.shape}: it "
-            "can be loaded where the parameter is whole on the rank, and here it is divided"
-        )
-    return value
 
 
 def _memory(current: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
