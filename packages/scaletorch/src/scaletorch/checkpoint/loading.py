@@ -215,8 +215,8 @@ class Plan:
                 program.optimizer.state.pop(tensor, None)
                 if state:
                     program.optimizer.state[tensor] = state
-            for group, values in zip(program.optimizer.param_groups, self._groups, strict=True):
-                group.update(values)
+            for settings, values in zip(program.optimizer.param_groups, self._groups, strict=True):
+                settings.update(values)
         if self._random is None and "seed" in self._document:
             seed_anew(self._document["seed"], program.manager)
 
