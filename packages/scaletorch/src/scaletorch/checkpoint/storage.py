@@ -62,7 +62,7 @@ class Read(NamedTuple):
 
 
 class Reader:
-    """Reads a checkpoint's files: the tensors in it, and the bytes of each file, are given."""
+    """Reads a checkpoint's files, given the tensors in them and the size of each in bytes."""
 
     def __init__(self, folder: Path, saved: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
         self.folder, self._saved, self._sizes = folder, saved, sizes

@@ -28,13 +28,10 @@ from .data import vocabulary_size
 from .train import train
 
 # Largest relative difference between a layout's loss curve and one process's. A step's loss may
-# have the rounding error that `verify` allows: 4 x epsilon x the root of the additions until then.
-# Training amplifies it, more so at a higher learning rate: over 60 steps on two ranks, losses
-# differ by 1 epsilon at the default rate; at three times that rate by 2 until step 30 and by 1,300
-# at step 41, at ten times by 1 until step 14 and by 23,000 at step 24. So a step's bound is
-# `GROWTH` times that of the step before, and at most `LARGEST`, which takes over after 8 steps of
-# float32 and 43 of float64. bfloat16 has only `LARGEST`: its sums are float32, and its own epsilon
-# would allow everything.
+# have the rounding error that `verify` allows, times `GROWTH` for each step before it, since
+# training amplifies it: over 60 steps on two ranks, losses differ by 1 epsilon at the default
+# learning rate, and by 23,000 at ten times that. `LARGEST` is the limit, reached after 8 steps of
+# float32 and 43 of float64. bfloat16 has only that: its own epsilon would allow everything.
 LARGEST = {"float32": 1e-3, "float64": 1e-8, "bfloat16": 2e-2}
 GROWTH = 1.25  # factor by which a step may amplify a difference
 FAR = 1000  # cap of the exponent, which would overflow a float; `LARGEST` holds long before

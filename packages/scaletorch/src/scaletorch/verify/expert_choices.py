@@ -66,6 +66,7 @@ def decided(decide: Decide | None) -> Iterator[None]:
     if decide is None:
         yield
         return
+    # No torch function mode, which is off while a backward recomputes.
     before = {place: vars(place).get(NAME) for place in (torch, Tensor)}
     asking = _asking(torch.topk, decide)
     for place in before:
