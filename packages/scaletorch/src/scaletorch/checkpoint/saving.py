@@ -133,7 +133,8 @@ def save(
         failed = error
     agree("the checkpoint to save", lines, group, error=failed)
     on_first_rank(lambda: folders.lock(root, model), group)
-    write = partial(_write, entries, record.notes, root, keep, document, group)
+    notes: dict[str, Mapping[str, Any]] = {"scalars": record.scalars, "ties": record.ties}
+    write = partial(_write, entries, notes, root, keep, document, group)
     return _started(Saving(folders.step_folder(root, step)), write, asynchronous)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,11 +36,6 @@ class Record:
     scalars: dict[str, object] = field(default_factory=dict)
     # the name that a tied parameter is saved under -> all its names
     ties: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def notes(self) -> dict[str, Mapping[str, Any]]:
-        """Facts other than tensors that rank 0 collects from every rank."""
-        return {"scalars": self.scalars, "ties": self.ties}
 
     def add(self, name: str, entry: Entry, *, replicated: bool, experts: bool = False) -> None:
         """Add an entry; if the name exists, add its rectangles to that entry."""
