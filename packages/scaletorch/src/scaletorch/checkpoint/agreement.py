@@ -32,25 +32,25 @@ def on_first_rank(task: Callable[[], T], group: ProcessGroup | None) -> T:
     return collect("", lambda: None, lambda _: task(), group)
 
 
-def all_or_none(what: str, task: Callable[[], T], group: ProcessGroup | None) -> T:
+def all_or_none(prefix: str, task: Callable[[], T], group: ProcessGroup | None) -> T:
     """Run a task without communication on every rank, and raise on all ranks if it fails on one.
 
     A rank whose own error is of another kind, such as a bad argument, raises that one.
     """
     own: list[T] = []
-    collect(what, lambda: own.append(task()), lambda _: None, group)
+    collect(prefix, lambda: own.append(task()), lambda _: None, group)
     return own[0]
 
 
 def collect(
-    what: str,
+    prefix: str,
     task: Callable[[], Any],
     conclude: Callable[[list[Any]], T],
     group: ProcessGroup | None,
 ) -> T:
     """Run a task on every rank, combine the values on rank 0, and return the result on every rank.
 
-    Errors are raised as by `all_or_none`, and begin with `what`. None for `group` is one process.
+    Errors are raised as by `all_or_none`, and begin with `prefix`. None for `group` is one process.
     """
     value, failed = None, None
     try:
@@ -60,7 +60,7 @@ def collect(
     reports = gather_object((value, failed and _describe(failed)), 0, group)
     answer: list[Any] = [(None, None)]
     if reports is not None:
-        answer = [_conclude(what, reports, conclude)]
+        answer = [_conclude(prefix, reports, conclude)]
     broadcast_object_list(answer, 0, group)
     result, failure = answer[0]
     if failure is None:
@@ -71,7 +71,7 @@ def collect(
     raise (DamagedCheckpointError if damaged else CheckpointError)(text) from failed
 
 
-def _conclude(what: str, reports: list[Any], conclude: Callable[[list[Any]], Any]) -> Any:
+def _conclude(prefix: str, reports: list[Any], conclude: Callable[[list[Any]], Any]) -> Any:
     """Return the result and None, or None and the ranks' errors: damage only if all of them are."""
     texts: dict[str, list[int]] = {}
     for rank, (_, failure) in enumerate(reports):
@@ -80,12 +80,12 @@ def _conclude(what: str, reports: list[Any], conclude: Callable[[list[Any]], Any
     if texts:
         lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in texts.items()]
         damaged = all(failure[1] for _, failure in reports if failure)
-        return None, (f"{what}: " + "\n".join(lines), damaged)
+        return None, (f"{prefix}: " + "\n".join(lines), damaged)
     try:
         return conclude([value for value, _ in reports]), None
     except Exception as error:  # any kind: the other ranks must know
         text, damaged = _describe(error)
-        return None, (f"{what}: {text}" if what else text, damaged)
+        return None, (f"{prefix}: {text}" if prefix else text, damaged)
 
 
 def _describe(error: BaseException) -> tuple[str, bool]:

@@ -209,7 +209,7 @@ class Ranks:
         self._timeout, self._backend = timeout, backend
         self._pool: RankPool | None = None
 
-    def of(self, size: int) -> RankPool:
+    def pool(self, size: int) -> RankPool:
         """Return a pool of `size` ranks."""
         if self._pool is None or not self._pool.reusable or self._pool.world_size != size:
             self.__exit__()
@@ -228,7 +228,7 @@ def run_all(tasks: Iterable[Task], timeout: float, backend: str = "gloo") -> Ite
     """Run tasks one after another, and yield each result; ranks are reused, see `Ranks`."""
     with Ranks(timeout, backend) as ranks:
         for case, run, arguments in tasks:
-            pool, start = ranks.of(case.grid.world_size), time.perf_counter()
+            pool, start = ranks.pool(case.grid.world_size), time.perf_counter()
             try:
                 reports = pool.run(run, case, *arguments)
                 yield CaseResult(case, time.perf_counter() - start, reports)
