@@ -126,7 +126,11 @@ def _entries(root: Path) -> Entries:
         tensors = {}
         for name, entry in found.state_dict_metadata.items():
             if hasattr(entry, "chunks"):
-                chunks = [_chunk(name, each, found.storage_data) for each in entry.chunks]
+                chunks = []
+                for chunk in entry.chunks:
+                    info = found.storage_data[MetadataIndex(name, chunk.offsets)]
+                    where = info.relative_path, info.offset, info.length
+                    chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *where, None))
                 tensors[name] = Saved(tuple(entry.size), entry.properties.dtype, chunks)
         return values | to_json(tensors)
     except Exception as error:  # a broken pickle may raise any kind
@@ -134,12 +138,6 @@ def _entries(root: Path) -> Entries:
             f"{root / '.metadata'} cannot be read, pass the folder of one finished checkpoint: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _chunk(name: str, chunk: Any, stored: Mapping[MetadataIndex, Any]) -> Chunk:
-    info = stored[MetadataIndex(name, chunk.offsets)]
-    where = info.relative_path, info.offset, info.length
-    return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *where, None)
 
 
 def _read(root: Path, file: str, offset: int, length: int, **_: Any) -> Any:

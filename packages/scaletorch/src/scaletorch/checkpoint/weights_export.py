@@ -29,8 +29,6 @@ ADAPTER = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # names in peft's files are those in a PeftModel
 _TRAINED = ("modules_to_save", "bias", "trainable_token_indices")  # peft would write these too
 
-Listing = list[list[tuple[str, int]]]  # for each file, name and number of bytes of each tensor
-
 
 def export_safetensors(
     model: nn.Module,
@@ -145,8 +143,8 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _finish(root: Path, stages: list[Listing]) -> None:
-    """Give the files their final names, and write the index if there are several."""
+def _finish(root: Path, stages: list[list[list[tuple[str, int]]]]) -> None:
+    """Give the stages' files (tensors' names and sizes) final names, and index several files."""
     files = [file for stage in stages for file in stage]
     names = [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
     for name in names:

@@ -211,15 +211,11 @@ def _without_gradients(run: Run) -> Iterator[tuple[Key, list[Key]]]:
             outputs[key.step, key.name, key.call].append(key)
     for key in run.held:
         if key.kind == DATA:
-            yield key, [k for k in run.held if k.step == key.step and _sees(k.kind, key.name)]
+            of_loss = key.name == "labels" or key.name.startswith("loss_")
+            kinds = (LOSS,) if of_loss else (LOSS, FORWARD)
+            yield key, [k for k in run.held if k.step == key.step and k.kind in kinds]
         elif key.kind == FORWARD and key.item.startswith("in"):
             yield key, outputs[key.step, key.name, key.call]
-
-
-def _sees(kind: str, entry: str) -> bool:
-    """Return whether tensors of a kind may depend on an entry of the batch, by its name."""
-    of_loss = entry == "labels" or entry.startswith("loss_")
-    return kind == LOSS or (kind == FORWARD and not of_loss)
 
 
 def _sources(key: Key, run: Run, users: Mapping[tuple[int, str], list[Key]]) -> Iterator[Key]:

@@ -202,7 +202,11 @@ class Tape:
                 line.parents = list(dict.fromkeys([*line.parents, *unlinked]))
             number = self._add(line, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                _follow_gradient(tensor, partial(self._came, number))
+                came, node, output = partial(self._came, number), tensor.grad_fn, tensor.output_nr
+                if node is None:
+                    tensor.register_hook(came)
+                else:
+                    node.register_prehook(lambda gradients: came(gradients[output]))
         self._lineage.note(tensor, number)
         return number
 
@@ -290,15 +294,6 @@ def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         kind.__call__ = original
-
-
-def _follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> None:
-    """Call `came` with a tensor's gradient, by a hook on the leaf or on the node that made it."""
-    node, number = tensor.grad_fn, tensor.output_nr
-    if node is None:
-        tensor.register_hook(came)
-    else:
-        node.register_prehook(lambda gradients: came(gradients[number]))
 
 
 @contextmanager
