@@ -169,7 +169,7 @@ def campaign(
             chosen = [layouts[number] for number in only or range(len(layouts))]
             cases = [Case(parse_layout(grid), dtype, **options) for grid, options in chosen]
             for case in sorted(cases, key=lambda each: each.grid.world_size):
-                pool = ranks.of(case.grid.world_size)
+                pool = ranks.pool(case.grid.world_size)
                 began, own = time.monotonic(), folder / "layout"
                 report: Report | str
                 try:

@@ -128,7 +128,7 @@ def test_weights_that_are_not_finite_are_not_saved(config, monkeypatch):
         values = original(*arguments)
         if arguments[-1] == 2:
             with torch.no_grad():
-                next(iter(arguments[2].parameters())).view(-1)[0] = math.nan
+                next(iter(arguments[1].parameters())).view(-1)[0] = math.nan
         return values
 
     monkeypatch.setattr(steps, "optimizer_step", spoiled)

@@ -52,7 +52,7 @@ def locate_all(
         Ranks(timeout) as ranks,
     ):
         for mutant in chosen:
-            pool = ranks.of(mutant.case.grid.world_size)
+            pool = ranks.pool(mutant.case.grid.world_size)
             found[mutant.name] = _locate(mutant, prepared, pool, Path(name), steps)
             if progress is not None:
                 progress(mutant, found[mutant.name])

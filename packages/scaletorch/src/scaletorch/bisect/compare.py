@@ -21,12 +21,7 @@ from .findings import Found, Report
 from .keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, Key
 
 
-def compare(
-    reference: str | Path,
-    run: str | Path,
-    *,
-    noise: str | Path | None = None,
-) -> Report:
+def compare(reference: str | Path, run: str | Path, *, noise: str | Path | None = None) -> Report:
     """Find the first tensor that differs between two recorded runs of the same model and batch.
 
     Args:
@@ -72,10 +67,9 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
 
 
 def chain_of(run: Run) -> int:
-    """Return the largest number of additions between the inputs and any number compared.
+    """Return the largest number of additions between inputs and results.
 
-    Each weight matrix contributes its two sizes; attention and the loss contribute the number of
-    tokens in the batch.
+    Each weight matrix adds its two sizes; attention and the loss add the batch's tokens.
     """
     sizes = tokens = 0
     for key, held in run.held.items():
@@ -91,10 +85,8 @@ def infer_weight(run: Run, reference: Run) -> None:
     """Note the factor by which all gradients of activations differ, as `Description.weight`.
 
     DDP and FSDP2 average gradients over ranks, so some programs multiply the loss by the number of
-    ranks: gradients of activations are larger by that factor, and those of parameters are not. It
-    is found from the gradient nearest to the loss, as an integer or its inverse, the same on all
-    ranks. Nothing is noted if the loss itself is wrong, if all ranks describe their weights, or if
-    no rank has described axes, i.e. a shard of the batch.
+    ranks. The factor, an integer or its inverse, is that of the gradient nearest to the loss. None
+    is noted if the loss is wrong, or ranks describe their weights, or no shard of the batch.
     """
     for step, recordings in run.steps.items():
         described = all(each.header["weight"] is not None for each in recordings)

@@ -12,7 +12,6 @@ from .comparison.births import Birth
 from .comparison.judge import BAD, UNSEEN, Judged
 from .keys import FINAL, GRADIENT, START, Key
 
-_BORN = {START: "before the step, where weights are made, loaded or divided"}
 SHOWN = 3  # births and inputs that the text names
 
 
@@ -33,11 +32,13 @@ class Found:
         own, birth = self.birth.judged, self.birth
         where = ", ".join(name or "the model itself" for name in birth.modules[:SHOWN])
         more = f" and {len(birth.modules) - SHOWN} more" if len(birth.modules) > SHOWN else ""
+        came = f"in {birth.direction}"
+        if birth.direction == START:
+            came = "before the step, where weights are made, loaded or divided"
         lines = [
             f"{own.key}, step {own.key.step}: off by {_figure(own.error)}, and rounding explains "
             f"{_figure(own.bound)}",
-            f"  born {_BORN.get(birth.direction, 'in ' + birth.direction)}"
-            + (f": {where}{more}" if where else ""),
+            f"  born {came}" + (f": {where}{more}" if where else ""),
         ]
         if own.wrong:
             ranks = sorted({rank for rank, _ in own.wrong})

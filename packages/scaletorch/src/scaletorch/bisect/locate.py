@@ -21,11 +21,7 @@ from ..compose.own_loss import LossFunction
 from ..compose.samples import train_unsampled
 from ..dist import RankPool
 from ..dist.building import locate as locator
-from ..parallel.pg_manager import (
-    Grid,
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from ..parallel.pg_manager import Grid, destroy_process_group_manager, setup_process_group_manager
 from ..parallel.pipeline_parallel import Split
 from ..parallel.tensor_parallel import load_full_state_dict
 from ..verify import dropout, runner
@@ -67,20 +63,14 @@ EXACT, LOW = "float64", "float32"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One process's run of a model, to compare layouts with.
+    """One process's run of a model, to compare layouts with."""
 
-    Attributes:
-        path: A file with weights and batches.
-        reference: The run in float64.
-        lost: Rounding error of each tensor, measured in the layouts' dtype, or in float32 if that
-            is float64.
-        steps: Number of recorded steps.
-    """
-
-    path: str
-    reference: Run
+    path: str  # a file with weights and batches
+    reference: Run  # the run in float64
+    # rounding error of each tensor, measured in the layouts' dtype, or in float32 if that is
+    # float64
     lost: Mapping[Key, float]
-    steps: int
+    steps: int  # number of recorded steps
 
 
 def recording(folder: Path) -> Watch:
@@ -99,30 +89,21 @@ def recording(folder: Path) -> Watch:
 
 
 class Ran(NamedTuple):
-    """The facts that a rank returns in addition to its recording.
+    """The facts that a rank returns in addition to its recording."""
 
-    Attributes:
-        dropped: Names of dropout modules that drop wrong elements, each with the reason; a
-            comparison with one process cannot show this.
-        sent: Margins of the tokens that went to one process's experts, since rounding would have
-            chosen others; see `verify.expert_choices`.
-    """
-
+    # names of dropout modules that drop wrong elements, each with the reason; a comparison with one
+    # process cannot show this
     dropped: list[tuple[str, str]]
+    # margins of the tokens that went to one process's experts, since rounding would have chosen
+    # others; see `verify.expert_choices`
     sent: list[float]
 
 
 def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> Ran:
     """Record steps of a case as one of its ranks.
 
-    Tokens go to the experts of one process if rounding would choose others.
-
-    Args:
-        case: The layout and options.
-        subject: The model and its training.
-        reference: A file with weights and batches.
-        folder: The recording's folder, the same for all ranks.
-        steps: Number of steps.
+    `reference` is a file with weights and batches. Tokens go to the experts of one process if
+    rounding would choose others.
     """
     grid, ran, device = case.grid, Ran([], []), rank_device(subject.device)
     saved = moved(runner.load_reference(reference), device)
@@ -267,14 +248,7 @@ def locate(
 ) -> Report:
     """Run and record a case on the ranks of a pool, and compare it with one process.
 
-    Args:
-        case: The layout and options.
-        subject: The model and its training.
-        prepared: One process's run.
-        pool: The ranks.
-        folder: Folder for the ranks' recording.
-        run: Called on each rank to record: `run(case, subject, file, folder, steps, *arguments)`.
-        arguments: Further arguments of `run`.
+    `run(case, subject, file, folder, steps, *arguments)` records on each rank.
     """
     sent_along = prepared.path, str(folder), prepared.steps, *arguments
     ran: list[Ran] = pool.run(run, case, subject, *sent_along)
@@ -293,10 +267,7 @@ def locate(
 
 
 def _drawn(name: str, why: str, case: Case, step: int) -> Birth:
-    """Return the birth for a dropout module that drops wrong elements, see `Ran.dropped`.
-
-    Without tp no other rank has the same input, so equal inputs are those of a recomputed layer.
-    """
+    """Return the birth for a dropout module that drops wrong elements, see `Ran.dropped`."""
     again = case.grid.tp == 1 and why.startswith("an equal input")
     judged = Judged(Key(step, FORWARD, name, "out"), BAD, INFINITE, why=why)
     return Birth(judged, BACKWARD if again else FORWARD, [name], [])

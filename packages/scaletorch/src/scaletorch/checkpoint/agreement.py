@@ -10,13 +10,7 @@ import torch
 import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
-from ..dist import (
-    all_reduce,
-    broadcast_object_list,
-    gather_object,
-    get_default_group,
-    get_timeout,
-)
+from ..dist import all_reduce, broadcast_object_list, gather_object, get_default_group, get_timeout
 from ..dist.building import name_ranks
 from ..dist.errors import ScaletorchError
 from ..parallel.pg_manager import ProcessGroupManager, axis_group, get_process_group_manager
@@ -34,42 +28,29 @@ class DamagedCheckpointError(CheckpointError):
 
 
 def on_first_rank(task: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Run a task on rank 0, and return its result on every rank.
-
-    Raises:
-        CheckpointError: On every rank, if rank 0 fails.
-    """
+    """Run a task on rank 0, and return its result, or raise its error, on every rank."""
     return collect("", lambda: None, lambda _: task(), group)
 
 
-def all_or_none(what: str, task: Callable[[], T], group: ProcessGroup | None) -> T:
+def all_or_none(prefix: str, task: Callable[[], T], group: ProcessGroup | None) -> T:
     """Run a task without communication on every rank, and raise on all ranks if it fails on one.
 
-    Raises:
-        CheckpointError: On every rank; but a rank whose own error is of another kind, such as a bad
-            argument, raises that one.
+    A rank whose own error is of another kind, such as a bad argument, raises that one.
     """
     own: list[T] = []
-    collect(what, lambda: own.append(task()), lambda _: None, group)
+    collect(prefix, lambda: own.append(task()), lambda _: None, group)
     return own[0]
 
 
 def collect(
-    what: str,
+    prefix: str,
     task: Callable[[], Any],
     conclude: Callable[[list[Any]], T],
     group: ProcessGroup | None,
 ) -> T:
     """Run a task on every rank, combine the values on rank 0, and return the result on every rank.
 
-    Args:
-        what: Beginning of the error message.
-        task: Returns a plain value.
-        conclude: Combines the values of all ranks, on rank 0.
-        group: All ranks; None is one process.
-
-    Raises:
-        CheckpointError: As for `all_or_none`.
+    Errors are raised as by `all_or_none`, and begin with `prefix`. None for `group` is one process.
     """
     value, failed = None, None
     try:
@@ -79,7 +60,7 @@ def collect(
     reports = gather_object((value, failed and _describe(failed)), 0, group)
     answer: list[Any] = [(None, None)]
     if reports is not None:
-        answer = [_conclude(what, reports, conclude)]
+        answer = [_conclude(prefix, reports, conclude)]
     broadcast_object_list(answer, 0, group)
     result, failure = answer[0]
     if failure is None:
@@ -90,11 +71,8 @@ def collect(
     raise (DamagedCheckpointError if damaged else CheckpointError)(text) from failed
 
 
-def _conclude(what: str, reports: list[Any], conclude: Callable[[list[Any]], Any]) -> Any:
-    """Return the result and None, or None and the ranks' errors, joined into one.
-
-    The error means damage only if those of all ranks that failed do.
-    """
+def _conclude(prefix: str, reports: list[Any], conclude: Callable[[list[Any]], Any]) -> Any:
+    """Return the result and None, or None and the ranks' errors: damage only if all of them are."""
     texts: dict[str, list[int]] = {}
     for rank, (_, failure) in enumerate(reports):
         if failure:
@@ -102,12 +80,12 @@ def _conclude(what: str, reports: list[Any], conclude: Callable[[list[Any]], Any
     if texts:
         lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in texts.items()]
         damaged = all(failure[1] for _, failure in reports if failure)
-        return None, (f"{what}: " + "\n".join(lines), damaged)
+        return None, (f"{prefix}: " + "\n".join(lines), damaged)
     try:
         return conclude([value for value, _ in reports]), None
     except Exception as error:  # any kind: the other ranks must know
         text, damaged = _describe(error)
-        return None, (f"{what}: {text}" if what else text, damaged)
+        return None, (f"{prefix}: {text}" if prefix else text, damaged)
 
 
 def _describe(error: BaseException) -> tuple[str, bool]:
@@ -118,11 +96,7 @@ def _describe(error: BaseException) -> tuple[str, bool]:
 
 
 def find_manager(manager: ProcessGroupManager | None) -> ProcessGroupManager:
-    """Return the given manager; for None the current one, or one for this process alone.
-
-    Raises:
-        StateError: There are several ranks and no manager, or the manager is destroyed.
-    """
+    """Return the given manager; for None the current one, or one for this process alone."""
     found = get_process_group_manager() if manager is None else manager
     if found is None:
         axis_group("cp_dp")  # raises if there are several ranks
@@ -132,10 +106,7 @@ def find_manager(manager: ProcessGroupManager | None) -> ProcessGroupManager:
 
 
 def control_group() -> ProcessGroup | None:
-    """Return the gloo group of all ranks for checkpoints only, made once; None in one process.
-
-    With its own group, a save in the background does not interfere with training's collectives.
-    """
+    """Return the gloo group for checkpoints alone: background saves do not disturb training."""
     world = get_default_group()
     if world is None:
         return None

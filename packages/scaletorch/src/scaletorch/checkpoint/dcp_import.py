@@ -77,7 +77,9 @@ def _describe(root: Path, whole: Whole) -> dict[str, Any]:
         entry, name = saved[key], key.removeprefix(prefix)
         weight = entry["shape"] and "float" in entry["dtype"] and not _OPTIMIZER.search(key)
         first = f"model.{whole.firsts.get(name, name)}"
-        if first in entries and not _are_equal(root, entries[first], entry):
+        known = entries.get(first, entry)
+        both = ([_read(root, **chunk) for chunk in each["chunks"]] for each in (known, entry))
+        if known is not entry and not all(map(torch.equal, *both)):
             raise CheckpointError(
                 f"{root} has other values for {key} than for another name of it, and in the model "
                 "they are one tensor"
@@ -112,11 +114,6 @@ def _member(kind: Any, name: Any) -> Any:
     raise pickle.UnpicklingError(f"it takes {name} of {kind}, as no description does")
 
 
-def _are_equal(root: Path, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    found = ([_read(root, **chunk) for chunk in entry["chunks"]] for entry in (one, other))
-    return all(map(torch.equal, *found))
-
-
 def _entries(root: Path) -> Entries:
     """Return the entries of a folder; values that are not tensors have the dtype ''."""
     try:
@@ -129,7 +126,11 @@ def _entries(root: Path) -> Entries:
         tensors = {}
         for name, entry in found.state_dict_metadata.items():
             if hasattr(entry, "chunks"):
-                chunks = [_chunk(name, each, found.storage_data) for each in entry.chunks]
+                chunks = []
+                for chunk in entry.chunks:
+                    info = found.storage_data[MetadataIndex(name, chunk.offsets)]
+                    where = info.relative_path, info.offset, info.length
+                    chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *where, None))
                 tensors[name] = Saved(tuple(entry.size), entry.properties.dtype, chunks)
         return values | to_json(tensors)
     except Exception as error:  # a broken pickle may raise any kind
@@ -137,12 +138,6 @@ def _entries(root: Path) -> Entries:
             f"{root / '.metadata'} cannot be read, pass the folder of one finished checkpoint: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _chunk(name: str, chunk: Any, stored: Mapping[MetadataIndex, Any]) -> Chunk:
-    info = stored[MetadataIndex(name, chunk.offsets)]
-    where = info.relative_path, info.offset, info.length
-    return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *where, None)
 
 
 def _read(root: Path, file: str, offset: int, length: int, **_: Any) -> Any:

@@ -26,16 +26,10 @@ from .format.folders import UNFINISHED, candidates
 from .format.metadata import METADATA, Saved, from_json, unseal
 from .format.values import decode, like
 from .saving import wait_for_last
-from .state.fit import (
-    all_names,
-    check_fit,
-    check_parts,
-    plan_model,
-    plan_shards,
-)
+from .state.fit import all_names, check_fit, check_parts, plan_model, plan_shards
 from .state.generators import find_random, restore_random, seed_anew
 from .state.model_tensors import Held, find_held, find_shards, refresh_shards
-from .state.optimizer import decode_groups, make_states, restore_groups
+from .state.optimizer import make_states
 from .state.record import Entry
 from .storage import Reader
 
@@ -161,11 +155,7 @@ def _load_one(
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's description, and check its digest.
-
-    Raises:
-        DamagedCheckpointError: The description is missing, changed or not one of `save`.
-    """
+    """Read a checkpoint's description, and check its digest."""
     if folder.name.endswith(UNFINISHED):
         raise DamagedCheckpointError(f"{folder} was never finished")
     return unseal(folder / METADATA)
@@ -192,14 +182,18 @@ class Plan:
         self._state: list[tuple[Tensor, dict[str, Any]]] = []
         self._groups: list[dict[str, Any]] = []
         if program.optimizer is not None:
-            self._groups = decode_groups(program.optimizer, document["groups"])
+            current, saved_groups = program.optimizer.param_groups, document["groups"]
+            self._groups = [
+                {key: like(group.get(key), decode(value)) for key, value in values.items()}
+                for group, values in zip(current, saved_groups, strict=True)
+            ]
             self._state = make_states(
                 program.optimizer, program.shards, saved, document["scalars"], self.targets
             )
         self._schedule: dict[str, Any] | None = None
         if program.scheduler is not None:
-            current = program.scheduler.state_dict()
-            self._schedule = like(current, decode(document["scheduler"]))
+            own = program.scheduler.state_dict()
+            self._schedule = like(own, decode(document["scheduler"]))
         devices = (each.tensor.device for each in program.held.values())
         self._device = next(devices, torch.device("cpu"))
         self._random: dict[str, Tensor] | None = None
@@ -209,37 +203,25 @@ class Plan:
             self._random = find_random(saved, program.manager, self._random_targets)
 
     def read(self, reader: Reader, what: str) -> None:
-        """Read everything, and install it in the program.
-
-        Raises:
-            CheckpointError: On every rank, with the model and the optimizer unchanged.
-        """
-        group = self._program.group
+        """Read everything and install it; if this raises, model and optimizer are unchanged."""
+        program, group = self._program, self._program.group
         reads = all_or_none(what, lambda: reader.plan(self.targets), group)
         reader.copy(all_or_none(what, lambda: reader.plan(self._random_targets), group))
         all_or_none(what, self._install_states, group)
         reader.copy(reads)
-        self._install()
-
-    def _install(self) -> None:
-        """Install what is not read in place: parameter copies, optimizer state, groups, seeds."""
-        program = self._program
         refresh_shards(program.shards)
         if program.optimizer is not None:
             for tensor, state in self._state:
                 program.optimizer.state.pop(tensor, None)
                 if state:
                     program.optimizer.state[tensor] = state
-            restore_groups(program.optimizer, self._groups)
+            for settings, values in zip(program.optimizer.param_groups, self._groups, strict=True):
+                settings.update(values)
         if self._random is None and "seed" in self._document:
             seed_anew(self._document["seed"], program.manager)
 
     def _install_states(self) -> None:
-        """Restore the scheduler and the generators first, since they may refuse their state.
-
-        Raises:
-            CheckpointError: One of them refuses.
-        """
+        """Restore the scheduler and the generators first, since they may refuse their state."""
         try:
             if self._schedule is not None:
                 self._program.scheduler.load_state_dict(self._schedule)

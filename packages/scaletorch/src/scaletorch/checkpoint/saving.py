@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, collect, control_group, find_manager, on_first_rank
 from .format import folders
 from .format.metadata import METADATA, Saved, from_json, require_whole, seal, to_json
+from .format.safetensors_files import flush
 from .format.values import canonical, encode, kind_of
 from .state.generators import record_random, seed_material
 from .state.model_tensors import find_held, find_shards, find_ties
@@ -133,7 +133,8 @@ def save(
         failed = error
     agree("the checkpoint to save", lines, group, error=failed)
     on_first_rank(lambda: folders.lock(root, model), group)
-    write = partial(_write, entries, record.notes, root, keep, document, group)
+    notes: dict[str, Mapping[str, Any]] = {"scalars": record.scalars, "ties": record.ties}
+    write = partial(_write, entries, notes, root, keep, document, group)
     return _started(Saving(folders.step_folder(root, step)), write, asynchronous)
 
 
@@ -181,8 +182,7 @@ def _write(
         described = {**document, **joined, "files": _sizes(folder, saved)}
         with (folder / METADATA).open("x", encoding="utf-8") as file:
             file.write(seal(described | {"entries": to_json(saved)}))
-            file.flush()
-            os.fsync(file.fileno())
+            flush(file)
         folders.finish(root, step, keep)
 
     what = f"saving {final} failed"
@@ -191,11 +191,7 @@ def _write(
 
 
 def _sizes(folder: Path, saved: Mapping[str, Saved]) -> dict[str, int]:
-    """Return the sizes of all ranks' files.
-
-    Raises:
-        CheckpointError: A file cannot be seen from this rank.
-    """
+    """Return the sizes of all ranks' files."""
     sizes = {}
     for name in sorted({chunk.file for entry in saved.values() for chunk in entry.chunks}):
         try:

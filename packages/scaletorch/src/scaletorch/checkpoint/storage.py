@@ -21,7 +21,6 @@ from .format.safetensors_files import (
     view_as,
     write_tensor,
 )
-from .state.model_tensors import Part
 from .state.record import Entry
 
 
@@ -32,10 +31,11 @@ def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[st
         return {}
     # The largest items first, which keeps all tensors aligned.
     parts.sort(key=lambda each: (-each[1].tensor.itemsize, each[0], each[1].offsets))
-    slots = [
-        (_slot_name(name, part, entries[name].shape), part.tensor.dtype, part.tensor.shape)
-        for name, part in parts
-    ]
+    slots = []
+    for name, part in parts:
+        shape, place = tuple(part.tensor.shape), ",".join(map(str, part.offsets))
+        slot = name if shape == entries[name].shape else f"{name}@{place}"
+        slots.append((slot, part.tensor.dtype, shape))
     beginning, starts = plan_file(slots, {"format": "pt", "step": str(step)})
     saved: dict[str, Saved] = {}
     with path.open("xb") as file:
@@ -51,49 +51,25 @@ def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[st
     return saved
 
 
-def _slot_name(name: str, part: Part, shape: tuple[int, ...]) -> str:
-    """Return a chunk's name: its entry's if it is the whole tensor, else with its offsets."""
-    whole = tuple(part.tensor.shape) == shape
-    return name if whole else f"{name}@{','.join(map(str, part.offsets))}"
-
-
 class Read(NamedTuple):
-    """A rectangle to copy.
+    """A rectangle to copy."""
 
-    Attributes:
-        name: The tensor's.
-        saved: The saved tensor.
-        chunk: The chunk that holds the rectangle.
-        begin: Its first index in the chunk, per dim.
-        target: The memory to fill.
-    """
-
-    name: str
-    saved: Saved
-    chunk: Chunk
-    begin: tuple[int, ...]
-    target: Tensor
+    name: str  # the tensor's
+    saved: Saved  # the saved tensor
+    chunk: Chunk  # the chunk that holds the rectangle
+    begin: tuple[int, ...]  # its first index in the chunk, per dim
+    target: Tensor  # the memory to fill
 
 
 class Reader:
-    """Reads a checkpoint's files.
-
-    Args:
-        folder: The checkpoint's.
-        saved: The tensors in it.
-        sizes: Bytes of each file.
-    """
+    """Reads a checkpoint's files, given the tensors in them and the size of each in bytes."""
 
     def __init__(self, folder: Path, saved: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
         self.folder, self._saved, self._sizes = folder, saved, sizes
         self._files: dict[str, Tensor] = {}
 
     def plan(self, entries: Mapping[str, Entry]) -> list[Read]:
-        """Find this rank's rectangles in the chunks, and check everything that will be read.
-
-        Raises:
-            DamagedCheckpointError: Some are missing, or have changed since they were written.
-        """
+        """Find this rank's rectangles in the chunks, and check everything that will be read."""
         reads: list[Read] = []
         for entry in entries.values():
             saved = self._saved[entry.source]
@@ -111,11 +87,7 @@ class Reader:
         return reads
 
     def check(self, read: Read, checked: set[tuple[str, int]]) -> None:
-        """Check the checksums of the blocks that a copy reads, unless they are in `checked`.
-
-        Raises:
-            DamagedCheckpointError: A block has changed since it was written.
-        """
+        """Check the checksums of the blocks that a copy reads, unless they are in `checked`."""
         chunk, memory = read.chunk, self._bytes(read.chunk)
         for block in _blocks(read) if chunk.crc32 is not None else ():
             start = block * BLOCK

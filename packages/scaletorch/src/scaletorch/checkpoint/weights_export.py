@@ -29,8 +29,6 @@ ADAPTER = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # names in peft's files are those in a PeftModel
 _TRAINED = ("modules_to_save", "bias", "trainable_token_indices")  # peft would write these too
 
-Listing = list[list[tuple[str, int]]]  # for each file, name and number of bytes of each tensor
-
 
 def export_safetensors(
     model: nn.Module,
@@ -59,7 +57,9 @@ def export_safetensors(
     group, what, root = control_group(), f"the export to {folder}", Path(folder)
     grid, held = all_or_none(what, lambda: _describe(model, manager), group)
     on_first_rank(lambda: _start(root), group)
-    files = list(_split(_not_earlier(held, grid), max_file_bytes))
+    names = all_gather_object([each.name for each in held], grid.pp_group)
+    earlier = set().union(*names[: grid.pp_rank])  # such as a buffer that all stages have
+    files = list(_split((each for each in held if each.name not in earlier), max_file_bytes))
     listing = [[(each.name, each.nbytes) for each in file] for file in files]
     stages = all_gather_object(listing, grid.pp_group)
     total, before = sum(map(len, stages)), sum(map(len, stages[: grid.pp_rank]))
@@ -86,13 +86,6 @@ def _start(root: Path) -> None:
     found = {path.name for path in root.glob("model*.safetensors*")}
     if names := sorted(name for name in found if not name.endswith(UNFINISHED)):
         raise CheckpointError(f"{root} has weights already ({names[0]}); export to another folder")
-
-
-def _not_earlier(held: list[Held], grid: ProcessGroupManager) -> list[Held]:
-    """Leave out tensors that an earlier stage has too, such as a buffer of the whole model."""
-    stages = all_gather_object([each.name for each in held], grid.pp_group)
-    earlier = {name for names in stages[: grid.pp_rank] for name in names}
-    return [each for each in held if each.name not in earlier]
 
 
 def _split(held: Iterable[Held], max_bytes: int) -> Iterator[list[Held]]:
@@ -150,8 +143,8 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def _finish(root: Path, stages: list[Listing]) -> None:
-    """Give the files their final names, and write the index if there are several."""
+def _finish(root: Path, stages: list[list[list[tuple[str, int]]]]) -> None:
+    """Give the stages' files (tensors' names and sizes) final names, and index several files."""
     files = [file for stage in stages for file in stage]
     names = [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
     for name in names:
@@ -198,11 +191,7 @@ def export_adapter(
 
 
 def _adapted(model: nn.Module, adapter: str) -> Any:
-    """Return the module that has peft's config of an adapter.
-
-    Raises:
-        InvalidArgumentError: It is missing, or peft would write more than low-rank matrices.
-    """
+    """Return the module that has peft's config of an adapter; refuse other than LoRA's matrices."""
     found = [m for m in model.modules() if isinstance(getattr(m, "peft_config", None), dict)]
     configs: dict[str, Any] = {name: c for m in found for name, c in m.peft_config.items()}  # type: ignore[union-attr,operator]
     config = configs.get(adapter)

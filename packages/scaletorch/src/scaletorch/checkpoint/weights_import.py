@@ -30,19 +30,13 @@ from .weights_export import INDEX, WHOLE
 
 
 class Whole(NamedTuple):
-    """Names in the whole model, of all ranks together.
+    """Names in the whole model, of all ranks together."""
 
-    Attributes:
-        firsts: Each name -> the name that its tensor is saved under.
-        ties: The name that a tied tensor is saved under -> all its names.
-        optimizer: The program's optimizer, if its state is to be loaded too.
-        groups: For each of the optimizer's groups, the names of its parameters.
-    """
-
-    firsts: dict[str, str]
-    ties: dict[str, list[str]]
+    firsts: dict[str, str]  # each name -> the name that its tensor is saved under
+    ties: dict[str, list[str]]  # the name that a tied tensor is saved under -> all its names
+    # the program's optimizer, if its state is to be loaded too
     optimizer: torch.optim.Optimizer | None
-    groups: list[set[str]]
+    groups: list[set[str]]  # for each of the optimizer's groups, the names of its parameters
 
 
 def import_safetensors(
@@ -75,19 +69,7 @@ def read_folder(
     find: Callable[[Path, Whole], dict[str, Any]],
     reader: type[Reader],
 ) -> None:
-    """Load a folder that another program wrote.
-
-    Args:
-        root: The folder.
-        model: The module that `parallelize` returned, or any other.
-        optimizer: Its state is loaded too; None loads weights only.
-        manager: The grid; None is the current one, or one process.
-        find: Returns a description of the folder like `metadata.json`; runs on rank 0.
-        reader: Class that reads the folder's files.
-
-    Raises:
-        CheckpointError: On every rank, with nothing changed.
-    """
+    """Load another program's folder, which `find` describes like `metadata.json` on rank 0."""
     group, what = control_group(), f"{root}"
     program = all_or_none(what, lambda: describe(model, optimizer, None, manager, group), group)
     names = all_names(program.held.values(), program.manager)
@@ -114,12 +96,7 @@ def _group_names(program: Program) -> list[set[str]]:
 
 
 def _describe_files(root: Path, whole: Whole) -> dict[str, Any]:
-    """Read the headers of all files, and describe each tensor as one chunk.
-
-    Raises:
-        CheckpointError: The files have two tensors that are tied in the model.
-        DamagedCheckpointError: Files are missing or broken.
-    """
+    """Read the headers of all files, and describe each tensor as one chunk."""
     entries: dict[str, Any] = {}
     sizes = {}
     for file, names in _files(root).items():

@@ -24,11 +24,7 @@ and what you pass comes after these.
 
 
 def parse(arguments: list[str]) -> PretrainConfig:
-    """Parse the command line of a training run.
-
-    Raises:
-        SystemExit: tyro or rich is not installed, or an option does not exist.
-    """
+    """Parse the command line of a training run."""
     try:
         import rich  # noqa: F401
         import tyro

@@ -102,11 +102,7 @@ class PretrainConfig:
 
 
 def sizes_of(config: PretrainConfig) -> LlamaConfig:
-    """Return the sizes of a run's model, including its experts.
-
-    Raises:
-        InvalidArgumentError: The sizes do not make a model.
-    """
+    """Return the sizes of a run's model, including its experts."""
     if not config.experts:
         return config.model
     experts = {"num_experts": config.experts, "top_k": config.top_k}
@@ -119,16 +115,14 @@ def plain_model(sizes: LlamaConfig) -> Llama:
 
 
 def check_config(config: PretrainConfig) -> None:
-    """Refuse settings that cannot work.
-
-    Raises:
-        InvalidArgumentError: A setting is invalid; the message names it and a valid value.
-    """
+    """Refuse settings that cannot work; the message names one and a valid value."""
     _check_words(config)
     _check_numbers(config)
     _check_folders(config)
     if config.backend is not None:
-        _check_backend(config.backend)
+        for device, name in devices.resolve_backend(config.backend):
+            devices.backend_problem(name)
+            devices.check_pair(device, name)
     _check_experts(config)
     check_paths(config.data, config.tokenizer)
 
@@ -169,12 +163,6 @@ def _check_folders(config: PretrainConfig) -> None:
         )
     if config.out is not None and config.out.exists() and not config.out.is_dir():
         raise InvalidArgumentError(f"out {config.out} is a file; pass a folder")
-
-
-def _check_backend(backend: str) -> None:
-    for device, name in devices.resolve_backend(backend):
-        devices.backend_problem(name)
-        devices.check_pair(device, name)
 
 
 def _check_experts(config: PretrainConfig) -> None:

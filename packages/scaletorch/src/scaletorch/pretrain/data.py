@@ -22,19 +22,12 @@ Encoder = Callable[[bytes], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents joined into one stream.
+    """Documents joined into one stream."""
 
-    Attributes:
-        tokens: Token ids, [T] uint8 or int32.
-        starts: [T] bool, True at the first token of each document.
-        vocab_size: Highest possible token id plus one.
-        digest: Hash of the text, the same on all machines with the same text.
-    """
-
-    tokens: Tensor
-    starts: Tensor
-    vocab_size: int
-    digest: str
+    tokens: Tensor  # token ids, [T] uint8 or int32
+    starts: Tensor  # [T] bool, True at the first token of each document
+    vocab_size: int  # highest possible token id plus one
+    digest: str  # hash of the text, the same on all machines with the same text
 
     def global_batch(
         self, step: int, *, batch_size: int, seq_len: int, seed: int
@@ -45,13 +38,9 @@ class Corpus:
         return self.window(offsets, seq_len)
 
     def window(self, offsets: Tensor, seq_len: int) -> dict[str, Tensor]:
-        """Return the sequences that begin at offsets [B, 1].
+        """Return the `input_ids` and `labels`, [B, seq_len], that begin at offsets [B, 1].
 
-        Labels are aligned with their inputs (`labels[:, i]` follows `input_ids[:, i]`). They are
-        -100 if the next token begins another document.
-
-        Returns:
-            `input_ids` and `labels`, [B, seq_len] int64.
+        Labels are aligned with inputs, and -100 if the next token begins another document.
         """
         positions = offsets + torch.arange(seq_len + 1)
         window = self.tokens[positions].long()
@@ -60,12 +49,7 @@ class Corpus:
 
 
 def load_corpus(data: Iterable[Path], tokenizer: Path | None, *, seq_len: int) -> Corpus:
-    """Read documents from files and folders, by default the Python standard library's sources.
-
-    Raises:
-        InvalidArgumentError: A path does not exist, or there are fewer than `seq_len + 1` tokens.
-        StateError: A tokenizer is given and the `tokenizers` library is not installed.
-    """
+    """Read documents from files and folders, by default the Python standard library's sources."""
     encode, vocab_size = (byte_tokens, 256) if tokenizer is None else tokenizer_encoder(tokenizer)
     texts = [path.read_bytes() for path in list(text_files(data)) or standard_library()]
     documents = [encode(text) for text in texts if text]
@@ -83,12 +67,7 @@ def load_corpus(data: Iterable[Path], tokenizer: Path | None, *, seq_len: int) -
 
 
 def check_paths(data: Iterable[Path], tokenizer: Path | None) -> None:
-    """Refuse paths that do not exist and a tokenizer that cannot be read.
-
-    Raises:
-        InvalidArgumentError: A path does not exist, or the tokenizer cannot be read.
-        StateError: The `tokenizers` library is not installed.
-    """
+    """Refuse paths that do not exist and a tokenizer that cannot be read."""
     for _ in text_files(data):
         pass
     if tokenizer is not None:
@@ -122,12 +101,7 @@ def byte_tokens(text: bytes) -> Tensor:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Return the `Tokenizer` of a `tokenizers` file.
-
-    Raises:
-        InvalidArgumentError: The file does not exist, or cannot be read.
-        StateError: The `tokenizers` library is not installed.
-    """
+    """Return the `Tokenizer` of a `tokenizers` file."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:

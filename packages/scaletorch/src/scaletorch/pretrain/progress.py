@@ -18,14 +18,7 @@ LOG = "log.jsonl"
 
 
 class Reporter:
-    """Writes one JSON line a step and moves a progress bar; does nothing if `folder` is None.
-
-    Args:
-        folder: Folder of the log; None on all ranks but 0.
-        title: Text beside the bar.
-        start: Number of steps that earlier runs have done.
-        steps: Number of the last step.
-    """
+    """Writes one JSON line a step and moves a progress bar; does nothing if `folder` is None."""
 
     def __init__(self, folder: Path | None, title: str, start: int, steps: int) -> None:
         self.folder, self.title, self.start, self.steps = folder, title, start, steps
@@ -56,15 +49,7 @@ class Reporter:
     def step(
         self, step: int, values: Mapping[str, float], *, tokens: int, flops: float, peak: float
     ) -> None:
-        """Report one step.
-
-        Args:
-            step: 1-based number of the step.
-            values: Loss, gradient norm and learning rate.
-            tokens: Tokens of the global batch.
-            flops: Model FLOPs of the global batch.
-            peak: Peak FLOP/s of the job.
-        """
+        """Report a 1-based step; `tokens` and `flops` are of the global batch."""
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         if self.log is None:
@@ -140,10 +125,7 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
 
 
 def job_peak(device: torch.device, dtype: torch.dtype, world_size: int) -> float:
-    """Return the peak FLOP/s of `world_size` ranks; CPU ranks share the cores of one node.
-
-    A square matmul is timed on one rank's device; the best of several runs counts.
-    """
+    """Return the peak FLOP/s of `world_size` ranks, by the best of several square products."""
     ranks = world_size if device.type != "cpu" else min(world_size, os.cpu_count() or 1)
     size = 512 if device.type == "cpu" else 8192
     a = torch.ones(size, size, device=device, dtype=dtype)  # not random: resuming is bitwise

@@ -29,12 +29,7 @@ FREE = frozenset(
 
 
 def identity(config: PretrainConfig, data: str) -> dict[str, Any]:
-    """Return what must agree between the run that saved and the run that resumes.
-
-    Args:
-        config: Settings of the run.
-        data: Digest of the text.
-    """
+    """Return the settings and the digest of the text, which must be those of the run that saved."""
     settings = {name: value for name, value in asdict(config).items() if name not in FREE}
     settings["decay_steps"] = config.decay_steps or config.steps
     plain: dict[str, Any] = json.loads(json.dumps(settings | {"data": data}))
@@ -77,12 +72,7 @@ def save_step(
     data: str,
     sizes: LlamaConfig,
 ) -> Saving:
-    """Start to save the state after `step` steps; training goes on meanwhile.
-
-    Raises:
-        NonFiniteError: A weight is infinite or NaN; nothing was written or removed.
-        MismatchError: A weight is not finite on another rank.
-    """
+    """Start to save the state after `step` steps; raise on all ranks if a weight is not finite."""
     agree(f"the checkpoint after step {step}", [], error=caught(refuse_nonfinite, model, step))
     return save(
         folder_of(config),
@@ -114,12 +104,7 @@ def load_last(
     manager: ProcessGroupManager,
     data: str,
 ) -> int:
-    """Restore the newest good checkpoint in `out`; return its number of steps, 0 if there is none.
-
-    Raises:
-        StateError: The checkpoint belongs to other settings, other text or another program;
-            nothing was loaded.
-    """
+    """Restore the newest good checkpoint in `out`; return its number of steps, or 0."""
     folder, now = folder_of(config), identity(config, data)
 
     def check(extra: Mapping[str, Any]) -> None:
@@ -148,13 +133,7 @@ def load_last(
 
 
 class Saver:
-    """Saves checkpoints while training goes on, and waits for the last one at the end.
-
-    Args:
-        save: Starts to save the state after a number of steps.
-        every: Steps between checkpoints; 0 saves none.
-        start: Number of steps already saved.
-    """
+    """Saves checkpoints while training goes on, and waits for the last one at the end."""
 
     def __init__(self, save: Callable[[int], Saving], every: int, start: int) -> None:
         self._save, self._every, self._saved = save, every, start

@@ -28,13 +28,10 @@ from .data import vocabulary_size
 from .train import train
 
 # Largest relative difference between a layout's loss curve and one process's. A step's loss may
-# have the rounding error that `verify` allows: 4 x epsilon x the root of the additions until then.
-# Training amplifies it, more so at a higher learning rate: over 60 steps on two ranks, losses
-# differ by 1 epsilon at the default rate; at three times that rate by 2 until step 30 and by 1,300
-# at step 41, at ten times by 1 until step 14 and by 23,000 at step 24. So a step's bound is
-# `GROWTH` times that of the step before, and at most `LARGEST`, which takes over after 8 steps of
-# float32 and 43 of float64. bfloat16 has only `LARGEST`: its sums are float32, and its own epsilon
-# would allow everything.
+# have the rounding error that `verify` allows, times `GROWTH` for each step before it, since
+# training amplifies it: over 60 steps on two ranks, losses differ by 1 epsilon at the default
+# learning rate, and by 23,000 at ten times that. `LARGEST` is the limit, reached after 8 steps of
+# float32 and 43 of float64. bfloat16 has only that: its own epsilon would allow everything.
 LARGEST = {"float32": 1e-3, "float64": 1e-8, "bfloat16": 2e-2}
 GROWTH = 1.25  # factor by which a step may amplify a difference
 FAR = 1000  # cap of the exponent, which would overflow a float; `LARGEST` holds long before
@@ -73,13 +70,7 @@ class Result:
     reference: list[float] | None = None
 
     def differences(self) -> list[float]:
-        """Return the relative difference of each step's loss from one process's.
-
-        It is infinite if either loss is not finite.
-
-        Raises:
-            StateError: The run was made without `compare`, so there is no reference.
-        """
+        """Return the relative difference of each loss from one process's, inf if not finite."""
         if self.reference is None:
             raise StateError("expected losses of one process, got none: train with compare=True")
         pairs = zip(_numbers(self.losses), _numbers(self.reference), strict=True)
@@ -91,14 +82,7 @@ class Result:
         return worst(found) if found else 0.0
 
     def furthest(self, config: PretrainConfig) -> tuple[int, float, float]:
-        """Return the step with the largest ratio of difference to bound, and both.
-
-        Args:
-            config: Settings of the finished run, whose last step is the last of the losses.
-
-        Returns:
-            The 1-based step number, its relative difference and its bound.
-        """
+        """Return the 1-based step with the largest ratio of difference to bound, and these two."""
         found = self.differences()
         last = max(config.steps, len(found))
         bounds = loss_bounds(config, range(last - len(found), last))
@@ -144,11 +128,7 @@ def pretrain(config: PretrainConfig) -> Result | None:
 
 
 def prepare(config: PretrainConfig) -> None:
-    """Check the settings and make the output folder.
-
-    Raises:
-        InvalidArgumentError: A setting cannot work.
-    """
+    """Check the settings and make the output folder."""
     check_config(config)
     if config.out is not None:
         try:

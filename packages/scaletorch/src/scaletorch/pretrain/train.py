@@ -21,13 +21,7 @@ from ..compose import (
     shard_global_batch,
     train_step,
 )
-from ..dist import (
-    barrier,
-    get_backend,
-    get_local_rank,
-    is_distributed,
-    is_main_process,
-)
+from ..dist import barrier, get_backend, get_local_rank, is_distributed, is_main_process
 from ..dist.devices import current_device, set_device
 from ..dist.errors import NonFiniteError
 from ..models import LlamaConfig
@@ -100,7 +94,7 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
         for note in notes(config, device, peak):
             reporter.say(note)
         for step in range(start, config.steps):
-            values = optimizer_step(config, manager, model, optimizer, corpus, step)
+            values = optimizer_step(config, model, optimizer, corpus, step)
             guard.step(step + 1)
             losses.append(values["loss"])
             reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
@@ -127,18 +121,12 @@ def notes(config: PretrainConfig, device: torch.device, peak: float) -> Iterator
 
 def optimizer_step(
     config: PretrainConfig,
-    manager: ProcessGroupManager,
     model: DataParallelBucket,
     optimizer: torch.optim.Optimizer,
     corpus: Corpus,
     step: int,
 ) -> dict[str, float]:
-    """Run 0-based `step`; return its loss, gradient norm and learning rate.
-
-    Raises:
-        NonFiniteError: The loss or norm is infinite or NaN; raised on every rank, before the
-            optimizer step.
-    """
+    """Run 0-based `step`; return its loss, gradient norm and learning rate."""
     device, sizes = current_device(), {"batch_size": config.batch_size, "seq_len": config.seq_len}
     drawn = corpus.global_batch(step, **sizes, seed=config.seed)
     batch = {name: entry.to(device) for name, entry in drawn.items()}
@@ -157,11 +145,7 @@ def optimizer_step(
 def finite_norm(
     config: PretrainConfig, model: DataParallelBucket, loss: Tensor, step: int
 ) -> Tensor:
-    """Clip the gradients and return their norm.
-
-    Raises:
-        NonFiniteError: The loss or norm is infinite or NaN; both are the same on every rank.
-    """
+    """Clip the gradients and return their norm; raise NonFiniteError on every rank."""
     culprits = "none of the gradients, but the loss"
     try:
         norm = clip_grad_norm_(model, config.clip, error_if_nonfinite=True)
@@ -199,10 +183,7 @@ def build_optimizer(config: PretrainConfig, model: nn.Module) -> torch.optim.Opt
     """Return AdamW with weight decay for matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
     )

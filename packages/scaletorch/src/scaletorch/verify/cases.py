@@ -118,17 +118,7 @@ def every_layout(world_size: int, ep: Iterable[int] = (1,)) -> list[Grid]:
 def choose_layouts(
     layouts: Iterable[Grid] | None, world_size: int | None, ep: Iterable[int] | None, experts: int
 ) -> list[Grid]:
-    """Return the layouts to try; see `verify`.
-
-    Args:
-        layouts: The layouts that were named; None is every layout of the world.
-        world_size: Number of ranks, if `layouts` is None.
-        ep: Expert parallel sizes to cross them with; None is that of `layouts`, or all that fit.
-        experts: Number of experts of the model, 1 if it has none.
-
-    Raises:
-        InvalidArgumentError: Neither layouts nor a world size, or an ep that fits no layout.
-    """
+    """Return the layouts to try; `layouts`, `world_size` and `ep` are as for `verify`."""
     sizes = None if ep is None else list(ep)
     if layouts is not None:
         named = list(layouts)
@@ -148,11 +138,7 @@ def _folds(grid: Grid, ep: int, etp: int = 1) -> bool:
 def enumerate_cases(
     grids: Iterable[Grid], dtypes: Sequence[str], options: Mapping[str, Sequence[str | int]]
 ) -> Iterator[Case]:
-    """Yield every layout x dtype x option value that can make a difference.
-
-    Raises:
-        InvalidArgumentError: An unknown option, value or dtype.
-    """
+    """Yield every layout x dtype x option value that can make a difference."""
     _check(dtypes, options)
     chosen = {name: options.get(name, values[:1]) for name, values in OPTIONS.items()}
     for grid in grids:

@@ -31,13 +31,7 @@ HERE = Where()
 def choose_where(device: str | None, backend: str | None) -> Where:
     """Return the device and backend to run on, by default this machine's accelerator if any.
 
-    Args:
-        device: 'cpu', or the kind of this machine's accelerator, such as 'cuda'; None takes the
-            accelerator, or the CPU if there is none.
-        backend: As for `launch`; None takes the device's own, which is gloo for the CPU.
-
-    Raises:
-        InvalidArgumentError: This machine lacks the device, or cannot use the backend.
+    `device` and `backend` are as for `verify`.
     """
     own = devices.default_entry().device
     if device not in (None, "cpu", own):
@@ -61,9 +55,8 @@ def repeating(device: str | None, backend: str | None) -> str:
 def named(things: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     """Return the command line options that repeat a run.
 
-    Args:
-        things: Option -> a module-level function or class, its name, or None.
-        values: Option -> names and values, as a mapping or as 'name=value' words, or None.
+    `things` are module-level functions or classes, or names of them; `values` are mappings or
+    'name=value' words.
     """
     words = [f" --{option} {name_of(each)}" for option, each in things.items() if each is not None]
     for option, given in values.items():
@@ -83,11 +76,6 @@ def name_of(thing: Any) -> str:
 def rank_device(device: str) -> torch.device:
     """Make this rank's device of a kind the current one, and return it."""
     return torch.device("cpu") if device == "cpu" else devices.set_device(get_local_rank())
-
-
-def device_of(batch: Mapping[str, Any]) -> torch.device:
-    """Return the device of a batch's tensors."""
-    return next(x.device for x in batch.values() if isinstance(x, Tensor))
 
 
 def in_dtype(batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

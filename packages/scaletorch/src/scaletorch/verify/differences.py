@@ -38,21 +38,12 @@ LARGEST = 1e-3  # a larger bound would let bfloat16 pass for float32: it rounds 
 
 
 def bound(dtype: torch.dtype, chain: int, step: int) -> float:
-    """Return the largest relative error that rounding explains.
-
-    Args:
-        dtype: The model's.
-        chain: Number of additions, see `chain_length`.
-        step: 0-based; errors of the weights carry over from step to step.
-    """
+    """Return the largest relative error that rounding explains after `chain` additions a step."""
     return torch.finfo(dtype).eps * ROOM * math.sqrt(chain * (step + 1))
 
 
 def blind(dtype: torch.dtype, chain: int, steps: int) -> str:
-    """Say why rounding in a dtype would hide faults, or return '' if it would not.
-
-    bfloat16 has its own limit, measured in one process.
-    """
+    """Return why rounding in a dtype would hide faults, or ''; bfloat16 has a limit of its own."""
     if dtype == torch.bfloat16:
         return ""
     last = bound(dtype, chain, steps - 1)
@@ -112,16 +103,7 @@ def whole(_name: str, tensor: Tensor) -> Tensor:
 def compare_tensor(
     what: str, step: int, ours: Tensor, theirs: Tensor, bound: float, *, scale: float | None = None
 ) -> Difference:
-    """Compare a tensor with one process's.
-
-    Args:
-        what: Kind and name of the tensor.
-        step: 0-based.
-        ours: This rank's shard.
-        theirs: The same shard of one process's tensor.
-        bound: The largest error that rounding explains.
-        scale: Scale of one process's whole tensor, see `scale_of`; None takes the norm of `theirs`.
-    """
+    """Compare this rank's shard with that of one process, relative to `scale`, see `scale_of`."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         note = f"{tuple(ours.shape)} {ours.dtype}, one process {tuple(theirs.shape)} {theirs.dtype}"
         return Difference(what, step, INFINITE, bound, note=note)
@@ -189,16 +171,7 @@ def unlike(
     manager: ProcessGroupManager,
     bound: float,
 ) -> Iterator[Difference]:
-    """Report tensors whose bits differ from those of another rank with the same shard.
-
-    Args:
-        kind: Kind of the tensors, such as 'gradient'.
-        step: 0-based.
-        model: The model that `parallelize` returned.
-        tensors: This rank's, by plain names.
-        manager: The grid.
-        bound: Bound to report.
-    """
+    """Report tensors whose bits differ from those of another rank with the same shard."""
     held = {key: digest(piece) for _, key, piece in keyed_pieces(model, tensors, manager)}
     for key, sides in parted_sides([*held.items()], manager).items():
         if key in held:
@@ -248,14 +221,7 @@ def compare_all(
 ) -> Iterator[Difference]:
     """Compare each tensor with one process's, or in bfloat16 the total rounding losses of both.
 
-    Args:
-        kind: Kind of the tensors: "gradient", "weight" or "whole weight".
-        step: 0-based.
-        ours: This rank's tensors, by plain names.
-        theirs: One process's step.
-        limit: The largest error of a tensor that rounding explains, if `exact` is None.
-        exact: The float64 process's step; None compares each tensor on its own.
-        shard: Takes this rank's shard of a whole tensor.
+    `kind` is "gradient", "weight" or "whole weight"; `exact` is None unless in bfloat16.
     """
     plural = f"{kind.split()[-1]}s"
     theirs = theirs[plural]
@@ -284,12 +250,7 @@ def _distance(tensor: Tensor, true: Tensor, scale: float) -> float:
 
 
 def score_error(choices: Sequence[Choice], exact: Sequence[Choice]) -> float:
-    """Return the error of nearly all tokens' scores, relative to the largest score in the row.
-
-    Args:
-        choices: Choices of the bfloat16 process in a step.
-        exact: Choices of the float64 process in the same calls.
-    """
+    """Return the error of nearly all bfloat16 scores, relative to the largest of their row."""
     gaps = [
         (a.scores.double() - b.scores).abs().nan_to_num(nan=0.0).amax(1) / sizes(b.scores)
         for a, b in zip(choices, exact, strict=True)

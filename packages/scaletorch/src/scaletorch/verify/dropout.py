@@ -65,10 +65,7 @@ def recorded(model: nn.Module, place: tuple[int, int]) -> Iterator[list[Draw]]:
 
 
 def judge(draws: list[Draw], step: int) -> Iterator[Difference]:
-    """Compare this rank's draws with those of all ranks.
-
-    Every rank of the world must call it. Yields one entry for each module that drew.
-    """
+    """Compare this rank's draws with those of all ranks, which all call it; one entry a module."""
     everyone = [Draw(*each) for rank in all_gather_object(list(map(tuple, draws))) for each in rank]
     for name in dict.fromkeys(draw.name for draw in draws):
         notes = (_contradiction(mine, everyone) for mine in draws if mine.name == name)

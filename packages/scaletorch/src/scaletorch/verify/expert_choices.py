@@ -62,13 +62,11 @@ Decide = Callable[[Choice], Tensor | None]  # a choice -> another mask to use in
 
 @contextmanager
 def decided(decide: Decide | None) -> Iterator[None]:
-    """Ask `decide`, unless it is None, about every choice of `torch.topk` and `Tensor.topk`.
-
-    The functions are replaced, since a torch function mode is off while a backward recomputes.
-    """
+    """Ask `decide`, unless it is None, about every choice of `torch.topk` and `Tensor.topk`."""
     if decide is None:
         yield
         return
+    # No torch function mode, which is off while a backward recomputes.
     before = {place: vars(place).get(NAME) for place in (torch, Tensor)}
     asking = _asking(torch.topk, decide)
     for place in before:
@@ -115,10 +113,8 @@ def in_order(choices: Sequence[Choice]) -> Decide:
 def by_scores(choices: Sequence[Choice], limit: float, sent: list[float]) -> Decide:
     """Return a `Decide` that chooses as one process did for the token with the same scores.
 
-    Args:
-        choices: One process's tokens in a step whose margins are at most four times `limit`.
-        limit: Largest rounding error of scores, relative to the largest in their row.
-        sent: Gets one process's margin of each token whose choice is replaced.
+    `limit` is the largest rounding error of scores, relative to the largest in their row; `sent`
+    gets one process's margin of each token whose choice is replaced.
     """
 
     def decide(ours: Choice) -> Tensor | None:

@@ -68,10 +68,7 @@ def _names_float32(values: Iterable[Any]) -> bool:
 
 
 def _called_by_library() -> bool:
-    """Return whether the call came from this library's code, directly or through torch.
-
-    Frames of torch and of `__torch_function__` modes are skipped: they only pass calls on.
-    """
+    """Return whether this library's code made the call, directly or through torch."""
     frame: FrameType | None = sys._getframe(2)  # past this function and the method
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -91,10 +88,7 @@ REDUCED = (
 
 @contextmanager
 def full_precision(device: str) -> Iterator[None]:
-    """Switch off TF32 and 16-bit reductions within the context, on CUDA.
-
-    Torch has no such settings for other kinds of `device`.
-    """
+    """Switch off TF32 and 16-bit reductions on CUDA; torch has no such settings for others."""
     with ExitStack() as undo:
         if device == "cuda":
             _switch_tf32_off(undo)

@@ -31,32 +31,21 @@ STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Consecutive steps with the same optimizers.
+    """Consecutive steps with the same optimizers."""
 
-    Attributes:
-        steps: Number of steps.
-        make: Returns the optimizers for given parameters.
-        clips: Whether gradients are clipped to `MAX_NORM` before the optimizer step.
-    """
-
-    steps: int
+    steps: int  # number of steps
+    # returns the optimizers for given parameters
     make: Callable[[Iterable[Any]], Sequence[Optimizer]]
-    clips: bool
+    clips: bool  # whether gradients are clipped to `MAX_NORM` before the optimizer step
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Makes an optimizer for all parameters.
+    """Makes an optimizer for all parameters; if it takes only matrices, AdamW gets the rest."""
 
-    If it takes only matrices, as Muon does, AdamW gets the other parameters.
-
-    Attributes:
-        kind: Its class, a function of parameters, or the locator of either.
-        options: Its keyword arguments.
-    """
-
+    # its class, a function of parameters, or the locator of either
     kind: Locator | Callable[..., Optimizer]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # its keyword arguments
 
     def __call__(self, parameters: Iterable[Any]) -> list[Optimizer]:
         """Return the optimizers for parameters."""
@@ -101,36 +90,22 @@ Put = Callable[[str, Tensor], None]  # is called with 'loss' and 'norm'
 Watch = Callable[[nn.Module, int, Batch], AbstractContextManager[Put]]  # surrounds a step
 BatchFn = Callable[[int], Any]
 
-TORCH_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
+TORCH_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model and its training, in a form that can be sent to ranks.
+    """The model and its training, in a form that can be sent to ranks."""
 
-    Attributes:
-        model_fn: Makes the plain model.
-        plan: Tensor and expert parallel plan; None recognises the model's family.
-        split: Pipeline split; None infers it.
-        phases: The optimizers.
-        device: The kind of device that computes, such as 'cuda'.
-        row_dims: As for `shard_global_batch`.
-        sequence_dims: As for `shard_global_batch`.
-        loss_fn: As for `train_step`; None is the cross entropy of tokens.
-    """
-
-    model_fn: Locator
+    model_fn: Locator  # makes the plain model
+    # tensor and expert parallel plan; None recognises the model's family
     plan: Mapping[str, Any] | None = None
-    split: Split | None = None
-    phases: Sequence[Phase] = PHASES
-    device: str = "cpu"
-    row_dims: RowDims | None = None
-    sequence_dims: RowDims | None = None
-    loss_fn: Locator | None = None
+    split: Split | None = None  # pipeline split; None infers it
+    phases: Sequence[Phase] = PHASES  # the optimizers
+    device: str = "cpu"  # the kind of device that computes, such as 'cuda'
+    row_dims: RowDims | None = None  # as for `shard_global_batch`
+    sequence_dims: RowDims | None = None  # as for `shard_global_batch`
+    loss_fn: Locator | None = None  # as for `train_step`; None is the cross entropy of tokens
 
     @property
     def loss(self) -> LossFunction | None:
@@ -143,16 +118,12 @@ class Subject:
 
 
 class Step(NamedTuple):
-    """The state of one process after a step's backward, and after its optimizer.
+    """The state of one process after a step's backward, and after its optimizer."""
 
-    Attributes:
-        saved: The global "loss", the "norm" of the whole gradient, "gradients" by plain names
-            (shared parameters under each of their names), and the new "weights", by `state_dict`.
-        choices: The scores of each `topk` call of the model, and which of them it chose.
-    """
-
+    # the global "loss", the "norm" of the whole gradient, "gradients" by plain names (shared
+    # parameters under each of their names), and the new "weights", by `state_dict`
     saved: dict[str, Any]
-    choices: list[Choice]
+    choices: list[Choice]  # the scores of each `topk` call of the model, and which of them it chose
 
 
 def default_model() -> nn.Module:
@@ -193,8 +164,7 @@ def sharpened(model: nn.Module) -> nn.Module:
 def default_batch(step: int, *, vocab_size: int = 64, rows: int = 16, length: int = 16) -> Batch:
     """Return random tokens with ragged labels: half of the rows have no valid label at all.
 
-    These rows move on by a quarter of the batch each step. If they stayed, the ranks that hold
-    them would never have a gradient, and would look like idle ranks.
+    The rows move on each step: ranks that never have a gradient would look idle.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(vocab_size, (rows, length + 1), generator=generator)
@@ -218,12 +188,7 @@ def wide_batch(step: int) -> Batch:
 
 
 def mean_loss(logits: Any, labels: Tensor) -> Tensor:
-    """Return the mean loss of the tokens that have a label, or zero if none has.
-
-    Args:
-        logits: [B, L, vocabulary], or an object that has them as `logits`, as transformers returns.
-        labels: [B, L], aligned with the logits; -100 for none.
-    """
+    """Return the mean loss of the tokens that have a label (not -100), or zero if none has."""
     flat = getattr(logits, "logits", logits).flatten(0, 1)
     loss = F.cross_entropy(flat, labels.flatten(), ignore_index=-100, reduction="sum")
     return loss / (labels != -100).sum().clamp(min=1)
@@ -244,10 +209,7 @@ def begin(
 
 
 def doubts(steps: Sequence[Step], limits: Sequence[float], dtype: str) -> dict[str, Any]:
-    """Return, for each step, the limit on score errors and the tokens rounding may reroute.
-
-    In float64 there are no such tokens.
-    """
+    """Return each step's limit on score errors, and the tokens that rounding may reroute."""
     near = [  # `by_scores` allows margins of 2 limits on ranks, and both scores may be off by one
         doubtful(step.choices, 4 * limit) if dtype != "float64" else []
         for step, limit in zip(steps, limits, strict=True)
@@ -264,12 +226,8 @@ def one_process(
 ) -> list[Step]:
     """Train the plain model in plain PyTorch, whole batches at once, dropout switched off.
 
-    Args:
-        subject: The model and its training.
-        saved: The dict that `begin` returned.
-        dtype: The model's.
-        choices: Expert choices to use, one for each `topk` call; empty lets the model choose.
-        watch: Makes a context manager around each step.
+    `saved` is what `begin` returned. `choices` are experts to use, one entry for each `topk` call;
+    `watch` makes a context manager around each step.
     """
     torch.manual_seed(0)
     model = subject.model(dtype)
@@ -326,12 +284,6 @@ def router_loss(model: nn.Module, output: Any, mask: Tensor | None = None) -> Te
     With N experts and the tokens of all layers together: coefficient x N x the sum over experts of
     (choices / tokens) x (mean probability). Source: Switch Transformers (arXiv 2101.03961),
     equations 4 to 6, as transformers implements it.
-
-    Args:
-        model: The plain module; its config, or that of a submodule, has output_router_logits=True
-            and router_aux_loss_coef.
-        output: The model's, with [T, N] of every layer in `router_logits`.
-        mask: [B, L], nonzero for tokens that count; None counts all.
     """
     config = next(filter(_asks, (getattr(part, "config", None) for part in model.modules())), None)
     if config is None:

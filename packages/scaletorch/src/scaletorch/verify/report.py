@@ -184,7 +184,12 @@ class Report:
             for result in self.results
         ]
         content = {
-            "versions": versions(),
+            "versions": {
+                "scaletorch": __version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+                "machine": platform.machine(),
+            },
             **self.where._asdict(),
             "passed": self.passed,
             "chain": self.chain,
@@ -200,13 +205,3 @@ def plain(difference: Difference) -> dict[str, Any]:
 
 def _finite(value: Any) -> Any:
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that the figures depend on."""
-    return {
-        "scaletorch": __version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }

@@ -35,7 +35,7 @@ from ..parallel.pg_manager import (
 from ..parallel.tensor_parallel import load_full_state_dict
 from . import dropout
 from .cases import Case
-from .device import device_of, in_dtype, moved, rank_device
+from .device import in_dtype, moved, rank_device
 from .differences import (
     Difference,
     Exact,
@@ -56,9 +56,6 @@ REPLAYED = "routing"  # name of the difference that reports replayed choices
 RECOMPUTE: Mapping[str, bool | str] = {
     "none": False, "layers": True, "selective": "selective", "offload": "offload",
 }  # fmt: skip
-WRAPPER: Mapping[str, Mapping[str, Any]] = {
-    "float64": {"grad_type": torch.float64},
-}
 SHARDED: Mapping[str, Mapping[str, Any]] = {
     "zero1": {"stage": 1, "overlap": True},
     "zero2": {"stage": 2, "overlap": True},
@@ -68,30 +65,19 @@ SHARDED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """The findings of one rank.
+    """The findings of one rank."""
 
-    Attributes:
-        compared: Number of tensors that it compared.
-        worst: The comparison nearest to its bound, or furthest beyond it.
-        failures: Differences that rounding does not explain, the first and largest `SHOWN` of them.
-        replayed: One entry for each step in which tokens were sent to one process's experts, since
-            rounding would have chosen others.
-    """
-
-    compared: int
-    worst: Difference
+    compared: int  # number of tensors that it compared
+    worst: Difference  # the comparison nearest to its bound, or furthest beyond it
+    # differences that rounding does not explain, the first and largest `SHOWN` of them
     failures: list[Difference]
+    # one entry for each step in which tokens were sent to one process's experts, since rounding
+    # would have chosen others
     replayed: list[Difference] = field(default_factory=list)
 
 
 def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
-    """Train as one rank of `case` and compare every step with one process's.
-
-    Args:
-        case: The layout and options.
-        subject: The model and its training.
-        reference: File with the plain checkpoint, the batches and one process's steps.
-    """
+    """Train as one rank of `case` and compare every step with the `reference` file's."""
     grid = case.grid
     device = rank_device(subject.device)
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
@@ -124,7 +110,7 @@ def compare_case(
     case: Case, subject: Subject, saved: Mapping[str, Any], manager: ProcessGroupManager
 ) -> Iterator[Difference]:
     """Build the model, and compare its initial weights, its training and its dropout."""
-    device = device_of(saved["batches"][0])
+    device = next(x.device for x in saved["batches"][0].values() if isinstance(x, Tensor))
     model = subject.model(case.dtype, device)
     part = own_part(model)
     yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, part)
@@ -141,9 +127,7 @@ def compare_case(
 class RefusedError(ScaletorchError):
     """The library refuses a case before its first step is done.
 
-    Args:
-        heard: Whether another rank found the reason and this one was only told.
-        words: The library's message.
+    `heard` says whether another rank found the reason and this one was only told.
     """
 
     def __init__(self, heard: bool, words: str) -> None:
@@ -165,10 +149,9 @@ def refusing() -> Iterator[None]:
 
 
 def refusal(error: RankFailedError, world_size: int) -> str:
-    """Return in one line why the library refuses a case, or '' if something else went wrong.
+    """Return in one line why all ranks refuse a case, or '' if something else went wrong.
 
-    Every rank must have refused it, and at least one must have found the reason itself: mismatches
-    alone mean that ranks disagree, which is a fault.
+    Mismatches alone mean that ranks disagree, which is a fault.
     """
     found = [each for each in error.exceptions.values() if isinstance(each, RefusedError)]
     own = [each.words for each in found if not each.heard]
@@ -191,7 +174,7 @@ def build(
         loss_parallel=case.loss_parallel == "on",
         cp_layout=case.cp_layout,
         cp_method=case.cp_method,
-        data_parallel=WRAPPER.get(case.data_parallel),
+        data_parallel={"grad_type": torch.float64} if case.data_parallel == "float64" else None,
         rehearse=False,  # the proof compares everything anyway
     )
     expect_attention(parallel, False)
@@ -218,8 +201,7 @@ def train_and_compare(
 ) -> Generator[Difference, None, bool]:
     """Train; compare this rank's shards after each step, and the whole weights at the end.
 
-    Stops after the first step in which a rank finds a fault, since later steps tell nothing new.
-    Returns False then, else True.
+    Stops and returns False after the first step with a fault: later steps tell nothing new.
     """
     mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     stages, dtype = all_gather_object(mine, manager.pp_group), TORCH_DTYPES[case.dtype]
@@ -258,13 +240,7 @@ def train_and_compare(
 def choosing(
     saved: Mapping[str, Any], step: int, sent: list[float]
 ) -> AbstractContextManager[None]:
-    """Choose experts as one process did in a step, if rounding would choose others.
-
-    Args:
-        saved: One process's reference.
-        step: 0-based.
-        sent: Gets the margin of each token whose choice is replaced; see `by_scores`.
-    """
+    """Choose experts as one process did in a step if rounding would not, see `by_scores`."""
     near = [Choice(*each) for each in saved["doubtful"][step]]
     return decided(by_scores(near, saved["limits"][step], sent) if near else None)
 

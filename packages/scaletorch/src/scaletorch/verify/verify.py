@@ -182,10 +182,7 @@ def _judged(
 
 
 def save_reference(path: Path, subject: Subject, batch_fn: BatchFn, dtype: str) -> str:
-    """Write the plain checkpoint, the batches and one process's steps; return the file's name.
-
-    One process runs on the same kind of device as the ranks, since rounding depends on it.
-    """
+    """Write the plain checkpoint, batches and one process's steps on the ranks' kind of device."""
     model, saved = begin(subject, batch_fn, dtype)
     chain = chain_length(model, _first(saved["batches"][0]))
     steps = one_process(subject, saved, dtype)
@@ -206,18 +203,13 @@ def _first(entries: Mapping[str, Any]) -> Tensor:
 
 
 class Ranks:
-    """Ranks for one case after another: reused while they are healthy and their number fits.
-
-    Args:
-        timeout: Seconds for one case.
-        backend: Backend of the ranks.
-    """
+    """Ranks for one case after another: reused while they are healthy and their number fits."""
 
     def __init__(self, timeout: float, backend: str = "gloo") -> None:
         self._timeout, self._backend = timeout, backend
         self._pool: RankPool | None = None
 
-    def of(self, size: int) -> RankPool:
+    def pool(self, size: int) -> RankPool:
         """Return a pool of `size` ranks."""
         if self._pool is None or not self._pool.reusable or self._pool.world_size != size:
             self.__exit__()
@@ -236,7 +228,7 @@ def run_all(tasks: Iterable[Task], timeout: float, backend: str = "gloo") -> Ite
     """Run tasks one after another, and yield each result; ranks are reused, see `Ranks`."""
     with Ranks(timeout, backend) as ranks:
         for case, run, arguments in tasks:
-            pool, start = ranks.of(case.grid.world_size), time.perf_counter()
+            pool, start = ranks.pool(case.grid.world_size), time.perf_counter()
             try:
                 reports = pool.run(run, case, *arguments)
                 yield CaseResult(case, time.perf_counter() - start, reports)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,27 +31,18 @@ from .wrong_shards import numbered
 JUMP = 8.0  # times the sources' error: up to this, a computation may have amplified it
 ABSORBED = 1e3  # times the users' error: beyond this, the users do not depend on the wrong values
 SYNCHRONISATION, UPDATE = "synchronisation", "update"
-ZEROS = " all zeros"
-STALE = ": does the optimizer hold other tensors than those that are trained?"
 MOST = 0.5  # if more than this share of gradients is born wrong, modules are not to blame
 
 
 @dataclass(slots=True)
 class Birth:
-    """A wrong tensor that was computed from tensors which are all right.
+    """A wrong tensor that was computed from tensors which are all right."""
 
-    Attributes:
-        judged: The verdict on it.
-        direction: START, FORWARD, BACKWARD, SYNCHRONISATION of gradients, UPDATE or DATA.
-        modules: The innermost modules whose code computed it.
-        inputs: The verdicts on the tensors that it was computed from.
-        others: Further tensors that were born wrong in the same way.
-    """
-
-    judged: Judged
-    direction: str
-    modules: list[str]
-    inputs: list[Judged]
+    judged: Judged  # the verdict on it
+    direction: str  # START, FORWARD, BACKWARD, SYNCHRONISATION of gradients, UPDATE or DATA
+    modules: list[str]  # the innermost modules whose code computed it
+    inputs: list[Judged]  # the verdicts on the tensors that it was computed from
+    # further tensors that were born wrong in the same way
     others: list[Judged] = field(default_factory=list)
 
 
@@ -60,9 +51,8 @@ def find_births(
 ) -> list[Birth]:
     """Return the tensors at which faults begin, in the first step that has any, in its order.
 
-    There are none if no result of the training is wrong: then the differences are intended, such
-    as the terms of a sum before ranks add them up. If a result is wrong, intended differences are
-    not blamed either, see `_absorbed`.
+    Intended differences, such as the terms of a sum before ranks add them up, are not blamed: there
+    are no births if no result of the training is wrong, and see `_absorbed`.
     """
     sources = _seen_sources(ancestry, judged)
     wrong = {key for key, each in judged.items() if each.state == BAD}
@@ -74,17 +64,14 @@ def find_births(
     mattering = _mattering(sources, wrong)
     born = [key for key in judged if key in mattering and not wrong.intersection(sources[key])]
     born = born or [key for key in judged if key in mattering][:1]  # sources form a cycle
-    clear = [key for key in born if _jumps(judged[key], sources[key], judged)] or born
+    worst = {key: max((judged[each].error for each in sources[key]), default=0.0) for key in born}
+    clear = [key for key in born if judged[key].error > JUMP * worst[key]] or born
     first = [key for key in clear if key.step == min(each.step for each in clear)]
     births = []
     for key in first:
         agreeing = [judged[each] for each in sources[key] if judged[each].state != BAD]
         births.append(Birth(judged[key], *_blame(key, run, reference), agreeing))
     return _gathered(births, judged)
-
-
-def _jumps(own: Judged, sources: Iterable[Key], judged: Mapping[Key, Judged]) -> bool:
-    return own.error > JUMP * max((judged[source].error for source in sources), default=0.0)
 
 
 def _seen_sources(
@@ -108,10 +95,9 @@ def _seen_sources(
 def _absorbed(
     wrong: set[Key], sources: Mapping[Key, list[Key]], judged: Mapping[Key, Judged]
 ) -> set[Key]:
-    """Return the wrong tensors of a forward whose users are all right.
+    """Return the wrong tensors of a forward whose users are all right, such as masked scores.
 
-    For example, each rank masks the router's scores for its own experts. The users' error must be
-    much smaller (`ABSORBED`): a residual, which only dilutes an error, is not enough.
+    The users' error must be much smaller (`ABSORBED`): a residual only dilutes an error.
     """
     users: dict[Key, list[Key]] = {}
     for key, own in sources.items():
@@ -232,19 +218,15 @@ def _innermost(names: Sequence[str]) -> list[str]:
     return [
         name
         for name in dict.fromkeys(names)
-        if not any(other != name and _lies_in(other, name) for other in names)
+        if not any(other != name and (not name or other.startswith(f"{name}.")) for other in names)
     ]
-
-
-def _lies_in(inner: str, outer: str) -> bool:
-    return not outer or inner.startswith(f"{outer}.")
 
 
 def _gathered(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
     """Merge births that have one cause; births in backward of several modules come last.
 
-    Births of one kind and direction with equal errors are names of one tensor. If most gradients of
-    parameters are born wrong, although those of activations are right, their summation is blamed.
+    Equal errors are names of one tensor. If most gradients of parameters are born wrong, although
+    those of activations are right, their summation is blamed.
     """
     step = births[0].judged.key.step if births else 0
     every = sum(key.kind == GRADIENT and key.step == step for key in judged)
@@ -287,7 +269,11 @@ def explain_birth(birth: Birth, run: Run, reference: Run) -> list[str]:
         size = float(torch.linalg.vector_norm(met.whole))
         change = replace(met, pieces=steps, whole=met.whole - before)
         sentences = _explain(key, change, bound, run, size)
-        return [f"of its change in the step {text}" + STALE * (ZEROS in text) for text in sentences]
+        stale = ": does the optimizer hold other tensors than those that are trained?"
+        return [
+            f"of its change in the step {text}" + stale * (" all zeros" in text)
+            for text in sentences
+        ]
     sentences = _explain(key, met, bound, run)
     for parent in reference.parents.get(key, ()) if key.kind == LOSS else ():
         gradient, limit = parent._replace(kind=BACKWARD), max(bound, NEAR)

@@ -18,7 +18,6 @@ GOOD, BAD, UNSEEN = "good", "bad", "unseen"
 MEASURED = 4.0  # a layout's rounding error may be this many times that of one process
 NEAR = 1e-6  # shards with a smaller error are in the right places
 INFINITE = math.inf
-EXTRA = "the reference has no gradient of it"
 BEYOND = 1e30  # larger values are masks, not results
 
 
@@ -45,19 +44,12 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A tensor of two runs, assembled.
+    """A tensor of two runs, assembled."""
 
-    Attributes:
-        pieces: The shards of the run in question.
-        whole: The full tensor of the reference.
-        dims: The sharding of its dims.
-        errors: The error of each piece, see `Judged.error`.
-    """
-
-    pieces: list[Piece]
-    whole: Tensor
-    dims: tuple[Sharding, ...]
-    errors: list[float]
+    pieces: list[Piece]  # the shards of the run in question
+    whole: Tensor  # the full tensor of the reference
+    dims: tuple[Sharding, ...]  # the sharding of its dims
+    errors: list[float]  # the error of each piece, see `Judged.error`
 
     @property
     def error(self) -> float:
@@ -66,7 +58,7 @@ class Met:
 
 
 def measure(noise: Run, reference: Run) -> dict[Key, float]:
-    """Return each tensor's rounding error in a lower dtype, in epsilons of that dtype.
+    """Return each tensor's rounding error in a lower dtype, in epsilons.
 
     It is infinite for integers that rounding changes, such as expert indices.
     """
@@ -88,13 +80,7 @@ def judge_all(
 ) -> dict[Key, Judged]:
     """Compare all tensors that the reference has, up to the first step with a wrong result.
 
-    Args:
-        run: The run in question.
-        reference: The run that is right.
-        sources: The result of `ancestors`.
-        lost: Rounding error of each tensor, see `measure`; the bounds of tensors without one follow
-            from the number of additions alone.
-        chain: Number of additions between inputs and results.
+    Bounds follow from `lost`, the rounding errors of `measure`, else from the additions (`chain`).
     """
     found: dict[Key, Judged] = {}
     eps, rounds = coarsest(run), rounding(run, reference, sources)
@@ -111,23 +97,13 @@ def judge_all(
                 if chooses and key.kind == FORWARD and not found[key].bound and found[key].wrong:
                     why = "whole numbers, and rounding alone chose others"
                     found[key] = Judged(key, UNSEEN, why=why)
-        found |= {
-            key: Judged(key, BAD, INFINITE, why=EXTRA) for key in _extra(step, run, reference)
-        }
+        for key, held in run.held.items():
+            extra = key[:2] == (step, GRADIENT) and key not in reference.held
+            if extra and any(bool(each.tensor.any()) for each in held):
+                found[key] = Judged(key, BAD, INFINITE, why="the reference has no gradient of it")
         if any(each.state == BAD and key.kind in FINAL for key, each in found.items()):
             break  # later steps tell nothing new
     return found
-
-
-def _extra(step: int, run: Run, reference: Run) -> list[Key]:
-    """Return nonzero gradients of parameters that the reference does not train."""
-    return [
-        key
-        for key, held in run.held.items()
-        if key[:2] == (step, GRADIENT)
-        and key not in reference.held
-        and any(bool(each.tensor.any()) for each in held)
-    ]
 
 
 def meet(
@@ -135,11 +111,7 @@ def meet(
 ) -> Met | None:
     """Assemble a tensor of two runs and compare them; None if the shards fit no full tensor.
 
-    Args:
-        ours: The shards of the run in question.
-        theirs: The shards of the reference.
-        typical: Smallest size of an element by which differences are divided.
-        weighed: Whether they are gradients of each rank's own loss, see `Description.weight`.
+    Differences are divided by elements of at least `typical`; `weighed` is as for `pieces_of`.
     """
     best: Met | None = None
     for dims in shardings([*theirs, *ours]):
@@ -159,13 +131,7 @@ def meet(
     return best
 
 
-def _judge(
-    key: Key,
-    run: Run,
-    reference: Run,
-    limit: float,
-    typical: float,
-) -> Judged:
+def _judge(key: Key, run: Run, reference: Run, limit: float, typical: float) -> Judged:
     theirs, ours = reference.held[key], run.held.get(key, [])
     if reason := run.uncounted.get(calling(key)) or reference.uncounted.get(calling(key)):
         return Judged(key, UNSEEN, why=reason)
@@ -220,8 +186,7 @@ def _is_of_all_rows(met: Met, ours: Sequence[Held]) -> bool:
 def _bound(key: Key, eps: float, lost: Mapping[Key, float], coarse: float, chain: int) -> float:
     """Return the largest error that rounding explains, where its epsilon is `eps`.
 
-    `coarse` is the epsilon of the run's coarsest dtype, in which `lost` is counted. A tensor, such
-    as the loss, may have a finer dtype than its sources.
+    `lost` is counted in `coarse`, the run's largest epsilon; a tensor's sources may be coarser.
     """
     by_length = eps * ROOM * math.sqrt(chain * (key.step + 1))
     if key not in lost or not eps:
@@ -287,10 +252,7 @@ def _finite(tensor: Tensor) -> Tensor:
 
 
 def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
-    """Return whether terms add up, over all ranks, to the reference's sum.
-
-    If not, try each tp rank by itself: tp ranks may each hold the whole sum, or another shard.
-    """
+    """Return whether terms add up to the right sum, over all ranks or those of each tp rank."""
     dims = next(iter(shardings([*theirs, *ours])), None)
     if dims is None:
         return False

@@ -44,15 +44,10 @@ BATCHES = "micro-batches"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A guess that holds.
+    """A guess that holds."""
 
-    Attributes:
-        covers: Indices in `Case.wrong` of the pieces that it explains.
-        sentence: The guess in words.
-    """
-
-    covers: frozenset[int]
-    sentence: str
+    covers: frozenset[int]  # indices in `Case.wrong` of the pieces that it explains
+    sentence: str  # the guess in words
 
 
 def explain(
@@ -66,17 +61,8 @@ def explain(
 ) -> list[str]:
     """Return sentences that say in which way a wrong tensor is wrong.
 
-    Args:
-        pieces: The ranks' pieces of it; several may hold the same index.
-        whole: The right tensor, of a real dtype.
-        bound: The largest relative difference, in the 2-norm, that rounding explains.
-        axes: Names of the slices of each dim, in the plural: 'rows', 'positions', 'heads'; '' for
-            a dim without a name.
-        groups: For each axis of the grid its groups of ranks, `{"tp": [(0, 1), (2, 3)]}`.
-        scale: The 2-norm that differences are divided by; None for the norm of `whole`.
-
-    Returns:
-        Three sentences at most, surest first, each without a full stop; none if nothing differs.
+    At most three, surest first, without a full stop; none if nothing differs. `axes` names the
+    slices of each dim in the plural, '' for none; `scale` is by default the norm of `whole`.
     """
     right = plain(whole)
     finite = right.nan_to_num(0.0, 0.0, 0.0)
@@ -238,10 +224,7 @@ def sums(case: Case) -> Iterator[Finding]:
         for cluster in clusters:
             shards = [case.wrong[i] for i in cluster]
             total = torch.stack([shard.have for shard in shards]).sum(0)
-            guesses = {
-                "partial sums: a sum": total,
-                "terms of a mean: a mean": total / len(shards),
-            }
+            guesses = {"partial sums: a sum": total, "terms of a mean: a mean": total / len(shards)}
             for words, guess in guesses.items():
                 if all(case.agrees(guess, shard.want, shard.have) for shard in shards):
                     found.setdefault(words, []).append(cluster)

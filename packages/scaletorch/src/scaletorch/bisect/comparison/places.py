@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..recording.descriptions import indices_of
 from ..recording.folder import Line, Recording, first_name
 
 GIVEN, WHOLE, ALIKE = "given", "whole", "all alike"
@@ -58,13 +59,7 @@ class Sharding:
 
 
 def shardings(held: Sequence[Held]) -> list[tuple[Sharding, ...]]:
-    """Return the possible shardings of the dims of a tensor, likeliest first.
-
-    The list is empty if the tensors are not shards of one full tensor.
-
-    Args:
-        held: The tensors of both runs.
-    """
+    """Return the possible shardings of the dims of both runs' tensors, likeliest first."""
     key = ("shardings", *(each.form for each in held))
     known = held[0].recording.known
     if key not in known:
@@ -97,10 +92,7 @@ def _distinct(held: Sequence[Held], dim: int) -> list[Sharding]:
 
 
 def _fitting(held: Sequence[Held], dim: int) -> Iterator[Sharding]:
-    """Yield the shardings of a dim that fit the sizes of all shards.
-
-    A recorded place leaves no choice: it fits all shards, or nothing does.
-    """
+    """Yield the shardings of a dim that fit all shards; a recorded place leaves no choice."""
     totals = [int(place[0]) for each in held if (place := _recorded_place(each, dim)) is not None]
     tried = [Sharding(GIVEN, totals[0])] if totals else _named(held, dim)
     for sharding in tried:
@@ -142,7 +134,7 @@ def _index(held: Held, dim: int, sharding: Sharding) -> Tensor:
         return torch.zeros(held.line.shape[dim], dtype=torch.int64)
     if name == GIVEN:
         place = _recorded_place(held, dim)
-        return torch.arange(total) if place is None else _indices(place[1:])
+        return torch.arange(total) if place is None else indices_of(place[1:])
     if name in (INNER, OUTER):
         return _equal_shard(held, held.line.shape[dim], sharding)
     axes = [_axis(held, axis) for axis in name.split(" x ")]
@@ -179,12 +171,7 @@ def _axis(held: Held, name: str) -> tuple[int, Tensor] | None:
     if axis is None:
         return None
     total, shards = axis
-    return int(total), _indices(shards[held.micro_batch if len(shards) > 1 else 0])
-
-
-def _indices(ranges: Sequence[Sequence[int]]) -> Tensor:
-    found = [torch.arange(start, stop) for start, stop in ranges]
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+    return int(total), indices_of(shards[held.micro_batch if len(shards) > 1 else 0])
 
 
 def in_terms(held: Sequence[Held], dims: Sequence[Sharding]) -> bool:
@@ -195,19 +182,12 @@ def in_terms(held: Sequence[Held], dims: Sequence[Sharding]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The shard of a tensor on one rank.
+    """The shard of a tensor on one rank."""
 
-    Attributes:
-        rank: Global rank.
-        micro_batch: 0-based.
-        tensor: The shard's values.
-        index: For each dim its indices in the full tensor, int64 [size].
-    """
-
-    rank: int
-    micro_batch: int
-    tensor: Tensor
-    index: tuple[Tensor, ...]
+    rank: int  # global rank
+    micro_batch: int  # 0-based
+    tensor: Tensor  # the shard's values
+    index: tuple[Tensor, ...]  # for each dim its indices in the full tensor, int64 [size]
 
 
 def pieces_of(
@@ -230,10 +210,7 @@ def pieces_of(
 
 
 def assemble(pieces: Sequence[Piece], dims: Sequence[Sharding], *, sums: bool = False) -> Tensor:
-    """Return the full tensor, in float64 if its dtype is floating; NaN where no rank has it.
-
-    With `sums`, shards of the same place are added up.
-    """
+    """Return the full tensor, NaN where no rank has it; `sums` adds up shards of the same place."""
     shape = [sharding.total for sharding in dims]
     first = pieces[0].tensor
     dtype = torch.float64 if first.is_floating_point() else first.dtype

@@ -28,28 +28,22 @@ from .places import Held
 
 @dataclass(slots=True)
 class Run:
-    """All ranks' recordings of all steps.
+    """All ranks' recordings of all steps."""
 
-    Attributes:
-        folder: Folder of the recordings.
-        steps: The recordings of each step, in rank order.
-        held: The ranks' shards of each tensor, in the order in which tensors were recorded.
-        parents: The tensors that each was computed from, as far as autograd knows.
-        children: The tensors computed from each, the reverse of `parents`.
-        uses: The parameters that each was computed with.
-        inside: The module whose code was running.
-        first: For a tensor with several names, each other name -> the first one.
-        uncounted: Modules whose number of calls differs between micro-batches -> the reason.
-    """
-
-    folder: Path
-    steps: Mapping[int, Sequence[Recording]]
+    folder: Path  # folder of the recordings
+    steps: Mapping[int, Sequence[Recording]]  # the recordings of each step, in rank order
+    # the ranks' shards of each tensor, in the order in which tensors were recorded
     held: dict[Key, list[Held]] = field(default_factory=dict)
+    # the tensors that each was computed from, as far as autograd knows
     parents: dict[Key, dict[Key, None]] = field(default_factory=dict)
+    # the tensors computed from each, the reverse of `parents`
     children: dict[Key, dict[Key, None]] = field(default_factory=dict)
+    # the parameters that each was computed with
     uses: dict[Key, set[str]] = field(default_factory=dict)
-    inside: dict[Key, str | None] = field(default_factory=dict)
+    inside: dict[Key, str | None] = field(default_factory=dict)  # the module whose code was running
+    # for a tensor with several names, each other name -> the first one
     first: dict[Key, Key] = field(default_factory=dict)
+    # modules whose number of calls differs between micro-batches -> the reason
     uncounted: dict[str, str] = field(default_factory=dict)
 
     def link(self, key: Key, parent: Key) -> None:
@@ -60,9 +54,7 @@ class Run:
     def used_by(self, key: Key, is_use: Callable[[Key], bool] = lambda _: False) -> Iterator[Key]:
         """Yield the tensors computed from a tensor under any of its names; these share a gradient.
 
-        Args:
-            key: The tensor.
-            is_use: Returns whether another name of the tensor counts as a use, see `births`.
+        `is_use` returns whether another name of the tensor counts as a use, see `births`.
         """
         first = self.first.get(key, key)
         names = [first]
@@ -75,11 +67,7 @@ class Run:
 
 
 def load(folder: str | Path) -> Run:
-    """Load the run that was recorded into a folder.
-
-    Raises:
-        InvalidArgumentError: As for `folder.read`.
-    """
+    """Load the run that was recorded into a folder."""
     run = Run(Path(folder), read(Path(folder)))
     for step, recordings in run.steps.items():
         found = [each for recording in recordings for each in _keyed(run, step, recording)]
@@ -165,18 +153,14 @@ def _note(run: Run, key: Key, parents: Sequence[Key], line: Line) -> None:
 
 
 def require_comparable(ours: Run, theirs: Run) -> None:
-    """Refuse two runs of different models.
-
-    Raises:
-        InvalidArgumentError: They have no step in common, or different names or shapes of
-            parameters.
-    """
+    """Refuse two runs of different models, or without a common step."""
     if not set(ours.steps) & set(theirs.steps):
         raise InvalidArgumentError(
             f"{ours.folder} has steps {list(ours.steps)} and {theirs.folder} has "
             f"{list(theirs.steps)}: record the same step of both"
         )
-    for key in ours.held if _alone(ours) and _alone(theirs) else ():
+    alone = all(len(ranks) == 1 for run in (ours, theirs) for ranks in run.steps.values())
+    for key in ours.held if alone else ():
         shapes = [run.held[key][0].line.shape for run in (ours, theirs) if key in run.held]
         if key.kind == GRADIENT and shapes[0] != shapes[-1]:
             raise InvalidArgumentError(
@@ -191,10 +175,6 @@ def require_comparable(ours: Run, theirs: Run) -> None:
                 f"these runs are of different models: {ours.folder} alone has gradients of "
                 f"{only[0]}, {theirs.folder} alone of {only[1]}"
             )
-
-
-def _alone(run: Run) -> bool:
-    return all(len(recordings) == 1 for recordings in run.steps.values())
 
 
 def ancestors(run: Run) -> dict[Key, list[Key]]:
@@ -231,15 +211,11 @@ def _without_gradients(run: Run) -> Iterator[tuple[Key, list[Key]]]:
             outputs[key.step, key.name, key.call].append(key)
     for key in run.held:
         if key.kind == DATA:
-            yield key, [k for k in run.held if k.step == key.step and _sees(k.kind, key.name)]
+            of_loss = key.name == "labels" or key.name.startswith("loss_")
+            kinds = (LOSS,) if of_loss else (LOSS, FORWARD)
+            yield key, [k for k in run.held if k.step == key.step and k.kind in kinds]
         elif key.kind == FORWARD and key.item.startswith("in"):
             yield key, outputs[key.step, key.name, key.call]
-
-
-def _sees(kind: str, entry: str) -> bool:
-    """Return whether tensors of a kind may depend on an entry of the batch, by its name."""
-    of_loss = entry == "labels" or entry.startswith("loss_")
-    return kind == LOSS or (kind == FORWARD and not of_loss)
 
 
 def _sources(key: Key, run: Run, users: Mapping[tuple[int, str], list[Key]]) -> Iterator[Key]:

@@ -21,48 +21,28 @@ CHANCE = math.log(1e-4)  # largest probability that a guess fits by accident
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's piece with its right values; everything is float64 and finite.
+    """A rank's piece with its right values; everything is float64 and finite."""
 
-    Attributes:
-        piece: The rank's piece.
-        have: The rank's values; those of `want` if either is not finite.
-        want: The right values; 0 for those that are not finite.
-        odd: Mask of elements that are not finite while the right ones are, or the reverse.
-        mask: Mask of wrong elements, among the finite ones.
-        had: Values of the wrong elements, 1-d.
-        due: Right values of the wrong elements, 1-d.
-    """
-
-    piece: Piece
-    have: Tensor
-    want: Tensor
-    odd: Tensor
-    mask: Tensor
-    had: Tensor
-    due: Tensor
+    piece: Piece  # the rank's piece
+    have: Tensor  # the rank's values; those of `want` if either is not finite
+    want: Tensor  # the right values; 0 for those that are not finite
+    odd: Tensor  # mask of elements that are not finite while the right ones are, or the reverse
+    mask: Tensor  # mask of wrong elements, among the finite ones
+    had: Tensor  # values of the wrong elements, 1-d
+    due: Tensor  # right values of the wrong elements, 1-d
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A wrong tensor, with everything that guesses about it are made from.
+    """A wrong tensor, with everything that guesses about it are made from."""
 
-    Attributes:
-        shards: The pieces of all ranks.
-        wrong: The pieces that differ by more than rounding explains.
-        whole: The right tensor, float64, finite.
-        bound: Relative bound on the 2-norm of a difference.
-        scale: The 2-norm that differences are divided by.
-        axes: Names of the dims of `whole`, in the plural; "" for a dim without a name.
-        groups: For each axis of the grid its groups of ranks.
-    """
-
-    shards: Sequence[Shard]
-    wrong: Sequence[Shard]
-    whole: Tensor
-    bound: float
-    scale: float
-    axes: Sequence[str]
-    groups: Mapping[str, Sequence[tuple[int, ...]]]
+    shards: Sequence[Shard]  # the pieces of all ranks
+    wrong: Sequence[Shard]  # the pieces that differ by more than rounding explains
+    whole: Tensor  # the right tensor, float64, finite
+    bound: float  # relative bound on the 2-norm of a difference
+    scale: float  # the 2-norm that differences are divided by
+    axes: Sequence[str]  # names of the dims of `whole`, in the plural; "" for a dim without a name
+    groups: Mapping[str, Sequence[tuple[int, ...]]]  # for each axis of the grid its groups of ranks
 
     def allowed(self, elements: int, *norms: float) -> float:
         """Return the largest 2-norm of the error of `elements` elements with values of `norms`."""
@@ -74,12 +54,8 @@ class Case:
     ) -> bool:
         """Return whether a guess explains the values, and not by accident.
 
-        Args:
-            have: The rank's values.
-            guess: The values by the guess, of the same shape.
-            want: The right values; the guess has to explain most of the difference from them.
-            fitted: Number of parameters of the guess that were fitted to the values.
-            choices: Logarithm of the number of possible guesses of this kind.
+        `fitted` is the number of parameters of the guess that were fitted to the values;
+        `choices` is the logarithm of the number of possible guesses of this kind.
         """
         one = math.log(min(max(4 * self.bound, 1e-8), 0.9))  # chance that one number fits
         if (have.numel() - fitted) * one + choices > CHANCE:
@@ -168,10 +144,7 @@ def has(subject: str) -> str:
 
 
 def where(case: Case, shards: Sequence[Shard], masks: Sequence[Tensor] = ()) -> str:
-    """Return text such as ' at positions 8-11 of rows 0-15'; '' if all elements are meant.
-
-    The masks select elements of each shard; without masks the wrong elements are selected.
-    """
+    """Return text such as ' at positions 8-11 of rows 0-15'; '' if all elements are meant."""
     boxes = [box_of(mask) for mask in masks or [shard.mask for shard in shards]]
     whole = sum(math.prod(map(len, box)) for box in boxes) == sum(s.have.numel() for s in shards)
     texts = []

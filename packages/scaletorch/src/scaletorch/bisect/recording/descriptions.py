@@ -72,17 +72,7 @@ def as_ranges(indices: Iterable[int]) -> Ranges:
 
 
 def description_of(given: Mapping[str, Any] | Description | None) -> Description:
-    """Return a `Description` from what a program passes as `describe`.
-
-    Args:
-        given: Name of an axis -> (indices, total): `{"rows": (range(4, 8), 8)}` are the last four
-            of eight rows. For several micro-batches, the indices are a list with one entry each.
-            `"weight"` is a number, see `Description`.
-
-    Raises:
-        InvalidArgumentError: It is not a mapping of this form, or axes differ in the number of
-            micro-batches.
-    """
+    """Return a `Description` from what a program passes as `describe`, see `record`."""
     if isinstance(given, Description):
         return given
     found = Description(weight=None)
@@ -112,8 +102,7 @@ def description_of(given: Mapping[str, Any] | Description | None) -> Description
 def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
     """Return a tensor's local shard, its place, and whether it is a term of a sum over ranks.
 
-    Only a DTensor has a place and may be a term. A dim that it does not shard has no place, since
-    it may consist of this rank's rows.
+    Only a DTensor has a place, and none for a dim that it does not shard, or is a term.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(tensor, module.DTensor):
@@ -124,7 +113,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
         dim = getattr(placement, "dim", None)
         if dim is not None:
             length = int(tensor.shape[dim])
-            held = torch.arange(length) if place[dim] is None else _flat(place[dim][1:])
+            held = torch.arange(length) if place[dim] is None else indices_of(place[dim][1:])
             own = _share(held, placement, tensor.device_mesh, axis)
             place[dim] = [length, *as_ranges(own.tolist())]
     return local, place, any(placement.is_partial() for placement in placements)
@@ -138,7 +127,8 @@ def _share(held: Tensor, placement: Any, mesh: Any, axis: int) -> Tensor:
     return torch.cat([c for g in groups for c in g.chunk(ranks)[own : own + 1]] or [held[:0]])
 
 
-def _flat(ranges: Sequence[tuple[int, int]]) -> Tensor:
+def indices_of(ranges: Sequence[Sequence[int]]) -> Tensor:
+    """Return the indices in ranges [start, stop), int64."""
     return torch.cat([torch.arange(start, stop) for start, stop in ranges] or [torch.arange(0)])
 
 

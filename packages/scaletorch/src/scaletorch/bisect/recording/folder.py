@@ -25,41 +25,27 @@ _ALIGNED = 64  # bytes; any dtype can be viewed in place
 
 @dataclass(slots=True)
 class Line:
-    """A tensor of a recording.
+    """A tensor of a recording."""
 
-    Attributes:
-        kind: As in `keys.Key`.
-        name: As in `keys.Key`.
-        item: As in `keys.Key`.
-        call: Number of earlier calls of the module in this step, or of the model for a TERM. For
-            DATA, the micro-batch.
-        dtype: Without 'torch.'.
-        shape: Shape of this rank's tensor.
-        offset: Its first byte in the file; -1 if it is the tensor of line `same`.
-        same: A line of the same tensor, or -1.
-        parents: Lines of the tensors that it was computed from.
-        uses: Parameters that it was computed with.
-        inside: The module whose code was running.
-        place: Per dim, its indices in the full tensor as [whole size, [start, stop], ...], or None
-            if the rank's description has to say it.
-        sums: Whether ranks' tensors have to be added up.
-        stage: The pipeline stage whose code was running.
-    """
-
-    kind: str
-    name: str
-    item: str
+    kind: str  # as in `keys.Key`
+    name: str  # as in `keys.Key`
+    item: str  # as in `keys.Key`
+    # Number of earlier calls of the module in this step, or of the model for a TERM. For DATA, the
+    # micro-batch.
     call: int
-    dtype: str
-    shape: list[int]
-    offset: int = -1
-    same: int = -1
+    dtype: str  # without 'torch.'
+    shape: list[int]  # shape of this rank's tensor
+    offset: int = -1  # its first byte in the file; -1 if it is the tensor of line `same`
+    same: int = -1  # a line of the same tensor, or -1
+    # lines of the tensors that it was computed from
     parents: list[int] = field(default_factory=list)
-    uses: list[str] = field(default_factory=list)
-    inside: str | None = None
+    uses: list[str] = field(default_factory=list)  # parameters that it was computed with
+    inside: str | None = None  # the module whose code was running
+    # per dim, its indices in the full tensor as [whole size, [start, stop], ...], or None if the
+    # rank's description has to say it
     place: list[Any] | None = None
-    sums: bool = False
-    stage: int = 0
+    sums: bool = False  # whether ranks' tensors have to be added up
+    stage: int = 0  # the pipeline stage whose code was running
 
 
 def first_name(lines: Sequence[Line], number: int) -> int:
@@ -70,13 +56,7 @@ def first_name(lines: Sequence[Line], number: int) -> int:
 
 
 class Writer:
-    """Writes a rank's recording of a step.
-
-    Args:
-        folder: Created if missing.
-        rank: The global rank.
-        header: Facts about the step that are the same for all tensors.
-    """
+    """Writes a rank's recording of a step; `header` has facts that hold for all tensors."""
 
     def __init__(self, folder: Path, rank: int, header: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,20 +93,14 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The recording of one step on one rank.
+    """The recording of one step on one rank."""
 
-    Attributes:
-        header: Facts about the step that are the same for all tensors.
-        lines: One for each tensor.
-        path: The file of the tensors.
-        number: Unique among the recordings of this process.
-        known: Cache of places and indices worked out from it.
-    """
-
-    header: dict[str, Any]
-    lines: list[Line]
-    path: Path
+    header: dict[str, Any]  # facts about the step that are the same for all tensors
+    lines: list[Line]  # one for each tensor
+    path: Path  # the file of the tensors
+    # unique among the recordings of this process
     number: int = field(default_factory=itertools.count().__next__)
+    # cache of places and indices worked out from it
     known: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -146,12 +120,7 @@ class Recording:
 
 
 def read(folder: Path) -> dict[int, list[Recording]]:
-    """Return the recordings of a folder by step, for each step those of all ranks in order.
-
-    Raises:
-        InvalidArgumentError: There are none, or one is incomplete, failed or of another version, or
-            a rank's is missing, or they are of several runs.
-    """
+    """Return a folder's recordings by step, those of all ranks in order; refuse incomplete ones."""
     steps: dict[int, list[Recording]] = {}
     found = sorted(folder.glob("step*.rank*.bin")) if folder.is_dir() else []
     if not found:

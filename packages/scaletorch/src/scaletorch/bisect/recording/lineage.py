@@ -22,8 +22,7 @@ class Use(NamedTuple):
 class Lineage:
     """Maps tensors, identified by their place in autograd's graph or their memory, to lines.
 
-    A tensor that is passed into a module gets another name, which it has within the module's call.
-    So the graph of names follows the nesting of modules.
+    Within the call of a module that it is passed into, a tensor has another name.
     """
 
     def __init__(self) -> None:

@@ -202,7 +202,11 @@ class Tape:
                 line.parents = list(dict.fromkeys([*line.parents, *unlinked]))
             number = self._add(line, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                _follow_gradient(tensor, partial(self._came, number))
+                came, node, output = partial(self._came, number), tensor.grad_fn, tensor.output_nr
+                if node is None:
+                    tensor.register_hook(came)
+                else:
+                    node.register_prehook(lambda gradients: came(gradients[output]))
         self._lineage.note(tensor, number)
         return number
 
@@ -292,15 +296,6 @@ def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
         kind.__call__ = original
 
 
-def _follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> None:
-    """Call `came` with a tensor's gradient, by a hook on the leaf or on the node that made it."""
-    node, number = tensor.grad_fn, tensor.output_nr
-    if node is None:
-        tensor.register_hook(came)
-    else:
-        node.register_prehook(lambda gradients: came(gradients[number]))
-
-
 @contextmanager
 def _following(tape: Tape) -> Iterator[None]:
     """Let a `Tape` record gradients before clipping and optimizer steps, and the new weights."""
@@ -313,14 +308,12 @@ def _following(tape: Tape) -> Iterator[None]:
         tape.norm(getattr(total, "full_tensor", lambda: total)())
         return total
 
-    def before(*_: Any) -> None:
-        tape.gradients()
-
     def after(*_: Any) -> None:
         nonlocal stepped
         stepped = True
 
-    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    before = register_optimizer_step_pre_hook(lambda *_: tape.gradients())
+    hooks = before, register_optimizer_step_post_hook(after)
     torch.nn.utils.clip_grad_norm_ = clipped
     try:
         yield

@@ -70,11 +70,8 @@ def _find(root: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
 def candidates(root: Path) -> list[Path]:
     """Return the checkpoints to load: `root` itself if it is one, else those in it, newest first.
 
-    A save that replaces a checkpoint of the same step may have been killed after it moved the old
-    one aside and before it named the new one. This function names it.
-
-    Raises:
-        CheckpointError: `root` is a file, or holds no checkpoint but maybe another library's.
+    A killed save may have moved an older checkpoint of its step aside before it named the new one:
+    that is done here.
     """
     if root.is_file():
         raise CheckpointError(f"{root} is a file; pass the folder of a checkpoint, or of several")
@@ -101,11 +98,7 @@ def latest(folder: str | Path) -> Path | None:
 def lock(root: Path, owner: object) -> None:
     """Lock a folder against other jobs until `owner` is collected or this process ends.
 
-    The operating system releases the lock when the process ends, even if it is killed. On a file
-    system without locks other jobs are not kept out.
-
-    Raises:
-        CheckpointError: Another job writes there; the text has its process, host and start.
+    The operating system releases the lock even of a killed process; a file system may have none.
     """
     key = os.getpid(), root.resolve()
     if key in _locked:
@@ -142,11 +135,7 @@ def _unlock(key: tuple[int, Path], descriptor: int) -> None:
 
 
 def start(root: Path, step: int) -> None:
-    """Create the unfinished folder of a step, and remove the files of an earlier attempt from it.
-
-    Raises:
-        CheckpointError: The step's folder exists, and this library did not write it.
-    """
+    """Create the unfinished folder of a step, without the files of an earlier attempt."""
     final = step_folder(root, step)
     if final.exists() and not (final / METADATA).exists() and not _own_files(final):
         raise CheckpointError(
@@ -227,13 +216,7 @@ def _delete(folder: Path) -> None:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Refuse a folder, at any depth, with files that are or may be another library's checkpoint.
-
-    Unfinished saves, text, logs and pictures are allowed.
-
-    Raises:
-        CheckpointError: There is such a file; the text says what it is and how to load it.
-    """
+    """Refuse a folder with files, at any depth, that are or may be another library's checkpoint."""
     paths = sorted(folder.rglob("*")) if folder.is_dir() else []
     paths = [path for path in paths if not _matches(path.relative_to(folder).parts[0], _OURS)]
     for pattern, (kind, way) in _KNOWN.items():

@@ -22,23 +22,14 @@ _KEYS = {
 
 
 class Chunk(NamedTuple):
-    """A rectangle of a saved tensor.
+    """A rectangle of a saved tensor."""
 
-    Attributes:
-        at: Its first index in the whole tensor, per dim.
-        shape: Its sizes.
-        file: Name of the file, in the checkpoint's folder.
-        offset: Its first byte in the file.
-        length: Number of bytes.
-        crc32: Checksum of each block of these bytes; None if none was saved.
-    """
-
-    at: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    offset: int
-    length: int
-    crc32: list[int] | None
+    at: tuple[int, ...]  # its first index in the whole tensor, per dim
+    shape: tuple[int, ...]  # its sizes
+    file: str  # name of the file, in the checkpoint's folder
+    offset: int  # its first byte in the file
+    length: int  # number of bytes
+    crc32: list[int] | None  # checksum of each block of these bytes; None if none was saved
 
 
 class Saved(NamedTuple):
@@ -77,11 +68,7 @@ def from_json(entries: Mapping[str, Any]) -> dict[str, Saved]:
 
 
 def require_whole(saved: Mapping[str, Saved]) -> None:
-    """Refuse tensors whose chunks do not cover them exactly.
-
-    Raises:
-        CheckpointError: For the first of them.
-    """
+    """Refuse tensors whose chunks do not cover them exactly."""
     for name, entry in saved.items():
         filled = [chunk for chunk in entry.chunks if prod(chunk.shape)]
         inside = all(
@@ -105,11 +92,7 @@ def seal(document: dict[str, Any]) -> str:
 
 
 def unseal(path: Path) -> dict[str, Any]:
-    """Read and check a description.
-
-    Raises:
-        DamagedCheckpointError: It is missing, not ours, of another version, or has changed.
-    """
+    """Read a description, and check its format, version and digest."""
     try:
         document: dict[str, Any] = json.loads(path.read_bytes())
         digest = document.pop("digest", None)

@@ -30,17 +30,12 @@ _CODES = {
 }  # fmt: skip
 CODES = {getattr(torch, name): code for code, name in _CODES.items()}
 DTYPES = {code: dtype for dtype, code in CODES.items()}
-MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 Slot = tuple[str, torch.dtype, Sequence[int]]  # a tensor in a file: name, dtype, shape
 
 
 def plan_file(slots: Iterable[Slot], note: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """Return a file's header, and the offset of each tensor's bytes in the file.
-
-    Raises:
-        CheckpointError: The format does not have a dtype.
-    """
+    """Return a file's header, and the offset of each tensor's bytes in the file."""
     header: dict[str, Any] = {"__metadata__": dict(note)} if note else {}
     starts, end = [], 0
     for name, dtype, shape in slots:
@@ -56,15 +51,11 @@ def plan_file(slots: Iterable[Slot], note: Mapping[str, str]) -> tuple[bytes, li
 
 
 def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
-    """Return name -> (dtype, shape, first byte, number of bytes) of a file's tensors.
-
-    Raises:
-        DamagedCheckpointError: The file cannot be read as safetensors.
-    """
+    """Return name -> (dtype, shape, first byte, number of bytes) of a file's tensors."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > MAX_HEADER:
+            if length > 100_000_000:  # safetensors' own limit
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
@@ -104,7 +95,7 @@ def write_tensor(file: IO[bytes], tensor: Tensor) -> list[int]:
     return checksums
 
 
-def flush(file: IO[bytes]) -> None:
+def flush(file: IO[Any]) -> None:
     """Wait until a file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
@@ -120,11 +111,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def map_file(path: Path, size: int) -> Tensor:
-    """Map a file into memory, and return it as a uint8 tensor.
-
-    Raises:
-        DamagedCheckpointError: The file is gone or has another size.
-    """
+    """Map a file of a known size into memory, and return it as a uint8 tensor."""
     try:
         found = path.stat().st_size
     except OSError as error:

@@ -17,11 +17,7 @@ _MARKS = {"tuple", "pairs", "tensor"}
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return a value as JSON can hold it, with marks for tuples, other keys and 0-d tensors.
-
-    Raises:
-        InvalidArgumentError: A value of another type; the text begins with `where`.
-    """
+    """Return a value as JSON can hold it, with marks for tuples, other keys and 0-d tensors."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, list):
@@ -91,11 +87,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """Return the dtype with a name such as `float32`.
-
-    Raises:
-        TypeError: No dtype has this name.
-    """
+    """Return the dtype with a name such as `float32`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is no dtype")

@@ -26,16 +26,9 @@ def all_names(held: Iterable[Held], manager: ProcessGroupManager) -> set[str]:
 
 
 def check_fit(
-    held: Collection[Held],
-    names: Collection[str],
-    saved: Shapes,
-    ties: Mapping[str, list[str]],
+    held: Collection[Held], names: Collection[str], saved: Shapes, ties: Mapping[str, list[str]]
 ) -> None:
-    """Refuse a checkpoint of another model.
-
-    Raises:
-        CheckpointError: Names, shapes or ties differ; the text names the tensors.
-    """
+    """Refuse a checkpoint of another model: other names, shapes or ties."""
     wrong = []
     known = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
     known |= {alias for aliases in ties.values() for alias in aliases}
@@ -75,14 +68,7 @@ def plan_model(
 ) -> dict[str, Entry]:
     """Return the entries to load into the model's tensors.
 
-    Args:
-        held: The model's tensors on this rank.
-        shards: The tensors that an optimizer updates.
-        saved: The checkpoint's entries.
-        cast: Accept values of other dtypes, as for imported weights.
-
-    Raises:
-        CheckpointError: Dtypes differ, `cast` is False, and the optimizer has no master weights.
+    Other dtypes are accepted if the optimizer has master weights, or with `cast`, for imports.
     """
     # A parameter shared by stages may have no master though others do; it is rounded all the same.
     cast = cast or any(shard.is_master for shard, _ in shards)
@@ -91,15 +77,15 @@ def plan_model(
     for each in held:
         if not each.tensor.numel():
             continue
-        source = _source(each, saved, cast=cast)
-        if source is None:
-            dtype = saved[f"model.{each.name}"].dtype
-            wrong.append(f"{each.name} is {dtype} there and {each.tensor.dtype} in the model")
+        name, master, dtype = f"model.{each.name}", f"master.{each.name}", each.tensor.dtype
+        source = master if saved[name].dtype != dtype and master in saved else name
+        if saved[source].dtype != dtype and not cast:
+            wrong.append(f"{each.name} is {saved[name].dtype} there and {dtype} in the model")
             continue
         # Through `data`, which leaves version counters unchanged. From a changed one a sharded
         # optimizer would conclude that its parameters changed, and round its masters to them.
         parts = list(each.parts(each.tensor.data))
-        targets[f"model.{each.name}"] = Entry(each.shape, each.tensor.dtype, parts, source)
+        targets[name] = Entry(each.shape, dtype, parts, source)
     if wrong:
         raise CheckpointError("it is of another model: " + "; ".join(wrong[:12]))
     return targets
@@ -108,10 +94,7 @@ def plan_model(
 def plan_shards(
     shards: Iterable[tuple[Shard, Held]], saved: Shapes, targets: dict[str, Entry]
 ) -> None:
-    """Add to `targets` what an optimizer holds in addition: master weights and whole matrices.
-
-    A master that was not saved is loaded from its parameter.
-    """
+    """Add an optimizer's masters and whole matrices; unsaved masters come from their parameters."""
     for shard, own in shards:
         if shard.is_master and shard.tensor.numel():
             name = f"master.{own.name}"
@@ -122,24 +105,10 @@ def plan_shards(
             targets[f"model.{own.name}"].parts.extend(own.parts(shard.tensor))
 
 
-def _source(each: Held, saved: Shapes, *, cast: bool) -> str | None:
-    """Return the entry to load a parameter from, the master if dtypes differ; None if none fits."""
-    name, master = f"model.{each.name}", f"master.{each.name}"
-    if saved[name].dtype == each.tensor.dtype:
-        return name
-    best = master if master in saved else name
-    return best if cast or saved[best].dtype == each.tensor.dtype else None
-
-
 def check_parts(
     document: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, scheduler: Any
 ) -> None:
-    """Refuse a checkpoint that does not fit the optimizer and scheduler to restore.
-
-    Raises:
-        CheckpointError: It has no optimizer or scheduler, one of another class, or another number
-            of groups.
-    """
+    """Refuse a checkpoint that does not fit the optimizer and scheduler to restore."""
     programs = {"optimizer": (optimizer, "groups"), "scheduler": (scheduler, "scheduler")}
     for part, (program, key) in programs.items():
         saved, own = document.get("kinds", {}).get(part), kind_of(program)

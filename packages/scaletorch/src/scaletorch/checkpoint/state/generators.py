@@ -25,7 +25,12 @@ def _device_module(device: torch.device) -> Any:
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
     """Return the states of this rank's generators: torch's, Python's, numpy's if it is in use."""
-    states = {"cpu": torch.get_rng_state(), "python": _to_bytes(_python_states())}
+    python: dict[str, Any] = {"python": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        python["numpy"] = [str(name), keys.tolist(), *rest]
+    written = torch.frombuffer(bytearray(json.dumps(python).encode()), dtype=torch.uint8)
+    states = {"cpu": torch.get_rng_state(), "python": written}
     if (module := _device_module(device)) is not None:
         states[device.type] = module.get_rng_state(device)
     return states
@@ -80,15 +85,3 @@ def seed_material(step: int) -> int:
     """Return a 32-bit seed computed from this rank's generator and the step."""
     state = bytes(torch.get_rng_state().tolist())
     return int.from_bytes(blake2b(state + b"%d" % step, digest_size=4).digest(), "little")
-
-
-def _python_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"python": random.getstate()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, *rest = numpy.random.get_state()
-        states["numpy"] = [str(name), keys.tolist(), *rest]
-    return states
-
-
-def _to_bytes(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

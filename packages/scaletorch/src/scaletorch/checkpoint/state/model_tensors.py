@@ -22,24 +22,17 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rectangle of a whole tensor, held by this rank.
+    """A rectangle of a whole tensor, held by this rank."""
 
-    Attributes:
-        offsets: Its first index in the whole tensor, per dim.
-        tensor: Its memory on this rank, a view of the rectangle's shape.
-        owner: The first tp rank that has it.
-    """
-
-    offsets: tuple[int, ...]
-    tensor: Tensor
-    owner: int
+    offsets: tuple[int, ...]  # its first index in the whole tensor, per dim
+    tensor: Tensor  # its memory on this rank, a view of the rectangle's shape
+    owner: int  # the first tp rank that has it
 
 
 def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
     """Split a range of a row-major tensor's elements into rectangles, in order.
 
-    These are a partial first row, whole rows, and a partial last row. Partial rows are split in
-    the same way, recursively.
+    These are whole rows, and before and after them partial rows, split in the same way.
     """
     if start >= stop:
         return
@@ -65,26 +58,18 @@ def _within(index: int, start: int, stop: int, shape: Sequence[int]) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A parameter or buffer on this rank.
+    """A parameter or buffer on this rank."""
 
-    Attributes:
-        names: All its names in the whole model, in the model's order; the first is saved.
-        tensor: This rank's shard of it.
-        shape: Shape of the whole tensor.
-        cut: Its sharding over tp; None if it is not sharded.
-        experts: Its sharding over ep, along dim 0; None if it is not an expert weight. Expert
-            weights may be sharded over tp as well.
-        owner: The first tp rank that has it, if it is not sharded over tp.
-        first: Whether this is the first pipeline stage that has it.
-    """
-
+    # all its names in the whole model, in the model's order; the first is saved
     names: tuple[str, ...]
-    tensor: Tensor
-    shape: tuple[int, ...]
-    cut: ParameterCut | None
+    tensor: Tensor  # this rank's shard of it
+    shape: tuple[int, ...]  # shape of the whole tensor
+    cut: ParameterCut | None  # its sharding over tp; None if it is not sharded
+    # Its sharding over ep, along dim 0; None if it is not an expert weight. Expert weights may be
+    # sharded over tp as well.
     experts: ExpertCut | None
-    owner: int
-    first: bool
+    owner: int  # the first tp rank that has it, if it is not sharded over tp
+    first: bool  # whether this is the first pipeline stage that has it
 
     @property
     def name(self) -> str:
@@ -92,20 +77,12 @@ class Held:
         return self.names[0]
 
     @property
-    def dim(self) -> int | None:
-        """The dim that is sharded over tp, or None."""
-        return None if self.cut is None else self.cut.dim
-
-    @property
     def nbytes(self) -> int:
         """Number of bytes of the whole tensor."""
         return torch.Size(self.shape).numel() * self.tensor.dtype.itemsize
 
     def parts(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Part]:
-        """Yield the rectangles of the whole tensor that `tensor` holds.
-
-        `tensor` has the shape of this rank's shard, or is flat with its elements start to stop.
-        """
+        """Yield the rectangles in `tensor`: this rank's shard, or its flat range start to stop."""
         found, shape = tensor.detach(), tuple(self.tensor.shape)
         if tuple(found.shape) == shape:  # may be non-contiguous
             boxes = [((0,) * len(shape), found)] if found.numel() else []
@@ -137,12 +114,7 @@ class Held:
 
 
 def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]:
-    """Return id of a tensor -> its `Held`, for all of the model's state on this rank.
-
-    Raises:
-        InvalidArgumentError: The state has an item that is no parameter and no buffer, so loading
-            could not restore it.
-    """
+    """Return id of a tensor -> its `Held`, for all of the model's state on this rank."""
     cuts, experts = find_cuts(model), find_expert_cuts(model)
     own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
     named: dict[int, list[str]] = {}
@@ -176,11 +148,7 @@ def describe(
     *,
     first: bool = True,
 ) -> Held:
-    """Return the `Held` of a tensor with the given sharding over tp and ep.
-
-    If each expert is sharded over tp (etp = tp), all tp ranks have the same experts; if not, no
-    other tp rank has this rank's experts.
-    """
+    """Return the `Held` of a tensor; with etp = tp all tp ranks have the same experts."""
     shape, owner = tuple(tensor.shape), 0
     if cut is not None and cut.layer.tp_size == 1:
         cut = None
@@ -216,18 +184,8 @@ def find_shards(
 ) -> list[tuple[Shard, Held]]:
     """Return the tensors that an optimizer may update, each with the tensor that it is a range of.
 
-    Parameters that have been frozen since are included. Last come the whole matrices that the
-    optimizer has in place of tp shards, each with a `Held` that is not sharded over tp.
-
-    Args:
-        model: Any module.
-        held: Its state, by id.
-        optimizer: Optimizer of the model's parameters, or of their shards.
-        manager: The grid.
-
-    Raises:
-        InvalidArgumentError: The optimizer updates a tensor that is not a parameter of the model,
-            or the model's state leaves out a trained parameter.
+    Includes parameters frozen since. Last come the whole matrices that the optimizer has in place
+    of tp shards, each with a `Held` that is not sharded over tp.
     """
     shards, wholes = parameter_shards(model), whole_shards(optimizer)
     listed = {id(shard.tensor) for shard in shards} | {id(whole) for _, whole in wholes}

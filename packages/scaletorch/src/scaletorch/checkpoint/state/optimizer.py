@@ -12,7 +12,7 @@ from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard
 from ..agreement import CheckpointError
 from ..format.metadata import Saved
-from ..format.values import decode, encode, like
+from ..format.values import decode, encode
 from .model_tensors import Held, Part
 from .record import Entry, Record
 
@@ -25,11 +25,7 @@ KNOBS = {
 
 
 def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the hyperparameters of an optimizer's groups as JSON.
-
-    Raises:
-        InvalidArgumentError: A checkpoint cannot hold one of them.
-    """
+    """Return the hyperparameters of an optimizer's groups as JSON."""
     return [
         {
             key: encode(value, f"{key} of the optimizer's group {number}")
@@ -40,31 +36,10 @@ def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def decode_groups(
-    optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the saved hyperparameters of each group, in the optimizer's types and devices."""
-    return [
-        {key: like(group.get(key), decode(value)) for key, value in values.items()}
-        for group, values in zip(optimizer.param_groups, saved, strict=True)
-    ]
-
-
-def restore_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Set the hyperparameters of an optimizer's groups."""
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
-        group.update(values)
-
-
 def record_shard(
     record: Record, shard: Shard, held: Held, state: Mapping[str, Any], *, writes: bool
 ) -> None:
-    """Add the optimizer's state of one shard to a record, and the shard itself if it is a master.
-
-    Raises:
-        InvalidArgumentError: A state tensor that has neither the shard's shape nor one number,
-            though its parameter is sharded; or a key with a dot.
-    """
+    """Add the optimizer's state of one shard to a record, and the shard itself if a master."""
     if not shard.tensor.numel():
         return
     if shard.is_master and shard.tensor is not held.tensor:  # a matrix's masters are its shards
@@ -106,7 +81,7 @@ def _is_number(key: str, value: Tensor, shard: Shard) -> bool:
 
 def is_whole(shard: Shard, held: Held) -> bool:
     """Return whether the shard is a whole parameter of the plain model, in the same shape."""
-    return held.dim is None and tuple(shard.tensor.shape) == held.shape
+    return held.cut is None and tuple(shard.tensor.shape) == held.shape
 
 
 def make_states(
@@ -120,16 +95,6 @@ def make_states(
 
     State that was saved in its tensor's dtype gets the dtype of the tensor on this rank. Memory of
     the current state is reused if it fits.
-
-    Args:
-        optimizer: The optimizer.
-        shards: The tensors that it may update, each with the tensor that it is a range of.
-        saved: The checkpoint's entries.
-        scalars: The checkpoint's numbers of the optimizer, as JSON.
-        targets: Entries to load; those that the state needs are added.
-
-    Raises:
-        CheckpointError: State with a shape other than its parameter's, which is sharded here.
     """
     tensors, numbers = _by_parameter(saved), _by_parameter(scalars)
     groups = {id(t): group for group in optimizer.param_groups for t in group["params"]}
@@ -145,9 +110,24 @@ def make_states(
         of_parameter = saved.get(f"master.{held.name}", saved[f"model.{held.name}"])
         current = optimizer.state.get(shard.tensor, {})
         for key, entry in tensors.get(held.name, {}).items():
-            dtype = shard.tensor.dtype if entry.dtype == of_parameter.dtype else entry.dtype
             name = f"optimizer.{held.name}.{key}"
-            state[key] = _make_tensor(name, entry, dtype, shard, held, targets, current.get(key))
+            target = Entry(entry.shape, entry.dtype, [], name)
+            if entry.shape == held.shape:
+                dtype = shard.tensor.dtype if entry.dtype == of_parameter.dtype else entry.dtype
+                value = _memory(current.get(key), shard.tensor, dtype)
+                parts = held.parts(value, shard.start, shard.stop)
+                targets.setdefault(name, target).parts.extend(parts)
+            elif is_whole(shard, held):
+                value = torch.empty(entry.shape, dtype=entry.dtype, device=shard.tensor.device)
+                target.parts.extend([Part((0,) * value.ndim, value, 0)] if value.numel() else [])
+                targets[name] = target
+            else:
+                raise CheckpointError(
+                    f"{name} was saved with shape {entry.shape}, unlike its parameter's "
+                    f"{held.shape}: it can be loaded where the parameter is whole on the rank, and "
+                    "here it is divided"
+                )
+            state[key] = value
         states.append((shard.tensor, state))
     return states
 
@@ -160,32 +140,6 @@ def _by_parameter(saved: Mapping[str, T]) -> dict[str, dict[str, T]]:
             name, _, key = entry.removeprefix("optimizer.").rpartition(".")
             found.setdefault(name, {})[key] = value
     return found
-
-
-def _make_tensor(
-    name: str,
-    entry: Saved,
-    dtype: torch.dtype,
-    shard: Shard,
-    held: Held,
-    targets: dict[str, Entry],
-    current: Any,
-) -> Tensor:
-    """Return a new tensor of a shard's state, and add the entry to load into it to `targets`."""
-    if entry.shape == held.shape:
-        value = _memory(current, shard.tensor, dtype)
-        parts = held.parts(value, shard.start, shard.stop)
-        targets.setdefault(name, Entry(entry.shape, entry.dtype, [], name)).parts.extend(parts)
-    elif is_whole(shard, held):
-        value = torch.empty(entry.shape, dtype=entry.dtype, device=shard.tensor.device)
-        whole = [Part((0,) * value.ndim, value, 0)] if value.numel() else []
-        targets[name] = Entry(entry.shape, entry.dtype, whole, name)
-    else:
-        raise CheckpointError(
-            f"{name} was saved with shape {entry.shape}, unlike its parameter's {held.shape}: it "
-            "can be loaded where the parameter is whole on the rank, and here it is divided"
-        )
-    return value
 
 
 def _memory(current: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,43 +15,27 @@ Index = tuple[str, tuple[int, ...]]  # an entry's name, and the offsets of a rec
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A whole tensor, and the rectangles of it that this rank holds.
+    """A whole tensor, and the rectangles of it that this rank holds."""
 
-    Attributes:
-        shape: Shape of the whole tensor.
-        dtype: Its dtype.
-        parts: The rectangles on this rank.
-        source: The saved entry to load from, which may have another dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: list[Part]
-    source: str = ""
+    shape: tuple[int, ...]  # shape of the whole tensor
+    dtype: torch.dtype  # its dtype
+    parts: list[Part]  # the rectangles on this rank
+    source: str = ""  # the saved entry to load from, which may have another dtype
 
 
 @dataclass(slots=True)
 class Record:
-    """The entries that a rank saves.
+    """The entries that a rank saves."""
 
-    Attributes:
-        tensors: Entries by name.
-        replicated: Names of entries of which all replicas of the rank (cp x dp) hold the same.
-        experts: Names of experts' entries, whose replicas are the edp group instead.
-        scalars: Numbers of the optimizer, by entry name, as JSON.
-        ties: The name that a tied parameter is saved under -> all its names.
-    """
-
-    tensors: dict[str, Entry] = field(default_factory=dict)
+    tensors: dict[str, Entry] = field(default_factory=dict)  # entries by name
+    # names of entries of which all replicas of the rank (cp x dp) hold the same
     replicated: set[str] = field(default_factory=set)
+    # names of experts' entries, whose replicas are the edp group instead
     experts: set[str] = field(default_factory=set)
+    # numbers of the optimizer, by entry name, as JSON
     scalars: dict[str, object] = field(default_factory=dict)
+    # the name that a tied parameter is saved under -> all its names
     ties: dict[str, list[str]] = field(default_factory=dict)
-
-    @property
-    def notes(self) -> dict[str, Mapping[str, Any]]:
-        """Facts other than tensors that rank 0 collects from every rank."""
-        return {"scalars": self.scalars, "ties": self.ties}
 
     def add(self, name: str, entry: Entry, *, replicated: bool, experts: bool = False) -> None:
         """Add an entry; if the name exists, add its rectangles to that entry."""
@@ -67,9 +49,8 @@ class Record:
 def share_out(record: Record, manager: ProcessGroupManager) -> dict[str, Entry]:
     """Return the entries that this rank writes, so that only one rank writes each rectangle.
 
-    The first tp rank that has a rectangle (`Part.owner`) writes it. Rectangles that all replicas
-    have are assigned largest first, each to the replica with the fewest bytes so far. Every rank
-    computes this without communication.
+    The first tp rank that has a rectangle writes it; of replicas, the one with the fewest bytes so
+    far. Every rank computes this without communication.
     """
     loads, of_experts = [0] * manager.cp_dp_size, [0] * manager.edp_size
     ours: dict[str, Entry] = {}
@@ -94,12 +75,7 @@ def share_out(record: Record, manager: ProcessGroupManager) -> dict[str, Entry]:
 
 
 def stage(entries: dict[str, Entry], buffers: dict[Index, Tensor]) -> dict[str, Entry]:
-    """Copy the entries into separate CPU memory, and return the copies.
-
-    Args:
-        entries: The entries to copy.
-        buffers: Memory of earlier copies; tensors that fit are reused, the others are dropped.
-    """
+    """Return copies of the entries in CPU memory; `buffers` keeps it for the next call."""
     used: dict[Index, Tensor] = {}
     staged: dict[str, Entry] = {}
     devices = set()
