@@ -9,24 +9,14 @@ from .layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the fullest rank at one place of the pipeline.
+    """Bytes on the fullest rank at one place of the pipeline."""
 
-    Attributes:
-        parameters: The rank's parameter shards.
-        gradients: Buffers in which gradients are accumulated.
-        optimizer: The optimizer's state, and its master weights if it has any.
-        activations: Bytes kept for backward at the peak, including those between the two halves of
-            a split backward.
-        working: Temporary bytes above that while a block runs, the larger of forward and backward.
-        buffers: Communication buffers: gradient buckets and messages.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    working: int = 0
-    buffers: int = 0
+    parameters: int  # the rank's parameter shards
+    gradients: int  # buffers in which gradients are accumulated
+    optimizer: int  # the optimizer's state, and its master weights if it has any
+    activations: int  # kept for backward at the peak, also between the halves of a split backward
+    working: int = 0  # temporary above that while a block runs, the larger of both passes
+    buffers: int = 0  # communication buffers: gradient buckets and messages
 
     @property
     def total(self) -> int:
@@ -39,44 +29,26 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """Seconds of a step, on the slowest rank of the pipeline.
+    """Seconds of a step, on the slowest rank of the pipeline."""
 
-    Attributes:
-        step: Total.
-        computing: Forward, backward and recomputation.
-        exposed: Communication that computation waits for, by axis.
-        hidden: Communication that overlaps with computation, by axis.
-        bubble: Share of the step in which pipeline ranks wait for one another.
-        update: Optimizer update.
-        low: Optimistic estimate of the step.
-        high: Pessimistic estimate of the step.
-    """
-
-    step: float
-    computing: float
-    exposed: dict[str, float]
-    hidden: dict[str, float]
-    bubble: float
-    update: float
-    low: float
-    high: float
+    step: float  # all of it
+    computing: float  # forward, backward and recomputation
+    exposed: dict[str, float]  # communication that computation waits for, by axis
+    hidden: dict[str, float]  # communication that overlaps with computation, by axis
+    bubble: float  # share of the step in which pipeline ranks wait for one another
+    update: float  # of the optimizer
+    low: float  # optimistic estimate of `step`
+    high: float  # pessimistic estimate of `step`
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A layout and its costs.
-
-    Attributes:
-        layout: The layout.
-        memory: Memory of each rank of the pipeline.
-        time: Time of a step.
-        communicators: Bytes of communicators on each rank, not included in `memory`.
-    """
+    """A layout and its costs."""
 
     layout: Layout
-    memory: tuple[Memory, ...]
-    time: Time
-    communicators: int = 0
+    memory: tuple[Memory, ...]  # memory of each rank of the pipeline
+    time: Time  # of a step
+    communicators: int = 0  # bytes of communicators on each rank, not included in `memory`
 
     @property
     def fullest(self) -> int:

@@ -39,27 +39,16 @@ class Optimizer:
 
 
 class Group(NamedTuple):
-    """Parameters of a rank whose gradients are reduced over the same ranks.
+    """Parameters of a rank whose gradients are reduced over the same ranks."""
 
-    Attributes:
-        axis: "cp_dp", or "edp" for experts.
-        item: Bytes of an element.
-        elements: Elements of all parameters.
-        tensors: Number of parameters.
-        largest: Elements of the largest parameter.
-        others: Number of other pipeline ranks to which all of these are tied.
-        layer: Elements in the largest layer.
-        rest: Elements outside the layers.
-    """
-
-    axis: str
-    item: int
-    elements: int = 0
-    tensors: int = 0
-    largest: int = 0
-    others: int = 0
-    layer: int = 0
-    rest: int = 0
+    axis: str  # "cp_dp", or "edp" for experts
+    item: int  # bytes of an element
+    elements: int = 0  # elements of all parameters
+    tensors: int = 0  # number of parameters
+    largest: int = 0  # elements of the largest parameter
+    others: int = 0  # number of other pipeline ranks to which all of these are tied
+    layer: int = 0  # elements in the largest layer
+    rest: int = 0  # elements outside the layers
 
     @property
     def usual(self) -> int:

@@ -24,37 +24,21 @@ GATHERED = 4  # unsharded layers with ZeRO 3: the running one, the next, and gra
 
 
 class State(NamedTuple):
-    """Bytes of a rank's parameters, gradients and optimizer state.
+    """Bytes of a rank's parameters, gradients and optimizer state."""
 
-    Attributes:
-        parameters: Parameter shards.
-        gradients: Gradient buffers that persist across steps.
-        optimizer: Optimizer state and master weights.
-        brought: Gradients, or their shards, that the first backward makes.
-        again: Further shards that each later backward makes.
-        last: Shards that only the last backward makes.
-        start: Unsharded buckets or parameters when a backward begins.
-        inside: The same while its layers run.
-        bucket: One gradient bucket.
-        whole: All gradients that go through buckets.
-        opened: All gradients of buckets with several tensors, opened by their first gradient.
-        ending: Receive buffers of the last buckets.
-        ties: Gradients of tied weights from other stages at the end of a step.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    brought: int = 0
-    again: int = 0
-    last: int = 0
-    start: int = 0
-    inside: int = 0
-    bucket: int = 0
-    whole: int = 0
-    opened: int = 0
-    ending: int = 0
-    ties: int = 0
+    parameters: int = 0  # parameter shards
+    gradients: int = 0  # gradient buffers that persist across steps
+    optimizer: int = 0  # optimizer state and master weights
+    brought: int = 0  # gradients, or their shards, that the first backward makes
+    again: int = 0  # further shards that each later backward makes
+    last: int = 0  # shards that only the last backward makes
+    start: int = 0  # unsharded buckets or parameters when a backward begins
+    inside: int = 0  # the same while its layers run
+    bucket: int = 0  # one gradient bucket
+    whole: int = 0  # all gradients that go through buckets
+    opened: int = 0  # all gradients of buckets with several tensors, opened by their first gradient
+    ending: int = 0  # receive buffers of the last buckets
+    ties: int = 0  # gradients of tied weights from other stages at the end of a step
 
 
 def state(known: Known, layout: Layout, number: int) -> State:
@@ -118,23 +102,15 @@ def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
 
 
 class Chunk(NamedTuple):
-    """Bytes of a pipeline chunk for a micro-batch.
+    """Bytes of a pipeline chunk for a micro-batch."""
 
-    Attributes:
-        kept: Activations that autograd keeps until backward.
-        left: Bytes that the first half of a split backward leaves for the second.
-        working: By action kind, temporary bytes above `kept` of the block that needs the most.
-        inside: The same for the layers alone, in backward.
-        tail: Bytes that the first layer needs in backward, when nothing else is kept.
-        ahead: Share of the rank's parameters whose gradients are still missing by then.
-    """
-
-    kept: int
-    left: int
+    kept: int  # activations that autograd keeps until backward
+    left: int  # bytes that the first half of a split backward leaves for the second
+    # By action kind, temporary bytes above `kept` of the block that needs the most.
     working: dict[str, int]
-    inside: int
-    tail: int
-    ahead: float
+    inside: int  # the same for the layers alone, in backward
+    tail: int  # bytes that the first layer needs in backward, when nothing else is kept
+    ahead: float  # share of the rank's parameters whose gradients are still missing by then
 
 
 def memory(

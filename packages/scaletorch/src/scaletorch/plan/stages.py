@@ -26,37 +26,24 @@ Places = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Moment(NamedTuple):
-    """The moment of an action at which a rank holds the most.
+    """The moment of an action at which a rank holds the most."""
 
-    Attributes:
-        kind: Kind of the action: "F", whose own micro-batch counts, "B", or "I" for the first half
-            of a backward; "FB" if either may run.
-        chunk: Chunk of the action.
-        whole: Live micro-batches by chunk, without halves.
-        halves: First halves of backwards that wait for their second, by chunk.
-        begun: Number of chunks in which an earlier backward has ended.
-    """
-
+    # Kind of the action: "F", whose own micro-batch counts, "B", or "I" for the first half of a
+    # backward; "FB" if either may run.
     kind: str
-    chunk: int
-    whole: tuple[int, ...]
-    halves: tuple[int, ...]
-    begun: int
+    chunk: int  # chunk of the action
+    whole: tuple[int, ...]  # live micro-batches by chunk, without halves
+    halves: tuple[int, ...]  # first halves of backwards that wait for their second, by chunk
+    begun: int  # number of chunks in which an earlier backward has ended
 
 
 class Content(NamedTuple):
-    """The blocks of one pipeline rank.
+    """The blocks of one pipeline rank."""
 
-    Attributes:
-        chunks: Runs of equal blocks, by chunk.
-        sent: Number of chunks that send their output to another rank.
-        received: Number of chunks that receive their input from another rank.
-        ties: Names of tied parameters, with the number of other ranks that have them.
-    """
-
-    chunks: tuple[Runs, ...]
-    sent: int
-    received: int
+    chunks: tuple[Runs, ...]  # runs of equal blocks, by chunk
+    sent: int  # number of chunks that send their output to another rank
+    received: int  # number of chunks that receive their input from another rank
+    # Names of tied parameters, with the number of other ranks that have them.
     ties: tuple[tuple[str, int], ...]
 
     @property

@@ -28,19 +28,14 @@ Operation = tuple[str, float, float]  # kind, flops, bytes moved
 
 @dataclass(slots=True)
 class Seen:
-    """Measurements of one phase of one block.
+    """Measurements of one phase of one block."""
 
-    Attributes:
-        work: (kind, flops, bytes moved) of each operation.
-        sent: (axis, operation, bytes) of each collective.
-        base: Bytes alive when the phase began.
-        peak: Most bytes alive during it.
-    """
-
+    # (kind, flops, bytes moved) of each operation.
     work: list[Operation] = field(default_factory=list)
+    # (axis, operation, bytes) of each collective.
     sent: list[tuple[str, str, float]] = field(default_factory=list)
-    base: int = -1
-    peak: int = 0
+    base: int = -1  # bytes alive when the phase began
+    peak: int = 0  # most bytes alive during it
 
     @property
     def taken(self) -> int:

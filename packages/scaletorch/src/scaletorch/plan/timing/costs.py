@@ -18,17 +18,11 @@ _NONE = ("receive", "barrier")  # counted at the sender; not part of a step
 
 
 class Level(NamedTuple):
-    """A group's use of one level of links.
+    """A group's use of one level of links."""
 
-    Attributes:
-        size: Ranks of the group that this level joins.
-        inside: Ranks of the group that the level below joins; they send in parallel.
-        at: Index of the link.
-    """
-
-    size: int
-    inside: int
-    at: int
+    size: int  # ranks of the group that this level joins
+    inside: int  # ranks of the group that the level below joins; they send in parallel
+    at: int  # index of the link
 
 
 class Route(NamedTuple):
@@ -103,19 +97,12 @@ def in_turn(operation: str, hops: int) -> int:
 
 
 class Seconds(NamedTuple):
-    """Seconds of a rank.
+    """Seconds of a rank."""
 
-    Attributes:
-        computing: Computation without messages.
-        weights: The share of it for weight gradients, which some schedules defer.
-        exposed: Messages that computation waits for, by axis.
-        hidden: Messages that overlap with computation, by axis.
-    """
-
-    computing: float = 0.0
-    weights: float = 0.0
-    exposed: Mapping[str, float] = {}
-    hidden: Mapping[str, float] = {}
+    computing: float = 0.0  # computation without messages
+    weights: float = 0.0  # the share of it for weight gradients, which some schedules defer
+    exposed: Mapping[str, float] = {}  # messages that computation waits for, by axis
+    hidden: Mapping[str, float] = {}  # messages that overlap with computation, by axis
 
     @property
     def total(self) -> float:

@@ -35,19 +35,12 @@ Stage = tuple[Seconds, Seconds]  # forward and backward of a micro-batch
 
 
 class Rank(NamedTuple):
-    """Seconds of a pipeline rank.
+    """Seconds of a pipeline rank."""
 
-    Attributes:
-        stages: Forward and backward of a micro-batch, by chunk.
-        batch: A micro-batch in all chunks, forward and backward.
-        end: Gradient and parameter messages after the pipeline.
-        update: Optimizer update.
-    """
-
-    stages: list[Stage]
-    batch: Seconds
-    end: Seconds
-    update: float
+    stages: list[Stage]  # forward and backward of a micro-batch, by chunk
+    batch: Seconds  # a micro-batch in all chunks, forward and backward
+    end: Seconds  # gradient and parameter messages after the pipeline
+    update: float  # optimizer update
 
     @property
     def after(self) -> float:
