@@ -12,9 +12,9 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import SCHEDULES
 from .clusters import DEVICES, Cluster, cluster_named, read_cluster
 from .description import Description, Kernels
+from .estimate import bytes_in
 from .layout import CHUNKS
 from .options import Options
-from .units import bytes_in
 
 DEFAULT = "A100-SXM-80GB"
 AXES = ("dp", "pp", "cp", "tp", "ep")

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from ..parallel.pg_manager import layout_name
-from .estimate import Estimate
+from .estimate import Estimate, in_bytes, in_seconds, in_short
 from .layout import Layout
 from .options import Refused
 from .search import Plan
-from .units import in_bytes, in_seconds, in_short
 
 GIB, WIDTH = 2**30, 120
 SORTS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers", "total")

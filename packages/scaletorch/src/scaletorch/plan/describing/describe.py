@@ -10,6 +10,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from ...compose import parallelize, shard_global_batch, train_step
 from ...compose.entries import RowDims
-from ...compose.experts import expert_names
+from ...compose.experts import count_experts, expert_names
 from ...compose.forward import terms_of
+from ...compose.naming import load
 from ...compose.own_loss import LossFunction
 from ...dist.errors import InvalidArgumentError, ScaletorchError
 from ...parallel.context_parallel.building import expect_attention
@@ -295,3 +297,58 @@ def _simulated(grid: Grid) -> Iterator[ProcessGroupManager]:
         destroy_process_group_manager()
         if c10d.is_initialized():
             c10d.destroy_process_group()
+
+
+def model_named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Module], int]:
+    """Return a model's name, a function that builds it, and the number of experts in a layer.
+
+    Args:
+        given: A folder with a `config.json` of transformers, or `package.module:name` of a function
+            or class that makes the module.
+        dtype: Dtype of the parameters, such as "bfloat16"; None to keep them as built.
+
+    Raises:
+        InvalidArgumentError: There is no such model or dtype, the model cannot be built on the meta
+            device, or transformers is missing.
+    """
+    kind = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise InvalidArgumentError(
+            f"dtype {dtype!r} is none of torch's of floats, such as bfloat16"
+        )
+    folder = Path(given)
+    if (folder / "config.json").exists():
+        name, make = folder.resolve().name, _of_config(folder)
+    elif ":" in given:
+        name, make = "", load(given)
+        if not callable(make):
+            raise InvalidArgumentError(f"{given!r} makes nothing: it is a {type(make).__name__}")
+    else:
+        raise InvalidArgumentError(
+            f"{given!r} is neither a folder with a config.json of transformers nor "
+            "package.module:function; nothing is downloaded: get its config.json first"
+        )
+
+    def build() -> nn.Module:
+        module: nn.Module = make()
+        for parameter in module.parameters() if kind else ():
+            parameter.data = parameter.data.to(kind)
+        return module
+
+    return name, build, count_experts(built(build))
+
+
+def _of_config(folder: Path) -> Callable[[], nn.Module]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InvalidArgumentError(
+            'a config of transformers needs it: pip install "scaletorch[transformers]"'
+        ) from error
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(folder)
+    except Exception as error:  # validators raise other types than ValueError
+        why = " ".join(str(error).split("\n")[:2])
+        raise InvalidArgumentError(f"{folder} has no config of transformers: {why}") from error
+    config.use_cache = False  # training does not need a cache
+    return lambda: transformers.AutoModelForCausalLM.from_config(config)
