@@ -43,12 +43,8 @@ def count_experts(model: nn.Module, plan: Mapping[str, Any] | None = None) -> in
         return 1
 
 
-def split_plan(plan: Plan, manager: ProcessGroupManager) -> tuple[Plan, Plan]:
-    """Split a plan into one of experts and one of layers; None for a missing one.
-
-    `Stacked` experts are in both, if tp cuts each of them (etp = tp). An empty plan gives an empty
-    plan of layers.
-    """
+def _split_plan(plan: Plan, manager: ProcessGroupManager) -> tuple[Plan, Plan]:
+    """Split a plan into experts and layers, or None; `Stacked` experts that tp cuts are in both."""
     if plan is None:
         return None, None
     named = {p for p, style in plan.items() if style == EXPERTS or isinstance(style, Stacked)}
@@ -64,11 +60,8 @@ def split_plan(plan: Plan, manager: ProcessGroupManager) -> tuple[Plan, Plan]:
 def divide_experts(
     model: nn.Module, manager: ProcessGroupManager, plan: Plan, *, shares_sequences: bool
 ) -> Plan:
-    """Keep only this rank's experts, in place, if the grid divides experts.
-
-    Returns the plan of the other layers.
-    """
-    experts, layers = split_plan(plan, manager)
+    """Keep only this rank's experts, in place; return the plan of the other layers."""
+    experts, layers = _split_plan(plan, manager)
     if not manager.grid.is_plain:
         apply_expert_parallel(model, experts, manager.ep_group, sequence_parallel=shares_sequences)
     return layers
@@ -88,8 +81,7 @@ def expert_groups(model: nn.Module, manager: ProcessGroupManager) -> dict[str, P
 def settle_tokens(model: nn.Module, manager: ProcessGroupManager) -> None:
     """Divide experts' tokens over tp ranks in blocks that see whole sequences.
 
-    In other blocks each tp rank has its own shard of the tokens. If all tp ranks have the same
-    experts there (etp = tp), a layer of the plan must cut these over tp and gather the tokens.
+    In other blocks each tp rank has its own tokens, and experts must be cut over tp if etp = tp.
     """
     wholes = (each for each in model.modules() if isinstance(each, WholeSequence))
     inside = {each for whole in wholes for each in whole.modules()}

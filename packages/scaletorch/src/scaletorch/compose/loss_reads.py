@@ -38,8 +38,7 @@ _PARALLEL = (
 class Words(TorchFunctionMode):
     """A function mode that refuses a loss which picks a word beyond this rank's logits.
 
-    Without it, kernels raise an IndexError, or on CUDA fail an assert that makes the device
-    unusable. It reads labels on the host, so it is used in a first step only.
+    CUDA kernels would fail an assert there. It reads labels on the host: for first steps only.
     """
 
     def __init__(self, manager: ProcessGroupManager, *, sharded: bool) -> None:

@@ -114,8 +114,7 @@ class Plain:
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the members of the outermost lists of layers that have parameters, by first name.
 
-    Lists are `nn.ModuleList` and `nn.Sequential` of several modules, and an `nn.ModuleDict` of
-    several modules of one class.
+    Lists have several modules, in an `nn.ModuleDict` of one class.
     """
     found: dict[nn.Module, str] = {}
 

@@ -108,10 +108,7 @@ class Ranks:
                         self._have.add((name, stage, turn, kind))
 
     def returns_alone(self, name: str) -> bool:
-        """Return whether all ranks saw a unit return hidden states and change nothing else.
-
-        False as well if it is called several times, has hooks or shares weights.
-        """
+        """Return whether a unit, called once, returned hidden states and did nothing else."""
         weights, owners = {*self.plain.owners[name]}, self.plain.owners.items()
         shares = any(weights & {*theirs} for other, theirs in owners if other != name)
         called_once = not shares and self.turns(name) == 1 and name not in self.unjoined
@@ -152,11 +149,7 @@ class Ranks:
         return self._trained.get(name, False)
 
     def join(self, unit: str, turn: int, kind: str, shape: torch.Size) -> Joined:
-        """Return a whole tensor of a unit's call, rows and positions in the order of one process.
-
-        It is not known if no choice of dims for rows and positions gives `shape`, that in one
-        process.
-        """
+        """Return a whole tensor of a unit's call, with its `shape` and order in one process."""
         self.meet(f"{unit} {turn} {kind}")
         turns = self._turns.get(unit, [])
         if turn >= len(turns):

@@ -82,10 +82,9 @@ class Recorder:
         return map_tensors(lambda tensor: own if tensor is y else tensor, output)
 
     def _record(self, x: Tensor | None) -> Record | None:
-        """Return a new record for a call; for a second run in backward, the record of the first.
+        """Return a new record for a call; for a second run in backward, the first's or None.
 
-        A checkpoint whose first run has no gradients builds the graph in backward. Others build it
-        in forward; their second run is not recorded, and this returns None.
+        Only a checkpoint whose first run has no gradients builds its graph in backward.
         """
         stage = self._pipeline.stages[self._pipeline.runtime.chunks.selected]
         calls = self._records.setdefault((self._name, stage), [])
@@ -119,8 +118,7 @@ def recorded(pipeline: PipelineParallel, units: Mapping[str, Iterable[str]]) -> 
 def hidden_of(value: Any) -> Tensor | None:
     """Return the hidden states among a call's arguments, or in its result; None without any.
 
-    These are the first floating tensor of two dims or more that requires a gradient; if none does,
-    the first such tensor.
+    They are the first floating tensor of two dims or more, of those with a gradient if any has.
     """
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         args, kwargs = value

@@ -101,10 +101,7 @@ class Replay:
         return parameters
 
     def _add_penalties(self, loss: Tensor) -> bool:
-        """Add gradients of weights that the loss reads directly; return whether there are any.
-
-        Such a loss reads the parameters of the layout's model, not of the plain one.
-        """
+        """Add gradients of weights that the loss reads from the layout; return if there are any."""
         held = self.ranks.trained_here()
         if not held:  # a frozen stage
             return False
@@ -182,10 +179,7 @@ class Replay:
         return map_tensors(lambda t: swapped.get(id(t), t.detach()), unit_run.result)
 
     def _give_out(self, call: Call, x: Tensor) -> Tensor | None:
-        """Let the next rank run a call forward and backward.
-
-        Returns the hidden states that the ranks' call returned; None if they cannot be joined.
-        """
+        """Let the next rank run a call; return the ranks' output, None if it cannot be joined."""
         ranks, name = self.ranks, call.name
         kinds = ("output", "output_gradient", "input_gradient")
         output, came, went = (ranks.join(name, 0, kind, x.shape) for kind in kinds)

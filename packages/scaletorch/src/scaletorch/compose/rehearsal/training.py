@@ -32,9 +32,7 @@ def as_for_a_rehearsal(
 ) -> Iterator[None]:
     """Run a step as a rehearsal, in float32 or not, and restore the model afterwards.
 
-    Routing counts stay, gradients are summed even in `no_sync`, and dropout is off. Parameters that
-    are zero, such as a gate or a branch's last projection, get other values, since they would hide
-    errors in the values that they multiply.
+    Gradients are summed even in `no_sync`, dropout is off, and parameters are not zero.
     """
     before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
     stage = pipeline_of(model).module
@@ -55,10 +53,7 @@ def trained(
     plain: Plain,
     step: Step,
 ) -> tuple[SmallBatch, Tensor, Records]:
-    """Train a small batch with few positions; if that fails, with all positions.
-
-    Returns the batch, the loss, and the recorded calls of units.
-    """
+    """Train a small batch, with all positions if few fail; return it, loss and recorded calls."""
 
     def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records]:
         pipeline = pipeline_of(model)
@@ -84,10 +79,7 @@ _SMALL = 1e-3
 
 @contextmanager
 def without_zeros(model: nn.Module) -> Iterator[None]:
-    """Replace parameters that are nearly zero for a while, since they would hide errors.
-
-    Parameters of the same shape get the same values on every rank.
-    """
+    """Replace, alike on all ranks, parameters that are nearly zero and would hide errors."""
     with torch.no_grad():
         before = [(each, each.clone(), values) for each, values in _other_values(model)]
         for parameter, _, values in before:
@@ -141,8 +133,7 @@ def _free(device: torch.device) -> int:
 def in_float32(model: DataParallelBucket, plain: nn.Module) -> Iterator[None]:
     """Use float32 for parameters, gradients, buffers and messages for a while, without autocast.
 
-    The stand-ins for other stages' modules change dtype too, since a model's code may take the
-    dtype of its rotary embedding from them.
+    Stand-ins for other stages' modules change too: code may take a dtype from them.
     """
     device = next(model.parameters(), torch.empty(0)).detach()
     pipeline = pipeline_of(model)
@@ -176,8 +167,7 @@ class _AttendWithoutDropout(TorchFunctionMode):
 def without_dropout() -> Iterator[None]:
     """Turn dropout off for a while, in modules, functions and attention.
 
-    This replaces the kernels that `torch.nn.functional` calls: code may have imported its functions
-    by name, and torch's function modes are off while a backward recomputes.
+    Kernels are replaced, since torch's function modes are off while a backward recomputes.
     """
     places = [
         (place, each) for name in _DROPPING for each in (name, f"{name}_") for place in _OWNERS
