@@ -15,8 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...dist.building import map_tensors, tensors_in
 from ...parallel.pg_manager.building import ModuleState
 from .judging import WIDER
-from .recording import hidden_of
-from .training import buffers_in, without_autocast
+from .training import buffers_in, hidden_of, without_autocast
 
 
 class Handover(torch.autograd.Function):

@@ -17,7 +17,7 @@ from ..forward import pipeline_of
 from ..plain import Plain
 from ..state import gather_stage, local_gradients, of_all_stages
 from .batch import SmallBatch
-from .recording import Record, Records
+from .training import Record, Records
 
 _KINDS = ("input", "output", "input_gradient", "output_gradient")
 

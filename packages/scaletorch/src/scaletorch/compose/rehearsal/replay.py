@@ -26,7 +26,7 @@ from ..summation import root_mean_square
 from .calls import Call, Handover, sum_of
 from .judging import Judge
 from .ranks import Ranks
-from .recording import hidden_of, is_same
+from .training import hidden_of, is_same
 
 
 @dataclass(slots=True)
