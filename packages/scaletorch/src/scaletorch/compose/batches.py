@@ -236,15 +236,10 @@ def real_positions(batch: Batch) -> Tensor | None:
 
     `shard_global_batch` pads sequences whose length does not divide over cp ranks at their end.
     """
-    if not isinstance(batch, MicroBatch):
+    sequences = batch.cut.sequences if isinstance(batch, MicroBatch) else None
+    if sequences is None or sequences.layout.padded_length == sequences.layout.length:
         return None
-    sequences = batch.cut.sequences
-    if sequences is None:
-        return None
-    length = sequences.layout.length
-    if sequences.layout.padded_length == length:
-        return None
-    return sequences.positions(batch["input_ids"].device) < length
+    return sequences.positions(batch["input_ids"].device) < sequences.layout.length
 
 
 def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:

@@ -102,9 +102,7 @@ def full_gradients(
 ) -> dict[str, Tensor]:
     """Return every parameter's whole gradient (CPU tensors), by plain name; all ranks call it.
 
-    Args:
-        model: The model that `parallelize` returned.
-        manager: The grid; by default the model's.
+    `model` and `manager` are as for `full_state_dict`.
     """
     return gather_full(model, local_gradients(model), manager)
 

@@ -67,18 +67,7 @@ class Estimate:
 
 
 def bytes_in(given: str) -> int:
-    """Return the bytes of a size.
-
-    Args:
-        given: A number with a unit, such as "80GiB" or "1.5 GB"; without one, of bytes.
-
-    Raises:
-        InvalidArgumentError: It is no number above 0, or its unit is unknown.
-
-    Example:
-        >>> bytes_in("80GiB") == 80 * 2**30
-        True
-    """
+    """Return the bytes of a size such as "80GiB" or "1.5 GB"; a number without unit is of bytes."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(\w*)\s*", given)
     if found is None or float(found[1]) <= 0 or found[2] not in ("", *_SIZES):
         known = ", ".join(_SIZES)

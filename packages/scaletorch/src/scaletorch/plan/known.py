@@ -61,12 +61,9 @@ class Group(NamedTuple):
         return min(self.elements, max(self.usual, self.largest))
 
     def in_a_row(self, count: int) -> int:
-        """Return the elements of `count` buckets that are filled one after another.
-
-        At most two are open if a tensor fills half of a bucket, since buckets leave between layers.
-        """
+        """Return the elements of `count` buckets that are filled one after another."""
         alone = self.largest > self.usual and self.layer > 0  # each tensor has its own bucket
-        most = 2 if 2 * self.largest > self.usual else count
+        most = 2 if 2 * self.largest > self.usual else count  # buckets leave between layers
         return min(most * self.bucket, self.layer if alone else self.elements)
 
 
@@ -84,12 +81,7 @@ class Once:
 
 
 class Known(Once):
-    """A description, and cached results derived from it.
-
-    Args:
-        description: The model.
-        optimizer: State of the optimizer; AdamW's by default.
-    """
+    """A description, and cached results derived from it; the optimizer is AdamW by default."""
 
     def __init__(self, description: Description, optimizer: Optimizer | None = None) -> None:
         super().__init__()
@@ -98,11 +90,7 @@ class Known(Once):
         self._contents: dict[Content, int] = {}
 
     def numbers(self, layout: Layout) -> tuple[int, ...]:
-        """Return a number for each pipeline rank; ranks with the same content share it.
-
-        Raises:
-            InvalidArgumentError: Fewer layers than stages, or an invalid schedule.
-        """
+        """Return a number for each pipeline rank; ranks with the same content share it."""
 
         def work_out() -> tuple[int, ...]:
             each, known = contents(self.description, layout), self._contents
@@ -127,8 +115,7 @@ class Known(Once):
     def ends(self, layout: Layout) -> list[tuple[int, int]]:
         """Return (number, rank) of the first and the last rank with each number.
 
-        One of these holds the most: along the pipeline, the micro-batches that ranks with equal
-        blocks keep only increase, or only decrease.
+        One of these holds the most: between them, live micro-batches only increase or decrease.
         """
 
         def work_out() -> list[tuple[int, int]]:

@@ -140,11 +140,7 @@ def usual_cuts(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The arguments of `describe`, and the full model.
-
-    Each run builds a new model: a copy may lose what is attached to a model, such as a forward
-    under autocast.
-    """
+    """The arguments of `describe`, and the full model; each run builds a new one."""
 
     build: Callable[[], nn.Module]
     model: nn.Module
@@ -158,11 +154,7 @@ class _Job:
     kernels: str
 
     def measure(self, cut: Cut) -> tuple[Behaviour, ...]:
-        """Return the behaviour of each kind in a cut.
-
-        Raises:
-            ScaletorchError: The model cannot have this cut, or its own code fails.
-        """
+        """Return the behaviour of each kind in a cut; raise if the model cannot have it."""
         pair = []
         try:
             with _simulated(_grid(cut)) as manager:
@@ -229,11 +221,7 @@ class _Job:
 
 
 def built(build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model that a function builds, with its parameters on the meta device.
-
-    Raises:
-        InvalidArgumentError: The function fails, or returns something else.
-    """
+    """Return the model that a function builds, with its parameters on the meta device."""
     try:
         with meta_parameters():
             model = build()
@@ -275,11 +263,7 @@ def _grid(cut: Cut) -> Grid:
 
 @contextmanager
 def _simulated(grid: Grid) -> Iterator[ProcessGroupManager]:
-    """Become rank 0 of a grid of simulated ranks: collectives return at once.
-
-    Raises:
-        InvalidArgumentError: This process has a process group.
-    """
+    """Become rank 0 of a grid of simulated ranks: collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if c10d.is_initialized():
@@ -302,14 +286,7 @@ def _simulated(grid: Grid) -> Iterator[ProcessGroupManager]:
 def model_named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Module], int]:
     """Return a model's name, a function that builds it, and the number of experts in a layer.
 
-    Args:
-        given: A folder with a `config.json` of transformers, or `package.module:name` of a function
-            or class that makes the module.
-        dtype: Dtype of the parameters, such as "bfloat16"; None to keep them as built.
-
-    Raises:
-        InvalidArgumentError: There is no such model or dtype, the model cannot be built on the meta
-            device, or transformers is missing.
+    It is a folder with a `config.json` of transformers, or `package.module:name` of a function.
     """
     kind = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):

@@ -280,8 +280,7 @@ def behaviour(
 def _alike(low: list[Operation], high: list[Operation]) -> Iterator[list[list[Operation]]]:
     """Yield operations of the same size in both steps; all together if the steps differ in number.
 
-    Operations that only move memory count as the same size within a factor of 8. The number can
-    differ because rows decide, for example, which experts have tokens.
+    The number can differ because rows decide, for example, which experts have tokens.
     """
     if len(low) != len(high):
         yield [low, high]

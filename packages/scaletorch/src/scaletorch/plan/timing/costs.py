@@ -33,13 +33,7 @@ class Route(NamedTuple):
 
 
 def route(grid: Grid, axis: str, cluster: Cluster) -> Route:
-    """Return the links that the groups of an axis use.
-
-    Args:
-        grid: Grid of the ranks, which are placed on the cluster in rank order.
-        axis: Axis of `Grid`; "edp" and "ep" fold the ranks of a stage.
-        cluster: The cluster.
-    """
+    """Return the links that the groups of an axis use, with ranks on the cluster in their order."""
     group = range(grid.world_size) if axis == WORLD else grid.group(axis, 0)
     levels: list[Level] = []
     inside = 1
@@ -52,19 +46,10 @@ def route(grid: Grid, axis: str, cluster: Cluster) -> Route:
 
 
 def seconds(operation: str, count: float, size: float, way: Route, cluster: Cluster) -> float:
-    """Return the seconds of `count` calls, one after another.
+    """Return the seconds of `count` calls in turn, in which a rank sends `size` bytes together.
 
-    A ring's steps cross each level as often as its neighbours do. The ranks of a group inside the
-    level below each carry a share of the data over the level, by their own links. In all_to_all
-    each rank sends to every other by its own link. A single message takes the outermost, slowest
-    level.
-
-    Args:
-        operation: Name in `scaletorch.dist`.
-        count: Number of calls.
-        size: Bytes that a rank sends in all calls, with ring algorithms.
-        way: Links of the group.
-        cluster: The cluster.
+    Ranks inside the level below each carry a share of a ring's data over a level, by their own
+    links. In all_to_all each rank sends to every other; a single message takes the slowest level.
     """
     if way.ranks < 2 or operation in _NONE:
         return 0.0
@@ -178,10 +163,6 @@ def efficiency(shares: Shares, size: float) -> float:
     """Return the share of the peak that an operation of a size reaches; 1 if no shares are known.
 
     Shares are interpolated by the logarithm of the size, and constant beyond the ends.
-
-    Example:
-        >>> efficiency(((1e6, 0.2), (1e8, 0.6)), 1e7)
-        0.4
     """
     if not shares:
         return 1.0

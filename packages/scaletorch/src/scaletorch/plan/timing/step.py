@@ -151,9 +151,8 @@ class Steps(Once):
     def least(self, layout: Layout) -> float:
         """Return a lower bound of the step time without a simulation; `SURE` allows for rounding.
 
-        It looks at the first and the last of equal ranks: the time until the first micro-batch
-        arrives, plus all computing without a pause, plus the last backward's way to the first rank
-        if backwards are not split.
+        It is the time until a rank's first micro-batch arrives, plus all of its computing, plus the
+        last backward's way to the first rank if backwards are not split.
         """
         ranks, number = self.ranks(layout), layout.micro_batches
         coming, going = [0.0], [0.0]  # passes through earlier ranks' first chunks
