@@ -232,10 +232,7 @@ def size_of(batch: Called) -> int:
 
 
 def real_positions(batch: Batch) -> Tensor | None:
-    """Return a mask of this rank's positions that are not padding, bool [L]; None if all are real.
-
-    `shard_global_batch` pads sequences whose length does not divide over cp ranks at their end.
-    """
+    """Return a mask of this rank's positions before the padding over cp, bool [L]; None for all."""
     sequences = batch.cut.sequences if isinstance(batch, MicroBatch) else None
     if sequences is None or sequences.layout.padded_length == sequences.layout.length:
         return None
@@ -243,10 +240,7 @@ def real_positions(batch: Batch) -> Tensor | None:
 
 
 def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
-    """Return a mask of a micro-batch's tokens that are not padding, bool [B, L]; None for all.
-
-    Padding is outside of `positions`, as `real_positions` returns them, or has `attention_mask` 0.
-    """
+    """Return a mask of tokens in `positions` and `attention_mask`, bool [B, L]; None for all."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if counts_nothing(batch):
         return torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)

@@ -187,10 +187,7 @@ def text_hash(text: str) -> int:
 def tensor_digests(
     model: nn.Module, manager: ProcessGroupManager
 ) -> Iterator[tuple[Key, Tensor | int]]:
-    """Yield digests of a parallelized model's parameters, gradients and buffers on this rank.
-
-    A sharded gradient has no replica, and counts as None.
-    """
+    """Yield digests of this rank's parameters, gradients (sharded: None) and buffers."""
     values = {name: each.detach() for name, each in model.named_parameters()}
     gradients = {
         name: each.grad

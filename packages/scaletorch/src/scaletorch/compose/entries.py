@@ -241,10 +241,7 @@ def read_sequence_dims(entries: Mapping[str, Any], named: RowDims | None) -> Pos
 
 
 def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
-    """Refuse an entry with a dim as long as the sequences, unless the caller has named it.
-
-    If that dim is positions, the entry would stay whole while the outputs are sharded over cp.
-    """
+    """Refuse an entry with a dim as long as the sequences that the caller has not named."""
     known = {*found.dims, *found.whole, *_ALIKE}
     for name, x in entries.items():
         if name in known or not isinstance(x, Tensor):

@@ -36,10 +36,7 @@ _PARALLEL = (
 
 
 class Words(TorchFunctionMode):
-    """A function mode that refuses a loss which picks a word beyond this rank's logits.
-
-    CUDA kernels would fail an assert there. It reads labels on the host: for first steps only.
-    """
+    """A function mode that refuses, in first steps, a loss that picks a word beyond the logits."""
 
     def __init__(self, manager: ProcessGroupManager, *, sharded: bool) -> None:
         super().__init__()
@@ -94,10 +91,7 @@ class Reads(NamedTuple):
 
 
 def read_loss(loss: Tensor, outputs: Iterable[Node | None], first: int, model: nn.Module) -> Reads:
-    """Return what a loss reads beside the model's outputs.
-
-    Nodes older than `first`, the `number_of_next_node()` from before the loss, are the model's.
-    """
+    """Return what a loss reads beside the outputs; nodes older than `first` are the model's."""
     ends = set(outputs)
     under: dict[Node, _Under] = {}
     parameters, penalized, hidden = list[nn.Parameter](), list[Tensor](), False

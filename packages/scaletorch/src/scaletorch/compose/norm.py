@@ -95,9 +95,7 @@ def nonfinite_gradients(
 ) -> list[tuple[str, str]]:
     """Return the gradients that are infinite or NaN, with their ranks; all ranks call it.
 
-    Args:
-        model: As in `global_grad_norm`.
-        manager: As in `global_grad_norm`.
+    `model` and `manager` are as in `global_grad_norm`.
 
     Returns:
         A parameter's name and a rank's coordinates, `("norm.weight", "dp0 pp1 cp0 tp1")`, for

@@ -156,10 +156,7 @@ def _holds_module(value: Any) -> bool:
 def _answered(
     kind: type[nn.Module], answer: Callable[..., Any], within: set[str], name: str
 ) -> Any:
-    """Return a subclass that sends calls of itself or its forward to `answer`.
-
-    While the unit is in `within` (it is running), its calls run normally.
-    """
+    """Return a subclass that sends calls to `answer`, except while the unit is in `within`."""
 
     def of(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in within:

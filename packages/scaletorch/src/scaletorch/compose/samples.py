@@ -207,10 +207,7 @@ def _refuse_parted(
     taken: Mapping[Key, Tensor],
     manager: ProcessGroupManager,
 ) -> list[Key]:
-    """Compare all replicated parameters; all ranks raise if any differ by more than rounding.
-
-    Returns those that differ over tp alone, within rounding, on an accelerator.
-    """
+    """Refuse parameters that differ between replicas; return those within rounding over tp."""
     digests = [(key, taken[key] if key in taken else digest(x)) for key, x in values.items()]
     parted = parted_sides(digests, manager)
     if not parted:

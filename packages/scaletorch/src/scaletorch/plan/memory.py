@@ -199,10 +199,7 @@ def _parts(
 
 
 def _messages(known: Known, layout: Layout, number: int, moment: Moment) -> int:
-    """Return the bytes of messages between stages.
-
-    A sent output stays until its backward, besides the latest `IN_FLIGHT` messages.
-    """
+    """Return the bytes of messages between stages; a sent output stays until its backward."""
     if layout.grid.pp == 1:
         return 0
     content = known.content(number)

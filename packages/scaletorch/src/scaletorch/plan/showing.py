@@ -158,10 +158,7 @@ def words_of(layout: Layout) -> list[str]:
 
 
 def grouped(refused: Iterable[Refused]) -> list[tuple[int, str, str]]:
-    """Return (number of layouts, an example, its reason) by reason, most frequent first.
-
-    Reasons that differ only in numbers count as one.
-    """
+    """Return (number of layouts, an example, its reason), alike but for numbers, most first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for each in refused:
         pair = named(each), each.why

@@ -129,10 +129,7 @@ class _Casts(TorchDispatchMode):
 
 
 def relative(ours: Tensor, theirs: Tensor, typical: float = 0.0) -> float:
-    """Return the 2-norm of a difference divided by the tensor's scale; see `scale_of`.
-
-    Elements that are the same infinity, or NaN, in both do not differ.
-    """
+    """Return the 2-norm of a difference / the tensor's scale; equal infinities and NaN are 0."""
     a, b = widest(ours), widest(theirs)
     same = (a == b) | (a.isnan() & b.isnan())
     gap = float(torch.linalg.vector_norm((a - b).masked_fill(same, 0)))

@@ -34,15 +34,12 @@ class Joined(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The dims of a tensor that hold rows and positions; tokens of both if `flat`.
-
-    If `shared`, each tp rank has a shard of the positions.
-    """
+    """The dims of a tensor that hold rows and positions; tokens of both if `flat`."""
 
     rows: int
     positions: int | None
     flat: bool = False
-    shared: bool = False
+    shared: bool = False  # each tp rank has a shard of the positions
 
 
 @dataclass(slots=True)
@@ -115,11 +112,7 @@ class Ranks:
         return called_once and self._alone.get(name, False)
 
     def meet(self, where: str, *, failed: bool = False) -> None:
-        """Check that all ranks are at the same place before they communicate.
-
-        Raises:
-            PartedError: A rank cannot go on, or ranks are at different places; on all ranks.
-        """
+        """Check that all ranks are at the same place before they communicate; all raise if not."""
         place = zlib.crc32(where.encode())
         told = torch.tensor(
             [failed, place, -place], device=get_comm_device(self.manager.world_group)

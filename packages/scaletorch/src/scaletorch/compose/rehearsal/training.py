@@ -135,10 +135,7 @@ def _free(device: torch.device) -> int:
 
 @contextmanager
 def in_float32(model: DataParallelBucket, plain: nn.Module) -> Iterator[None]:
-    """Use float32 for parameters, gradients, buffers and messages for a while, without autocast.
-
-    Stand-ins for other stages' modules change too: code may take a dtype from them.
-    """
+    """Use float32 for parameters, gradients, buffers, messages and stand-ins, without autocast."""
     device = next(model.parameters(), torch.empty(0)).detach()
     pipeline = pipeline_of(model)
     passing = [each for each in pipeline.modules() if isinstance(each, PassThrough)]

@@ -278,10 +278,7 @@ def behaviour(
 
 
 def _alike(low: list[Operation], high: list[Operation]) -> Iterator[list[list[Operation]]]:
-    """Yield operations of the same size in both steps; all together if the steps differ in number.
-
-    The number can differ because rows decide, for example, which experts have tokens.
-    """
+    """Yield operations of the same size in both steps; all together if their number differs."""
     if len(low) != len(high):
         yield [low, high]
         return

@@ -132,10 +132,7 @@ class Steps(Once):
         return Rank([*zip(forward, backward, strict=True)], batch, end, update)
 
     def floor(self, layout: Layout) -> float:
-        """Return a cheaper lower bound than `least`: the mean computing time of a rank.
-
-        It leaves out recomputation, messages and update, so it holds for all memory savings.
-        """
+        """Return a cheaper lower bound than `least`: the mean computing time, for all savings."""
 
         def work_out() -> float:
             plain = replace(layout, recompute="none", zero=0)
