@@ -110,12 +110,7 @@ def shard_global_batch(
             cp, or are not known; no grid; or an entry with unknown rows.
     """
     terms = None if model is None else terms_of(model)
-    manager = manager or (None if terms is None else terms.manager)
-    if manager is None:
-        raise InvalidArgumentError(
-            "shard_global_batch needs the grid: pass the manager, or as model= what parallelize "
-            "returned"
-        )
+    manager = _grid(manager, terms)
     layout = DEFAULT if terms is None or terms.cp_layout is None else terms.cp_layout
     entries = _entries(batch, terms)
     require_whole_number("num_micro_batches", num_micro_batches, 1)
@@ -130,6 +125,16 @@ def shard_global_batch(
     counted = entries.get(POSITIONS) is None
     cut = Cut(layout, counted, entries, sequences, own_rows, dims, sequence_dims or {})
     return [_micro_batch(cut, share, positions) for share in shares]
+
+
+def _grid(manager: ProcessGroupManager | None, terms: Terms | None) -> ProcessGroupManager:
+    manager = manager or (None if terms is None else terms.manager)
+    if manager is None:
+        raise InvalidArgumentError(
+            "shard_global_batch needs the grid: pass the manager, or as model= what parallelize "
+            "returned"
+        )
+    return manager
 
 
 def _entries(batch: object, terms: Terms | None) -> dict[str, Any]:

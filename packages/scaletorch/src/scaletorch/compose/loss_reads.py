@@ -42,13 +42,7 @@ class Words(TorchFunctionMode):
         super().__init__()
         self._size, self._way = manager.tp_size, _PARALLEL if sharded else _GATHERED
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, unless it would pick a word outside of the logits."""
         kwargs = kwargs or {}
         if func in _PICKS:

@@ -53,7 +53,7 @@ class Replay:
     def run(
         self, batch: Mapping[str, Any], loss_of: Callable[[Any], Tensor | None], loss: Tensor
     ) -> None:
-        """Run the model both ways, and compare everything; `loss_of` is None if it communicates."""
+        """Run the model both ways, and compare; `loss_of` returns None if it communicates."""
         entries = {n: x for n, x in batch.items() if n not in ("input_ids", "labels")}
         weights = self.weights("")
         with self.plain.lent("", weights), self.plain.replaced(self._answer):

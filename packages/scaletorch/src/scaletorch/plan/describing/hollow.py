@@ -43,13 +43,7 @@ class Hollow(TorchDispatchMode):
     def _is_hollow(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._hollow
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation if no input is hollow; otherwise compute only its output shapes."""
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

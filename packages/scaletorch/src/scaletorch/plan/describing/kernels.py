@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,13 +23,7 @@ def kernels_of(device: str) -> AbstractContextManager[Any]:
 class _OfCuda(TorchFunctionMode):
     """Call CUDA's fused operator where torch would run several for CPU tensors."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the fused replacement of a torch function, if there is one."""
         return _FUSED.get(func, func)(*args, **(kwargs or {}))
 
