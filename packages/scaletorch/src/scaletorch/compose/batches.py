@@ -106,8 +106,7 @@ def shard_global_batch(
         sequences that cp divides, and for packed documents.
 
     Raises:
-        InvalidArgumentError: Less than one micro-batch; no rows; columns that do not divide over
-            cp, or are not known; no grid; or an entry with unknown rows.
+        InvalidArgumentError: No micro-batch, rows or grid; dims unknown; columns cp cannot divide.
     """
     terms = None if model is None else terms_of(model)
     manager = _grid(manager, terms)
