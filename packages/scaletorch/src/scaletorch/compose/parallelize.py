@@ -111,7 +111,7 @@ def _agreed_split(
 ) -> Split | None:
     """Replace the costs "parameters" of a split by the maximum over ranks for each module.
 
-    Ranks may hold unequal shards, such as of three experts on two ranks, and must cut alike.
+    Ranks may hold unequal shards, such as of three experts on two, and must cut the same way.
     """
     if not isinstance(split, Split) or split.costs != "parameters" or manager.pp_size == 1:
         return split

@@ -158,7 +158,7 @@ def words_of(layout: Layout) -> list[str]:
 
 
 def grouped(refused: Iterable[Refused]) -> list[tuple[int, str, str]]:
-    """Return (number of layouts, an example, its reason), alike but for numbers, most first."""
+    """Return (number of layouts, an example, its reason) by reason without numbers, most first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for each in refused:
         pair = named(each), each.why

@@ -83,7 +83,7 @@ _SMALL = 1e-3
 
 @contextmanager
 def without_zeros(model: nn.Module) -> Iterator[None]:
-    """Replace, alike on all ranks, parameters that are nearly zero and would hide errors."""
+    """Replace nearly zero parameters, which would hide errors, by the same values on all ranks."""
     with torch.no_grad():
         before = [(each, each.clone(), values) for each, values in _other_values(model)]
         for parameter, _, values in before:
