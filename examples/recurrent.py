@@ -2,9 +2,11 @@
 
 `pip install scaletorch`, then `python examples/recurrent.py`: a convolution and an LSTM learn
 the frequency of noisy waves, in one process and on 4 local ranks with sharded optimizer state and
-gradients, and print the same losses each time. The number of rows need not be divisible by the
-ranks.
+gradients, and print the same losses each time. A batch is a dataclass here; the number of rows
+need not be divisible by the ranks.
 """
+
+import dataclasses
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +36,21 @@ class Recurrent(nn.Module):
         return logits
 
 
-def batch(step: int) -> dict[str, Tensor]:
-    """Return the global batch of a step, series [B, 1, L] and labels [B], the same on all ranks."""
+@dataclasses.dataclass
+class Batch:
+    """Series [B, 1, L] and labels [B]."""
+
+    series: Tensor
+    labels: Tensor
+
+
+def batch(step: int) -> Batch:
+    """Return the global batch of a step, the same on every rank."""
     generator = torch.Generator().manual_seed(step)
     labels = torch.randint(CLASSES, (ROWS,), generator=generator)
     waves = ((1 + labels)[:, None] * torch.arange(LENGTH) / 3).sin()
     noise = torch.randn(ROWS, LENGTH, generator=generator) / 5
-    return {"series": (waves + noise)[:, None].double(), "labels": labels}
+    return Batch((waves + noise)[:, None].double(), labels)
 
 
 def loss_fn(output: Tensor, micro_batch: dict[str, Tensor]) -> tuple[Tensor, int]:

@@ -23,8 +23,8 @@ from scaletorch.plan import (
     Work,
     plan,
 )
+from scaletorch.plan.estimate import in_bytes, in_seconds, in_short
 from scaletorch.plan.showing import explained, grouped, page, table, words_of
-from scaletorch.plan.units import in_bytes, in_seconds, in_short
 
 GIB = 2**30
 LINKS = (Link(2, 3e-6, 300e9), Link(4, 8e-6, 25e9))

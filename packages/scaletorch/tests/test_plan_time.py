@@ -39,10 +39,10 @@ from scaletorch.plan.clusters import (
     read_cluster,
     write_cluster,
 )
+from scaletorch.plan.estimate import bytes_in
 from scaletorch.plan.stages import schedule_of
 from scaletorch.plan.timing import time
 from scaletorch.plan.timing.costs import efficiency, route, seconds
-from scaletorch.plan.units import bytes_in
 
 DEVICE = Device("toy", 2**30, {"float32": 1e9}, 1e9)
 LINK = Link(8, 1e-3, 1e6)

@@ -5,6 +5,7 @@ from .batches import shard_global_batch
 from .digests import check_replicas
 from .draws import rows_of_step, seed_ranks
 from .evaluate import eval_step, forward_step
+from .experts import count_routing, move_biases
 from .loss import (
     last_token,
     log_probs,
@@ -17,7 +18,6 @@ from .loss import (
 from .norm import clip_grad_norm_, global_grad_norm, nonfinite_gradients
 from .parallelize import parallelize
 from .recompute import recompute_layers
-from .routing import count_routing, move_biases
 from .state import full_gradients, full_state_dict, local_gradients
 from .step import rehearse, train_step
 from .whole_matrices import whole_matrices

@@ -73,13 +73,10 @@ def router_loss(
 ) -> Tensor:
     """Return this rank's term of the loss, 0-d; those of all cp x dp ranks sum to the whole loss.
 
-    For N experts, with the tokens of all layers taken together: N times the sum over experts i of
-    (choices of i / tokens) * (mean probability of i), as in `load_balancing_loss_func` of
-    transformers, but over the global batch. Source: Switch Transformers (arXiv 2101.03961),
-    equations 4 to 6.
-
-    The value is the same on all tp ranks. If `shares_sequences`, each has the logits and the
-    gradient of its own tokens. `real` is a mask of the tokens that count, bool [B, L].
+    It is `load_balancing_loss_func` of transformers over the global batch (Switch Transformers,
+    arXiv 2101.03961, equations 4 to 6). The value is the same on all tp ranks; if
+    `shares_sequences`, each has the logits and the gradient of its own tokens. `real` is a mask of
+    the tokens that count, bool [B, L].
     """
     given = getattr(output, "router_logits", None)
     if not isinstance(given, tuple | list) or not all(isinstance(x, Tensor) for x in given):

@@ -105,8 +105,7 @@ def shard_global_batch(
         sequences that cp divides, and for packed documents.
 
     Raises:
-        InvalidArgumentError: Less than one micro-batch; no rows; columns that do not divide over
-            cp, or are not known; no grid; or an entry with unknown rows.
+        InvalidArgumentError: No micro-batch, rows or grid; dims unknown; columns cp cannot divide.
     """
     terms = None if model is None else terms_of(model)
     manager = _grid(manager, terms)
@@ -236,26 +235,15 @@ def size_of(batch: Called) -> int:
 
 
 def real_positions(batch: Batch) -> Tensor | None:
-    """Return a mask of this rank's positions that are not padding, bool [L]; None if all are real.
-
-    `shard_global_batch` pads sequences whose length does not divide over cp ranks at their end.
-    """
-    if not isinstance(batch, MicroBatch):
+    """Return a mask of this rank's positions before the padding over cp, bool [L]; None for all."""
+    sequences = batch.cut.sequences if isinstance(batch, MicroBatch) else None
+    if sequences is None or sequences.layout.padded_length == sequences.layout.length:
         return None
-    sequences = batch.cut.sequences
-    if sequences is None:
-        return None
-    length = sequences.layout.length
-    if sequences.layout.padded_length == length:
-        return None
-    return sequences.positions(batch["input_ids"].device) < length
+    return sequences.positions(batch["input_ids"].device) < sequences.layout.length
 
 
 def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
-    """Return a mask of a micro-batch's tokens that are not padding, bool [B, L]; None for all.
-
-    Padding is outside of `positions`, as `real_positions` returns them, or has `attention_mask` 0.
-    """
+    """Return a mask of tokens in `positions` and `attention_mask`, bool [B, L]; None for all."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if counts_nothing(batch):
         return torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)

@@ -74,9 +74,10 @@ def check_replicas(
     """
     manager = manager_of(model, manager)
     wait_for_parameters(model)
-    lines = [] if optimizer is None else optimizer_lines(optimizer)
-    texts = {Key("optimizer", "optimizer", (manager.pp_rank,)): "; ".join(lines)}
-    texts |= {Key("value", name): line for name, line in value_lines(values or {}).items()}
+    groups = [] if optimizer is None else optimizer.param_groups
+    line = "; ".join(map(_group_line, groups))
+    texts = {Key("optimizer", "optimizer", (manager.pp_rank,)): line}
+    texts |= {Key("value", name): _value_text(each) for name, each in (values or {}).items()}
     digests = [*tensor_digests(model, manager), *((k, text_hash(t)) for k, t in texts.items())]
     infinite = all_gather_object(nonfinite_parameters(model), manager.world_group)
     at_step = "" if step is None else f"step {step}: "
@@ -186,10 +187,7 @@ def text_hash(text: str) -> int:
 def tensor_digests(
     model: nn.Module, manager: ProcessGroupManager
 ) -> Iterator[tuple[Key, Tensor | int]]:
-    """Yield digests of a parallelized model's parameters, gradients and buffers on this rank.
-
-    A sharded gradient has no replica, and counts as None.
-    """
+    """Yield digests of this rank's parameters, gradients (sharded: None) and buffers."""
     values = {name: each.detach() for name, each in model.named_parameters()}
     gradients = {
         name: each.grad
@@ -219,16 +217,10 @@ def nonfinite_parameters(model: nn.Module) -> list[str]:
     return [name for name, p in suspects if not p.isfinite().all()]
 
 
-def optimizer_lines(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return an optimizer's hyperparameters as text, a line for each parameter group."""
-    return [
-        ", ".join(
-            f"{key}={shown}"
-            for key, value in group.items()
-            if key != "params" and (shown := _shown(value))  # parameters differ between ranks
-        )
-        for group in optimizer.param_groups
-    ]
+def _group_line(group: Mapping[str, Any]) -> str:
+    """Return the hyperparameters of a parameter group as text."""
+    shown = {key: _shown(value) for key, value in group.items() if key != "params"}
+    return ", ".join(f"{key}={text}" for key, text in shown.items() if text)
 
 
 def _shown(value: Any) -> str:
@@ -241,11 +233,8 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | str | None) else ""
 
 
-def value_lines(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return values as text by name; a tensor as its shape, dtype and digest."""
-    return {
-        name: f"{tuple(each.shape)} {each.dtype} {int(digest(each))}"
-        if isinstance(each, Tensor)
-        else repr(each)
-        for name, each in values.items()
-    }
+def _value_text(value: Any) -> str:
+    """Return a value as text, a tensor as its shape, dtype and digest."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype} {int(digest(value))}"
+    return repr(value)

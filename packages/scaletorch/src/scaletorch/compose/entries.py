@@ -27,13 +27,7 @@ _NUMBERS = bool | int | float | str | None
 def named_entries(batch: Any, arguments: Iterable[str] | None) -> dict[str, Any]:
     """Return a batch's entries by name.
 
-    Args:
-        batch: A mapping, a dataclass, a named tuple, or a tuple or list of the forward's first
-            arguments in its order; if it has one entry too many, the last one is the labels.
-        arguments: The arguments of the model's forward; None if the model is not known.
-
-    Raises:
-        InvalidArgumentError: The batch is none of these, or its entries have no names.
+    A plain tuple or list has the forward's first `arguments` in order, and perhaps labels last.
     """
     if isinstance(batch, Mapping):
         return dict(batch)
@@ -105,10 +99,7 @@ def first_entry(entries: Mapping[str, Any], arguments: Iterable[str], model: str
 
 
 def read_row_dims(batch: Mapping[str, Any], named: RowDims | None) -> dict[str, int | None]:
-    """Return the dim of rows of every entry of a global batch; None for an entry without rows.
-
-    Dims that the caller names override what shapes suggest.
-    """
+    """Return the dim of rows of every entry, as the caller or its shape names it; None for none."""
     named = _named_dims("row_dims", named, batch)
     tokens: Shape = sequence_shape(batch) or (row_count(batch, named),)
     found: dict[str, int | None] = {}
@@ -174,10 +165,7 @@ def _row_dim(name: str, entry: Any, tokens: Shape) -> int | None:
 
 
 def _row_dim_of_positions(entry: Tensor, tokens: Shape) -> int | None:
-    """Return the dim of rows of `position_ids`: 1 with several axes (time, height, width), else 0.
-
-    None if all rows have the same positions.
-    """
+    """Return the dim of rows of `position_ids`: 1 with several axes, else 0; None if whole."""
     shape, rows = tuple(entry.shape), tokens[0]
     if shape == tokens:
         return 0
@@ -221,10 +209,7 @@ class Positions(NamedTuple):
 
 
 def read_sequence_dims(entries: Mapping[str, Any], named: RowDims | None) -> Positions | None:
-    """Return the positions of a batch; None if they are not known.
-
-    The caller may name dims; None for an entry without positions.
-    """
+    """Return the positions of a batch, from the caller's dims and known names; or None."""
     named = _named_dims("sequence_dims", named, entries)
     if named.get(TOKENS, 1) not in (1, -1):
         raise InvalidArgumentError(f"the positions of {TOKENS} [B, L] are dim 1")
@@ -256,10 +241,7 @@ def read_sequence_dims(entries: Mapping[str, Any], named: RowDims | None) -> Pos
 
 
 def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
-    """Refuse an entry with a dim as long as the sequences, unless the caller has named it.
-
-    If that dim is positions, the entry would stay whole while the outputs are sharded over cp.
-    """
+    """Refuse an entry with a dim as long as the sequences that the caller has not named."""
     known = {*found.dims, *found.whole, *_ALIKE}
     for name, x in entries.items():
         if name in known or not isinstance(x, Tensor):

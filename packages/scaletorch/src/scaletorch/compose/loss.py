@@ -87,10 +87,7 @@ def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
 
 
 def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None:
-    """Refuse an output without logits, or with a loss of its own that would be ignored.
-
-    `with_router_loss` allows `aux_loss`, which the step computes again for the global batch.
-    """
+    """Refuse an output without logits, or with a loss of its own that would be ignored."""
     given = (
         output if isinstance(output, dict) else vars(output) if hasattr(output, "__dict__") else {}
     )

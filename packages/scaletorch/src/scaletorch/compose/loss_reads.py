@@ -36,23 +36,13 @@ _PARALLEL = (
 
 
 class Words(TorchFunctionMode):
-    """A function mode that refuses a loss which picks a word beyond this rank's logits.
-
-    Without it, kernels raise an IndexError, or on CUDA fail an assert that makes the device
-    unusable. It reads labels on the host, so it is used in a first step only.
-    """
+    """A function mode that refuses, in first steps, a loss that picks a word beyond the logits."""
 
     def __init__(self, manager: ProcessGroupManager, *, sharded: bool) -> None:
         super().__init__()
         self._size, self._way = manager.tp_size, _PARALLEL if sharded else _GATHERED
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch, unless it would pick a word outside of the logits."""
         kwargs = kwargs or {}
         if func in _PICKS:
@@ -95,10 +85,7 @@ class Reads(NamedTuple):
 
 
 def read_loss(loss: Tensor, outputs: Iterable[Node | None], first: int, model: nn.Module) -> Reads:
-    """Return what a loss reads beside the model's outputs.
-
-    Nodes older than `first`, the `number_of_next_node()` from before the loss, are the model's.
-    """
+    """Return what a loss reads beside the outputs; nodes older than `first` are the model's."""
     ends = set(outputs)
     under: dict[Node, _Under] = {}
     parameters, penalized, hidden = list[nn.Parameter](), list[Tensor](), False

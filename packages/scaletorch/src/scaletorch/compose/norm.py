@@ -95,9 +95,7 @@ def nonfinite_gradients(
 ) -> list[tuple[str, str]]:
     """Return the gradients that are infinite or NaN, with their ranks; all ranks call it.
 
-    Args:
-        model: As in `global_grad_norm`.
-        manager: As in `global_grad_norm`.
+    `model` and `manager` are as in `global_grad_norm`.
 
     Returns:
         A parameter's name and a rank's coordinates, `("norm.weight", "dp0 pp1 cp0 tp1")`, for
@@ -109,12 +107,7 @@ def nonfinite_gradients(
 
 
 def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterator[Tensor]:
-    """Yield the gradients that this rank adds to the norm.
-
-    A tensor replicated over tp counts on the first tp rank, a parameter tied across stages on the
-    first of them, an expert on the first rank that has it; if others are sharded over cp x dp, a
-    tensor replicated there counts on the first rank.
-    """
+    """Yield the gradients that this rank adds to the norm; replicas count on their first rank."""
     shards = settled_shards(model)
     alike = not is_sharded(model) and manager.grid.is_plain
     first, first_of_expert = manager.cp_dp_rank == 0 or alike, manager.edp_rank == 0

@@ -24,7 +24,7 @@ from ..parallel.tensor_parallel.building import counts_of_ids, shares_in_layers
 from .balance import read_router_loss
 from .before.buffers import synchronise_batch_norms
 from .before.initial import require_one_model
-from .experts import divide_experts, expert_groups, settle_tokens
+from .experts import Plan, divide_experts, expert_groups, settle_tokens
 from .forward import Counting, Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
 from .plain import Plain
@@ -109,10 +109,9 @@ def parallelize(
 def _agreed_split(
     model: nn.Module, split: Split | None, manager: ProcessGroupManager
 ) -> Split | None:
-    """Replace the costs "parameters" of a split by numbers: the maximum over ranks per module.
+    """Replace the costs "parameters" of a split by the maximum over ranks for each module.
 
-    Ranks may hold unequal shards, for example of three experts on two ranks. If each rank used its
-    own counts, ranks would cut the layers at different places.
+    Ranks may hold unequal shards, such as of three experts on two, and must cut the same way.
     """
     if not isinstance(split, Split) or split.costs != "parameters" or manager.pp_size == 1:
         return split
@@ -150,11 +149,7 @@ def _copy_plain(model: nn.Module) -> Plain | None:
 
 
 def _shard_layers(
-    model: nn.Module,
-    manager: ProcessGroupManager,
-    plan: Mapping[str, Any] | None,
-    settings: _Args,
-    terms: Terms,
+    model: nn.Module, manager: ProcessGroupManager, plan: Plan, settings: _Args, terms: Terms
 ) -> None:
     """Shard the layers over tp, in place."""
     shares = settings.sequence_parallel
@@ -206,10 +201,7 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Args) -> T
 
 
 def _counting(model: nn.Module) -> Counting | None:
-    """Return the function by which a model such as RoBERTa computes position ids from token ids.
-
-    None if the model has no such function. The function needs whole rows of ids.
-    """
+    """Return a model's own function from whole rows of ids to positions, as RoBERTa has it."""
     for module in model.modules():
         count = getattr(module, "create_position_ids_from_input_ids", None)
         padding = getattr(module, "padding_idx", None)

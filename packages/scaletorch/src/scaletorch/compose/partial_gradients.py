@@ -86,10 +86,7 @@ def _parts(known: _Partial, model: DataParallelBucket, names: Iterable[str]) -> 
 def _share_earlier(
     known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager
 ) -> None:
-    """Divide gradients of earlier steps by tp_size, since they are summed and will be summed again.
-
-    This is exact if tp_size is a power of two.
-    """
+    """Divide gradients of earlier steps by tp_size, since they will be summed once more."""
     held = (name for name in known.names if known.whole[name].grad is not None)
     gradients = {
         id(g): g for part in _parts(known, model, held) if (g := part.tensor.grad) is not None
@@ -103,8 +100,7 @@ def _compare(
 ) -> None:
     """Exchange how ranks reach each parameter, and which shards they have.
 
-    Raises on every rank if a parameter is reached both ways, or if some rank's first step began
-    with gradients (`earlier`), which may be summed or not.
+    All ranks raise if one is reached both ways, or a first step began with gradients (`earlier`).
     """
     reached = {name: known.sums.reach(each).value for name, each in known.whole.items()}
     ties = [tie.names for tie in pipeline_of(model).ties]
@@ -151,10 +147,7 @@ def _hidden(known: _Partial) -> list[str]:
 
 
 def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
-    """Compare how ranks reach parameters that no rank had reached before this step.
-
-    All ranks of a stage come here or none, since gradients are missing on all of them or none.
-    """
+    """Compare how ranks reach parameters that none had reached before; all of a stage come here."""
     late = _hidden(known)
     if not late:
         return

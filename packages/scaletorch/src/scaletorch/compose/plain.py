@@ -114,8 +114,7 @@ class Plain:
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the members of the outermost lists of layers that have parameters, by first name.
 
-    Lists are `nn.ModuleList` and `nn.Sequential` of several modules, and an `nn.ModuleDict` of
-    several modules of one class.
+    Lists have several modules, in an `nn.ModuleDict` of one class.
     """
     found: dict[nn.Module, str] = {}
 
@@ -157,10 +156,7 @@ def _holds_module(value: Any) -> bool:
 def _answered(
     kind: type[nn.Module], answer: Callable[..., Any], within: set[str], name: str
 ) -> Any:
-    """Return a subclass that sends calls of itself or its forward to `answer`.
-
-    While the unit is in `within` (it is running), its calls run normally.
-    """
+    """Return a subclass that sends calls to `answer`, except while the unit is in `within`."""
 
     def of(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in within:

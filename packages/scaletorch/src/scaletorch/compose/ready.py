@@ -43,12 +43,10 @@ def ready(
 ) -> tuple[list[Called], Number]:
     """Return the micro-batches as the model is called with them, and the count of the global batch.
 
-    One all-reduce of 136 bytes over all ranks, in host memory, counts tokens or losses, tells
-    whether a rank cannot go on (the others would wait for it in the middle of the step), and
-    compares last step's samples of parameters and of the loop's changes. Labels on an accelerator
-    are counted there by a second all-reduce, so that the host does not wait for queued work; the
-    count is a 0-d tensor then. If a loss_fn counts its losses later, the count is the size of the
-    batch.
+    One all-reduce of 136 bytes in host memory counts tokens or losses, tells whether a rank cannot
+    go on, and compares last step's samples. Labels on an accelerator are counted there by a second
+    one, so that the host does not wait; the count is a 0-d tensor then. If a loss_fn counts its
+    losses later, the count is the size of the batch.
 
     Raises:
         ScaletorchError: This rank's batch or model has an error.
@@ -116,10 +114,7 @@ def _prepared(
 
 
 def _sums(facts: Mapping[str, float], manager: ProcessGroupManager) -> dict[str, float]:
-    """Return the sums of numbers over all ranks.
-
-    In float64, since integers are exact up to 2**53 and a loss_fn may count in fractions.
-    """
+    """Return the sums of numbers over all ranks, in float64: a loss_fn may count in fractions."""
     sums = torch.tensor([*facts.values()], dtype=torch.float64)
     all_reduce(sums, group=manager.world_group)
     return dict(zip(facts, sums.tolist(), strict=True))
@@ -176,11 +171,7 @@ def _called(
 
 
 def as_called(batch: Batch, terms: Terms) -> Called:
-    """Return a micro-batch with the entries that the model is called with.
-
-    The entry `input_ids` is the first argument of forward, whatever its name there. Refused are a
-    cut in another layout, entries that forward does not take, and missing positions.
-    """
+    """Return the entries that the model is called with; `input_ids` is its first argument."""
     cut = batch.cut if isinstance(batch, MicroBatch) else None
     if cut is not None and terms.cp_layout not in (None, cut.layout):
         raise InvalidArgumentError(
@@ -230,10 +221,7 @@ def _with_counts(total: Number, count: float | Tensor, manager: ProcessGroupMana
 
 
 def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> float | Tensor:
-    """Return the count of all micro-batches, and record it in each of them.
-
-    Ranks that compute no loss may lack the entries that a user's loss counts, and count 0.
-    """
+    """Return the count of all micro-batches, and record each; 0 on ranks that compute no loss."""
     for batch in called if own is None or computes else ():
         if own is None:
             batch.count = token_count(batch)

@@ -128,10 +128,7 @@ class Samples:
         self.residue = (folded * weights).sum() % MODULUS
 
     def compare(self, total: float, unsettled: float) -> None:
-        """Check the sum of all ranks' residues; compare all parameters if it shows a difference.
-
-        All ranks call it. `unsettled` ranks have to call `settle` first, or again.
-        """
+        """Compare all parameters if the sum of the ranks' residues differs; all ranks call it."""
         model, parted = self._model(), total % MODULUS != 0
         taken, self.taken, self.residue = dict(self.taken), [], None
         if parted and model is not None:
@@ -210,10 +207,7 @@ def _refuse_parted(
     taken: Mapping[Key, Tensor],
     manager: ProcessGroupManager,
 ) -> list[Key]:
-    """Compare all replicated parameters; raise on every rank if any differ, by rounding or more.
-
-    Returns the parameters that differ over tp alone, within rounding, on an accelerator.
-    """
+    """Refuse parameters that differ between replicas; return those within rounding over tp."""
     digests = [(key, taken[key] if key in taken else digest(x)) for key, x in values.items()]
     parted = parted_sides(digests, manager)
     if not parted:
@@ -241,10 +235,7 @@ def _refuse_parted(
 def _gaps(
     keys: Sequence[Key], values: Mapping[Key, Tensor], manager: ProcessGroupManager
 ) -> dict[Key, float]:
-    """Return the largest gap between replicas / their largest value, for the smallest tensors.
-
-    It stops after `MEASURED` elements, but measures one tensor at least.
-    """
+    """Return the largest gap between replicas / largest value, up to `MEASURED` elements."""
     group, device = manager.world_group, get_comm_device(manager.world_group)
     real = {k: torch.view_as_real(x) if x.is_complex() else x for k, x in values.items()}
     own = [real[key].numel() if key in real else 0 for key in keys]

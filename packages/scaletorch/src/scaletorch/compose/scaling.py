@@ -100,10 +100,7 @@ class Scaling:
         self._steered: float | None = None  # the common ratio that this rank has sent
 
     def sample(self, model: nn.Module, beside: Iterable[nn.Parameter]) -> None:
-        """Copy elements of some gradients at the end of a step, if ranks hold different shards.
-
-        `beside` are parameters of the loss that are not the model's.
-        """
+        """Copy elements of some gradients; note those of `beside`, the loss's own parameters."""
         grads = {id(p): p.grad for p in beside if p.grad is not None}
         self._beside = {each: (ref(grad), grad._version) for each, grad in grads.items()}
         self._gradients, self._fitted, self._fits = [], [], {}
@@ -127,10 +124,7 @@ class Scaling:
         self._fit("gradient", [pair for pair in mine if pair[0].tensor.grad is not None], _gradient)
 
     def note_rates(self, optimizer: Optimizer) -> None:
-        """Record the ratios of an optimizer's learning rates to its first ones other than 0.
-
-        Ratios, since groups, layers and stages may have different rates.
-        """
+        """Record the ratios of an optimizer's learning rates to its first ones other than 0."""
         rates = [group.get("lr") for group in optimizer.param_groups]
         numbers = [x if isinstance(x, int | float) else math.nan for x in rates]
         first = self._rates.setdefault(optimizer, [])
@@ -161,10 +155,7 @@ class Scaling:
             self._weights = others + self._kept(cut, _weight)
 
     def facts(self, residue: Tensor | None) -> dict[str, float]:
-        """Return this rank's numbers for the step's all-reduce, by the names of `FACTS`.
-
-        `residue` is a number of `Samples` on the device, read in the same transfer.
-        """
+        """Return this rank's numbers by the names of `FACTS`; `residue` is read with them."""
         self._fit("weight", self._weights, _weight)
         self._weights = []
         facts = {"residue": self._read(residue)}
@@ -185,10 +176,7 @@ class Scaling:
         return facts
 
     def refuse_different(self, sums: Mapping[str, float]) -> None:
-        """Refuse factors, offsets and rates that differ between ranks; all ranks call it.
-
-        `sums` are those of `facts` over all ranks.
-        """
+        """Refuse factors and rates that differ, by the sums of `facts`; all ranks call it."""
         factors, ratios = ([sums[name] for name in names] for names in (FACTS[:3], FACTS[-3:]))
         self._require_one(CLIPPED, self._factor(), factors, sums["tolerance"] / max(factors[0], 1))
         self._require_one(STEERED, self._steered, ratios, SAME)
@@ -199,7 +187,7 @@ class Scaling:
     def _require_one(
         self, words: str, own: float | None, sums: Sequence[float], tolerance: float
     ) -> None:
-        """Refuse a number that varies between ranks by more than `tolerance`; all ranks call it.
+        """Refuse a number that varies between ranks; all ranks call it.
 
         `sums` has the count of ranks with a number, the sum of the numbers and of their squares.
         """
@@ -332,10 +320,7 @@ _hooks: list[Any] = []
 
 
 def watch(model: nn.Module, manager: ProcessGroupManager) -> None:
-    """Check optimizers of a model's parameters at their steps, if there are several ranks.
-
-    Tensor parallelism and sharded optimizers check their own shards.
-    """
+    """Check optimizers of a model's parameters at their steps, if there are several ranks."""
     if manager.world_size == 1:
         return
     scalings[model] = Scaling(manager)

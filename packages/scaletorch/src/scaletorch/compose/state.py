@@ -38,10 +38,7 @@ def gather_stage(
 
 
 def of_all_stages(tensors: Mapping[str, Tensor], manager: ProcessGroupManager) -> dict[str, Tensor]:
-    """Return the tensors of all stages on every rank of a pipeline, on the communication device.
-
-    If several stages have one, the first stage's is used.
-    """
+    """Return the tensors of all stages, on the communication device; of a name, the first's."""
     if manager.pp_size == 1:
         return {**tensors}
     heads = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
@@ -105,9 +102,7 @@ def full_gradients(
 ) -> dict[str, Tensor]:
     """Return every parameter's whole gradient (CPU tensors), by plain name; all ranks call it.
 
-    Args:
-        model: The model that `parallelize` returned.
-        manager: The grid; by default the model's.
+    `model` and `manager` are as for `full_state_dict`.
     """
     return gather_full(model, local_gradients(model), manager)
 
@@ -136,10 +131,7 @@ def keep_whole_state(model: nn.Module, shapes: Shapes, manager: ProcessGroupMana
 def _take_own(
     shapes: Shapes, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Reduce a whole model's state to this rank's shards, as a hook of torch's loading.
-
-    A state of shards stays as it is.
-    """
+    """Reduce a whole state to this rank's shards before torch loads it; leave a state of shards."""
     own, cuts = module.state_dict(keep_vars=True), find_cuts(module)
     for name in [name for name in shapes if isinstance(state.get(prefix + name), Tensor)]:
         given, cut = state[prefix + name], cuts.get(name)

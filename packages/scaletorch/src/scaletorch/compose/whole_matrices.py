@@ -247,18 +247,14 @@ class Matrix:
 
 
 class Exchange:
-    """The exchange of matrices of one dtype between tp ranks, by all-to-alls.
-
-    `wholes` are the matrices that this rank owns, each with the whole parameter that the optimizer
-    updates.
-    """
+    """The exchange of matrices of one dtype between tp ranks, by all-to-alls."""
 
     def __init__(
         self, matrices: Sequence[Matrix], dtype: torch.dtype, group: ProcessGroup | None
     ) -> None:
         self.matrices, self._dtype, self._group = list(matrices), dtype, group
         self._rank, self._size = get_rank(group), get_world_size(group)
-        self.wholes: list[tuple[Matrix, nn.Parameter]] = []
+        self.wholes: list[tuple[Matrix, nn.Parameter]] = []  # that this rank owns and updates
         for matrix in self.matrices:
             if matrix.owner == self._rank:
                 like = matrix.shard.tensor
@@ -310,10 +306,7 @@ class Exchange:
     def _to_owners(
         self, tensor_of: Callable[[Matrix], Tensor | None], written: bool = False
     ) -> tuple[list[Tensor | None], bool]:
-        """Return the whole tensor of each matrix that this rank owns; None if no shard has one.
-
-        Also return whether `written` is True on any rank.
-        """
+        """Return the whole tensors, or None, that this rank owns, and if any rank has `written`."""
         sent = []
         for owner in range(self._size):
             theirs = [each for each in self.matrices if each.owner == owner]

@@ -12,9 +12,9 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import SCHEDULES
 from .clusters import DEVICES, Cluster, cluster_named, read_cluster
 from .description import Description, Kernels
+from .estimate import bytes_in
 from .layout import CHUNKS
 from .options import Options
-from .units import bytes_in
 
 DEFAULT = "A100-SXM-80GB"
 AXES = ("dp", "pp", "cp", "tp", "ep")
@@ -79,11 +79,7 @@ def _count(text: str) -> int:
 
 
 def cluster_of(arguments: Any) -> Cluster:
-    """Return the cluster that the arguments select; without any, nodes of `DEFAULT` devices.
-
-    Raises:
-        InvalidArgumentError: The file is no cluster, or both a device and a file are named.
-    """
+    """Return the cluster that the arguments select; without any, nodes of `DEFAULT` devices."""
     if arguments.cluster and arguments.device:
         raise InvalidArgumentError("--cluster has a device: leave out --device")
     if arguments.cluster:
@@ -111,15 +107,7 @@ def options_of(arguments: Any) -> Options:
 
 
 def description_of(arguments: Any, kernels: Kernels) -> Description:
-    """Return the description of the model, made by running its layers hollow.
-
-    Args:
-        arguments: Parsed command-line arguments.
-        kernels: The device type whose kernels run the model.
-
-    Raises:
-        InvalidArgumentError: There is no such model, or it cannot be described.
-    """
+    """Return the description of the model, made by running its layers hollow."""
     # These import torch, which the help and errors of arguments do without.
     from .describing import describe, model_named, usual_cuts
 

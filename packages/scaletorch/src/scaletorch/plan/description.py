@@ -29,115 +29,72 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a kind of block.
+    """A parameter of a kind of block."""
 
-    Attributes:
-        name: Name inside its block.
-        elements: Elements of the full tensor.
-        item: Bytes of an element.
-        local: Elements on the rank that holds the most.
-        expert: Whether it belongs to experts, which are divided over ep.
-    """
-
-    name: str
-    elements: int
-    item: int
-    local: int
-    expert: bool = False
+    name: str  # inside its block
+    elements: int  # elements of the full tensor
+    item: int  # bytes of an element
+    local: int  # elements on the rank that holds the most
+    expert: bool = False  # whether it belongs to experts, which are divided over ep
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Collectives of one kind that a block runs for a micro-batch.
+    """Collectives of one kind that a block runs for a micro-batch."""
 
-    Attributes:
-        axis: "tp", "cp" or "ep".
-        operation: Name in `scaletorch.dist`: "all_reduce", "all_gather", "reduce_scatter",
-            "all_to_all", "send" ...
-        phase: The pass that runs them, forward or backward.
-        count: Number of calls.
-        bytes: Bytes that this rank sends in all of them with ring algorithms.
-        awaited: Whether computation waits for them; False if they are asynchronous.
-    """
-
-    axis: str
-    operation: str
+    axis: str  # "tp", "cp" or "ep"
+    operation: str  # its name in `scaletorch.dist`, such as "all_reduce" or "send"
     phase: Literal["forward", "backward"]
     count: int
-    bytes: Affine
-    awaited: bool = True
+    bytes: Affine  # bytes that this rank sends in all of them with ring algorithms
+    awaited: bool = True  # whether computation waits for them; False if they are asynchronous
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Operations of one kind that a block runs for a micro-batch.
+    """Operations of one kind that a block runs for a micro-batch."""
 
-    Attributes:
-        operation: "matmul", "attention", or "other", which only moves memory.
-        count: Number of operations.
-        flops: Total flops.
-        moved: Total bytes read and written.
-        phase: The pass that runs them, forward or backward.
-    """
-
-    operation: str
+    operation: str  # "matmul", "attention", or "other", which only moves memory
     count: int
-    flops: Affine
-    moved: Affine
+    flops: Affine  # total flops
+    moved: Affine  # total bytes read and written
     phase: Literal["forward", "backward"] = "forward"
 
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """The work and memory of a kind of block on the fullest rank of a cut.
-
-    Attributes:
-        parameters: Its parameters and their local sizes.
-        kept: Bytes that autograd keeps between forward and backward, without parameters and
-            `shared`; each storage counts once.
-        shared: Bytes that all layers of a stage share, such as rotary angles or a mask. If kinds
-            share different ones, such as two kinds of masks, the larger counts.
-        left: Bytes that a split backward keeps from its first to its second half: inputs of linear
-            layers, each storage once, and gradients of their outputs.
-        entered: Bytes of its input, which is all that `recompute` keeps; the rest of `kept` is made
-            again in backward.
-        forward_peak: Bytes above `kept` while forward runs.
-        backward_peak: Bytes above `kept` while backward runs, without parameter gradients.
-        handed: Bytes of the output that the next block gets.
-        sent: Its collectives.
-        work: Its operations.
-    """
+    """The work and memory of a kind of block on the fullest rank of a cut."""
 
     parameters: tuple[Parameter, ...]
+    # Bytes that autograd keeps between forward and backward, without parameters and `shared`; each
+    # storage counts once.
     kept: Affine = Affine()
+    # Bytes that all layers of a stage share, such as rotary angles or a mask. If kinds share
+    # different ones, such as two kinds of masks, the larger counts.
     shared: Affine = Affine()
+    # Bytes that a split backward keeps from its first to its second half: inputs of linear layers,
+    # each storage once, and gradients of their outputs.
     left: Affine = Affine()
+    # Bytes of its input, which is all that `recompute` keeps; the rest of `kept` is made again in
+    # backward.
     entered: Affine = Affine()
-    forward_peak: Affine = Affine()
-    backward_peak: Affine = Affine()
-    handed: Affine = Affine()
+    forward_peak: Affine = Affine()  # bytes above `kept` while forward runs
+    backward_peak: Affine = Affine()  # the same while backward runs, without parameter gradients
+    handed: Affine = Affine()  # bytes of the output that the next block gets
     sent: tuple[Sent, ...] = ()
     work: tuple[Work, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The way a layer is divided over ranks.
-
-    Attributes:
-        tp: Tensor parallel size.
-        cp: Context parallel size.
-        ep: Expert parallel size.
-        sequence_parallel: Whether tp ranks hold sequence shards between sharded layers.
-        cp_method: Attention method of context parallelism; "" if cp is 1.
-        selective: Whether layers recompute cheap operations, which changes what they keep and send.
-    """
+    """The way a layer is divided over ranks."""
 
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    sequence_parallel: bool = False
-    cp_method: str = ""
+    sequence_parallel: bool = False  # whether tp ranks hold sequence shards between sharded layers
+    cp_method: str = ""  # attention method of context parallelism; "" if cp is 1
+    # Whether layers recompute cheap operations, which changes what they keep and send.
     selective: bool = False
 
     def __str__(self) -> str:
@@ -152,45 +109,27 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of the model.
+    """A block of the model."""
 
-    Attributes:
-        name: Module name, such as "model.layers.3"; before and after the layers, several names
-            joined by "+".
-        kind: Index into the `Behaviour`s of a cut.
-        place: "first", "layer" or "last".
-    """
-
-    name: str
-    kind: int
+    name: str  # of the module; before and after the layers, several names joined by "+"
+    kind: int  # index into the `Behaviour`s of a cut
     place: Literal["first", "layer", "last"]
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model at one sequence length.
-
-    Attributes:
-        name: Name of the model.
-        length: Tokens of a sequence.
-        dtype: Dtype of the parameters, without "torch.".
-        blocks: Blocks in the order of the forward.
-        cuts: The behaviour of each kind, by cut.
-        refused: Cuts that the model cannot have, with the reason.
-        tied: Groups of parameter names, as "kind.parameter", that share one tensor.
-        source: Origin: library versions, or a paper.
-        early: Whether pipeline messages start early and gradients are allocated late, as in
-            this library. Other programs (False) hold one received and one outgoing message.
-    """
+    """A model at one sequence length."""
 
     name: str
-    length: int
-    dtype: str
-    blocks: tuple[Block, ...]
-    cuts: dict[Cut, tuple[Behaviour, ...]]
-    refused: dict[Cut, str] = field(default_factory=dict)
-    tied: tuple[tuple[str, ...], ...] = ()
-    source: str = ""
+    length: int  # tokens of a sequence
+    dtype: str  # dtype of the parameters, without "torch."
+    blocks: tuple[Block, ...]  # in the order of the forward
+    cuts: dict[Cut, tuple[Behaviour, ...]]  # the behaviour of each kind, by cut
+    refused: dict[Cut, str] = field(default_factory=dict)  # cuts that it cannot have, with reasons
+    tied: tuple[tuple[str, ...], ...] = ()  # groups of "kind.parameter" that share one tensor
+    source: str = ""  # origin: library versions, or a paper
+    # Whether pipeline messages start early and gradients are allocated late, as in this library.
+    # Other programs (False) hold one received and one outgoing message.
     early: bool = True
 
     def behaviours(self, cut: Cut) -> tuple[Behaviour, ...]:

@@ -39,27 +39,16 @@ class Optimizer:
 
 
 class Group(NamedTuple):
-    """Parameters of a rank whose gradients are reduced over the same ranks.
+    """Parameters of a rank whose gradients are reduced over the same ranks."""
 
-    Attributes:
-        axis: "cp_dp", or "edp" for experts.
-        item: Bytes of an element.
-        elements: Elements of all parameters.
-        tensors: Number of parameters.
-        largest: Elements of the largest parameter.
-        others: Number of other pipeline ranks to which all of these are tied.
-        layer: Elements in the largest layer.
-        rest: Elements outside the layers.
-    """
-
-    axis: str
-    item: int
-    elements: int = 0
-    tensors: int = 0
-    largest: int = 0
-    others: int = 0
-    layer: int = 0
-    rest: int = 0
+    axis: str  # "cp_dp", or "edp" for experts
+    item: int  # bytes of an element
+    elements: int = 0  # elements of all parameters
+    tensors: int = 0  # number of parameters
+    largest: int = 0  # elements of the largest parameter
+    others: int = 0  # number of other pipeline ranks to which all of these are tied
+    layer: int = 0  # elements in the largest layer
+    rest: int = 0  # elements outside the layers
 
     @property
     def usual(self) -> int:
@@ -72,12 +61,9 @@ class Group(NamedTuple):
         return min(self.elements, max(self.usual, self.largest))
 
     def in_a_row(self, count: int) -> int:
-        """Return the elements of `count` buckets that are filled one after another.
-
-        At most two are open if a tensor fills half of a bucket, since buckets leave between layers.
-        """
+        """Return the elements of `count` buckets that are filled one after another."""
         alone = self.largest > self.usual and self.layer > 0  # each tensor has its own bucket
-        most = 2 if 2 * self.largest > self.usual else count
+        most = 2 if 2 * self.largest > self.usual else count  # buckets leave between layers
         return min(most * self.bucket, self.layer if alone else self.elements)
 
 
@@ -95,12 +81,7 @@ class Once:
 
 
 class Known(Once):
-    """A description, and cached results derived from it.
-
-    Args:
-        description: The model.
-        optimizer: State of the optimizer; AdamW's by default.
-    """
+    """A description, and cached results derived from it; the optimizer is AdamW by default."""
 
     def __init__(self, description: Description, optimizer: Optimizer | None = None) -> None:
         super().__init__()
@@ -109,11 +90,7 @@ class Known(Once):
         self._contents: dict[Content, int] = {}
 
     def numbers(self, layout: Layout) -> tuple[int, ...]:
-        """Return a number for each pipeline rank; ranks with the same content share it.
-
-        Raises:
-            InvalidArgumentError: Fewer layers than stages, or an invalid schedule.
-        """
+        """Return a number for each pipeline rank; ranks with the same content share it."""
 
         def work_out() -> tuple[int, ...]:
             each, known = contents(self.description, layout), self._contents
@@ -138,8 +115,7 @@ class Known(Once):
     def ends(self, layout: Layout) -> list[tuple[int, int]]:
         """Return (number, rank) of the first and the last rank with each number.
 
-        One of these holds the most: along the pipeline, the micro-batches that ranks with equal
-        blocks keep only increase, or only decrease.
+        One of these holds the most: between them, live micro-batches only increase or decrease.
         """
 
         def work_out() -> list[tuple[int, int]]:

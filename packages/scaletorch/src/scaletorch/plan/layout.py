@@ -20,30 +20,17 @@ CHUNKS = dict.fromkeys((*LOOPED, *V_SHAPED), 2)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A parallel layout and its training options.
-
-    Attributes:
-        grid: Grid of ranks.
-        sequence_parallel: As for `parallelize`.
-        recompute: "full" is `recompute=True` of `parallelize`; "selective" and "offload" are passed
-            on as they are.
-        zero: ZeRO stage over cp x dp, 0 to 3.
-        schedule: Pipeline schedule, a name of `SCHEDULES`.
-        chunks: Stages on each pipeline rank.
-        cp_method: Attention method of context parallelism.
-        micro_rows: Rows of a micro-batch.
-        micro_batches: Micro-batches of a step on each data-parallel rank.
-    """
+    """A parallel layout and its training options."""
 
     grid: Grid
-    sequence_parallel: bool = False
-    recompute: Recompute = "none"
-    zero: int = 0
-    schedule: str = "1f1b"
-    chunks: int = 1
-    cp_method: str = "ring"
-    micro_rows: int = 1
-    micro_batches: int = 1
+    sequence_parallel: bool = False  # as for `parallelize`
+    recompute: Recompute = "none"  # "full" is `recompute=True` of `parallelize`
+    zero: int = 0  # ZeRO stage over cp x dp, 0 to 3
+    schedule: str = "1f1b"  # pipeline schedule, a name of `SCHEDULES`
+    chunks: int = 1  # stages on each pipeline rank
+    cp_method: str = "ring"  # attention method of context parallelism
+    micro_rows: int = 1  # rows of a micro-batch
+    micro_batches: int = 1  # of a step on each data-parallel rank
 
     @property
     def cut(self) -> Cut:

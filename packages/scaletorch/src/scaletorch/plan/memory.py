@@ -24,37 +24,21 @@ GATHERED = 4  # unsharded layers with ZeRO 3: the running one, the next, and gra
 
 
 class State(NamedTuple):
-    """Bytes of a rank's parameters, gradients and optimizer state.
+    """Bytes of a rank's parameters, gradients and optimizer state."""
 
-    Attributes:
-        parameters: Parameter shards.
-        gradients: Gradient buffers that persist across steps.
-        optimizer: Optimizer state and master weights.
-        brought: Gradients, or their shards, that the first backward makes.
-        again: Further shards that each later backward makes.
-        last: Shards that only the last backward makes.
-        start: Unsharded buckets or parameters when a backward begins.
-        inside: The same while its layers run.
-        bucket: One gradient bucket.
-        whole: All gradients that go through buckets.
-        opened: All gradients of buckets with several tensors, opened by their first gradient.
-        ending: Receive buffers of the last buckets.
-        ties: Gradients of tied weights from other stages at the end of a step.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    brought: int = 0
-    again: int = 0
-    last: int = 0
-    start: int = 0
-    inside: int = 0
-    bucket: int = 0
-    whole: int = 0
-    opened: int = 0
-    ending: int = 0
-    ties: int = 0
+    parameters: int = 0  # parameter shards
+    gradients: int = 0  # gradient buffers that persist across steps
+    optimizer: int = 0  # optimizer state and master weights
+    brought: int = 0  # gradients, or their shards, that the first backward makes
+    again: int = 0  # further shards that each later backward makes
+    last: int = 0  # shards that only the last backward makes
+    start: int = 0  # unsharded buckets or parameters when a backward begins
+    inside: int = 0  # the same while its layers run
+    bucket: int = 0  # one gradient bucket
+    whole: int = 0  # all gradients that go through buckets
+    opened: int = 0  # all gradients of buckets with several tensors, opened by their first gradient
+    ending: int = 0  # receive buffers of the last buckets
+    ties: int = 0  # gradients of tied weights from other stages at the end of a step
 
 
 def state(known: Known, layout: Layout, number: int) -> State:
@@ -118,23 +102,15 @@ def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
 
 
 class Chunk(NamedTuple):
-    """Bytes of a pipeline chunk for a micro-batch.
+    """Bytes of a pipeline chunk for a micro-batch."""
 
-    Attributes:
-        kept: Activations that autograd keeps until backward.
-        left: Bytes that the first half of a split backward leaves for the second.
-        working: By action kind, temporary bytes above `kept` of the block that needs the most.
-        inside: The same for the layers alone, in backward.
-        tail: Bytes that the first layer needs in backward, when nothing else is kept.
-        ahead: Share of the rank's parameters whose gradients are still missing by then.
-    """
-
-    kept: int
-    left: int
+    kept: int  # activations that autograd keeps until backward
+    left: int  # bytes that the first half of a split backward leaves for the second
+    # By action kind, temporary bytes above `kept` of the block that needs the most.
     working: dict[str, int]
-    inside: int
-    tail: int
-    ahead: float
+    inside: int  # the same for the layers alone, in backward
+    tail: int  # bytes that the first layer needs in backward, when nothing else is kept
+    ahead: float  # share of the rank's parameters whose gradients are still missing by then
 
 
 def memory(
@@ -146,14 +122,7 @@ def memory(
 ) -> tuple[Memory, ...]:
     """Return the bytes of the fullest rank at each place of the pipeline.
 
-    Args:
-        description: The model.
-        layout: The layout; `zero` 3 is torch's `fully_shard`, one block at a time.
-        optimizer: State of the optimizer.
-        known: Facts of the same description and optimizer, to reuse cached results.
-
-    Raises:
-        InvalidArgumentError: The model cannot have this cut, or has fewer layers than stages.
+    `zero` 3 is torch's `fully_shard`, one block at a time. `known` has cached results.
     """
     own = known or Known(description, optimizer)
     return tuple(
@@ -188,9 +157,8 @@ def _parts(
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield gradients, activations, working memory and buffers at each moment that may be the peak.
 
-    In a backward, activations are freed as gradients arrive. The peak is when it begins, when the
-    first bucket is full, or when it ends. On 58 layouts measured on real ranks, each of these
-    moments, `ahead` and `filled` changed some peak by 3 to 8 %.
+    Backward frees activations as gradients arrive: its peak is when it begins, when the first
+    bucket is full, or when it ends. On 58 layouts of real ranks each changed some peak by 3 to 8 %.
     """
     own, chunks = state(known, layout, number), chunks_of(known, layout, number)
     kept, left = [chunk.kept for chunk in chunks], [chunk.left for chunk in chunks]
@@ -231,11 +199,7 @@ def _parts(
 
 
 def _messages(known: Known, layout: Layout, number: int, moment: Moment) -> int:
-    """Return the bytes of messages between stages.
-
-    A sent output stays until its backward. This library's runtime also holds the latest `IN_FLIGHT`
-    messages and the received one; other programs hold one received and one outgoing message.
-    """
+    """Return the bytes of messages between stages; a sent output stays until its backward."""
     if layout.grid.pp == 1:
         return 0
     content = known.content(number)
@@ -274,8 +238,7 @@ def chunks_of(known: Known, layout: Layout, number: int) -> list[Chunk]:
 def _chunk(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
     """Return the bytes of a chunk.
 
-    While a block runs, the blocks after it keep nothing (not yet in forward, no more in backward)
-    except `left` of a split backward and the gradient of the running block's output.
+    Blocks after the running one keep `left` and the gradient of its output, nothing else.
     """
     rows = layout.micro_rows
     behaviours = known.description.behaviours(layout.cut)

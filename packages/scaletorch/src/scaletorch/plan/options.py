@@ -43,17 +43,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A grid or a layout that is refused.
-
-    Attributes:
-        grid: The grid.
-        why: The reason, in words.
-        layout: The refused layout; None if the grid itself is refused.
-    """
+    """A grid or a layout that is refused."""
 
     grid: Grid
     why: str
-    layout: Layout | None = None
+    layout: Layout | None = None  # None if the grid itself is refused
 
 
 def legal(

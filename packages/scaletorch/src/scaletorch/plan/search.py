@@ -12,13 +12,12 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid, count_communicators
 from .clusters import Cluster
 from .description import Description
-from .estimate import Estimate
+from .estimate import Estimate, in_bytes
 from .known import Known, Optimizer
 from .layout import Layout
 from .memory import memory, peak
 from .options import Options, Refused, ladder, legal
 from .timing import Steps
-from .units import in_bytes
 
 
 class Plan:

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from ..parallel.pg_manager import layout_name
-from .estimate import Estimate
+from .estimate import Estimate, in_bytes, in_seconds, in_short
 from .layout import Layout
 from .options import Refused
 from .search import Plan
-from .units import in_bytes, in_seconds, in_short
 
 GIB, WIDTH = 2**30, 120
 SORTS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers", "total")
@@ -159,10 +158,7 @@ def words_of(layout: Layout) -> list[str]:
 
 
 def grouped(refused: Iterable[Refused]) -> list[tuple[int, str, str]]:
-    """Return (number of layouts, an example, its reason) by reason, most frequent first.
-
-    Reasons that differ only in numbers count as one.
-    """
+    """Return (number of layouts, an example, its reason) by reason without numbers, most first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for each in refused:
         pair = named(each), each.why

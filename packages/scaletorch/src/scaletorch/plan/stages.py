@@ -26,38 +26,22 @@ Places = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Moment(NamedTuple):
-    """The moment of an action at which a rank holds the most.
+    """The moment of an action at which a rank holds the most."""
 
-    Attributes:
-        kind: Kind of the action: "F", whose own micro-batch counts, "B", or "I" for the first half
-            of a backward; "FB" if either may run.
-        chunk: Chunk of the action.
-        whole: Live micro-batches by chunk, without halves.
-        halves: First halves of backwards that wait for their second, by chunk.
-        begun: Number of chunks in which an earlier backward has ended.
-    """
-
-    kind: str
-    chunk: int
-    whole: tuple[int, ...]
-    halves: tuple[int, ...]
-    begun: int
+    kind: str  # of the action: "F" (counts itself), "B", "I" (first half of "B"), "FB" (either)
+    chunk: int  # of the action
+    whole: tuple[int, ...]  # live micro-batches by chunk, without halves
+    halves: tuple[int, ...]  # first halves of backwards that wait for their second, by chunk
+    begun: int  # number of chunks in which an earlier backward has ended
 
 
 class Content(NamedTuple):
-    """The blocks of one pipeline rank.
+    """The blocks of one pipeline rank."""
 
-    Attributes:
-        chunks: Runs of equal blocks, by chunk.
-        sent: Number of chunks that send their output to another rank.
-        received: Number of chunks that receive their input from another rank.
-        ties: Names of tied parameters, with the number of other ranks that have them.
-    """
-
-    chunks: tuple[Runs, ...]
-    sent: int
-    received: int
-    ties: tuple[tuple[str, int], ...]
+    chunks: tuple[Runs, ...]  # runs of equal blocks, by chunk
+    sent: int  # number of chunks that send their output to another rank
+    received: int  # number of chunks that receive their input from another rank
+    ties: tuple[tuple[str, int], ...]  # tied parameters, and how many other ranks have each
 
     @property
     def kinds(self) -> dict[int, int]:
@@ -69,11 +53,7 @@ class Content(NamedTuple):
 
 
 def schedule_of(layout: Layout) -> Schedule:
-    """Return the schedule of a layout with all its actions.
-
-    Raises:
-        InvalidArgumentError: The schedule is unknown, or has no such number of chunks.
-    """
+    """Return the schedule of a layout with all its actions; refuse an unknown one."""
     return _built(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
 
 
@@ -92,11 +72,7 @@ def stages_of(schedule: str, pp: int, chunks: int) -> tuple[tuple[int, ...], ...
 
 
 def places(description: Description, layout: Layout) -> Places:
-    """Return the block indices of each pipeline rank, by chunk.
-
-    Raises:
-        InvalidArgumentError: There are fewer layers than stages, or the schedule is invalid.
-    """
+    """Return the block indices of each pipeline rank, by chunk; refuse stages without layers."""
     where = [block.place for block in description.blocks]
     first, layers, last = where.count("first"), where.count("layer"), where.count("last")
     stages = stages_of(layout.schedule, layout.grid.pp, layout.chunks)
@@ -140,9 +116,7 @@ def contents(description: Description, layout: Layout) -> list[Content]:
 def alive(layout: Layout, rank: int) -> tuple[Moment, ...]:
     """Return the moments at which a pipeline rank holds the most micro-batches.
 
-    For each kind of action: one with the most live micro-batches, and one with the most of live
-    ones and halves together. Only as many micro-batches are followed as the pipeline needs to
-    repeat.
+    For each kind of action: most live micro-batches, and most of live ones and halves together.
     """
     schedule, pp, chunks = layout.schedule, layout.grid.pp, layout.chunks
     m = layout.micro_batches

@@ -110,11 +110,7 @@ def _looks(named: Iterable[tuple[str, Tensor]]) -> Looks:
 def changes_followed(
     model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
 ) -> Iterator[None]:
-    """Refuse, around a step, a forward that changes parameters, or buffers unlike one process.
-
-    It reads the model before and after the step and the buffers after each forward, and compares
-    the digests of changed buffers: over ranks that should hold the same, and over micro-batches.
-    """
+    """Refuse, around a step, a forward that changes parameters, or buffers unlike one process."""
     wait_for_parameters(model)  # a sharded optimizer may still be fetching them
     changes = _Changes(model)
     # Not a hook: the wrapper would register it on the wrapped module.
@@ -193,10 +189,7 @@ _KNOWN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 def synchronise_batch_norms(model: nn.Module, manager: ProcessGroupManager) -> None:
-    """Make batch norms take their statistics over the rows of all dp ranks, in place.
-
-    A norm with a custom forward stays as it is.
-    """
+    """Let batch norms of torch take statistics over the rows of all dp ranks, in place."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     for norm in norms if manager.dp_size > 1 else ():
         if type(norm).forward in _KNOWN and "forward" not in vars(norm):
@@ -212,10 +205,7 @@ def require_whole_batches(
     recompute: bool,
     shares: bool,
 ) -> None:
-    """Refuse batch norms whose statistics would not cover the whole batch.
-
-    Norms in eval mode that have running statistics pass, since they use only these.
-    """
+    """Refuse batch norms whose statistics would not cover the whole batch, except in eval mode."""
     norms = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and _of_batch(m)]
     alone = [(name, norm) for name, norm in norms if _GROUP not in vars(norm)]
     own = manager.dp_size > 1 and alone

@@ -37,12 +37,9 @@ def require_one_model(
     init_sync: str,
     error: Exception | None,
 ) -> None:
-    """Compare the arguments of `parallelize`, and the plain model, before sharding.
+    """Compare the arguments of `parallelize`, and the plain model over tp and pp, before sharding.
 
-    Arguments are compared over all ranks, parameters and buffers over tp and pp. Over cp and dp
-    `DataParallelBucket` compares them later, when each rank has only its shards. This reads the
-    whole model once, at memory speed, and sends 24 bytes per rank and axis. An `error` of any rank
-    is raised on all.
+    Over cp and dp `DataParallelBucket` compares it later. An `error` of any rank is raised on all.
     """
     lines = [f"{name}={value}" for name, value in arguments.items()]
     agree("the arguments given to parallelize", lines, manager.world_group, error=error)
@@ -77,10 +74,8 @@ def _values(model: nn.Module, without: Container[nn.Module]) -> list[str]:
 def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManager) -> None:
     """Compare the first batch over the ranks that must hold the same one.
 
-    The batch passed to `shard_global_batch` must be the same on all ranks, or, if each dp rank has
-    read its own rows, on the ranks of one dp coordinate. Micro-batches, which may have been changed
-    since, must be the same on ranks that differ in tp and pp alone, except for `loss_...` entries
-    and removed ones.
+    That holds for the global batch (of one dp coordinate if each dp rank reads its own rows), and
+    for micro-batches on ranks that differ in tp and pp alone, except for `loss_...` entries.
     """
     cuts = {id(b.cut.whole): b.cut for b in micro_batches if isinstance(b, MicroBatch)}
     own = any(cut.own for cut in cuts.values())
@@ -114,10 +109,7 @@ def _looks(where: str, batches: Sequence[Batch]) -> list[tuple[Key, int]]:
 
 
 def _text(entry: Any) -> str:
-    """Return an entry as text that is equal on ranks with equal entries; tensors as digests.
-
-    Objects whose text may differ between ranks are shown by their type.
-    """
+    """Return an entry as text, tensors as digests; objects by their type, as texts may differ."""
     found = map_tensors(digest_text, entry)
     plain = isinstance(found, str | int | float | complex | Mapping | list | tuple | None)
     return repr(found) if plain else type(found).__name__
@@ -146,10 +138,7 @@ _WAYS_OUT = {
 def failures_named(
     model: nn.Module, manager: ProcessGroupManager, num_micro_batches: int
 ) -> Iterator[None]:
-    """Replace an error of the model's own code by one that names the module and the likely reason.
-
-    pp gives no reason: it changes nothing within a layer.
-    """
+    """Replace an error of the model's own code by one that names the module and likely reasons."""
     sizes = {axis: getattr(manager, f"{axis}_size") for axis in _WAYS_OUT}
     sizes["dp"] *= num_micro_batches
 
@@ -182,10 +171,7 @@ def failures_named(
 
 
 def _innermost(model: nn.Module, trace: TracebackType | None) -> str | None:
-    """Return a name for the innermost module of a model that a traceback enters.
-
-    None if there is none, or if it ends in communication: then another rank may have failed.
-    """
+    """Return a name for the innermost module that a traceback enters; None in communication."""
     names = {module: name for name, module in model.named_modules()}
     found: str | None = None
     last = ""

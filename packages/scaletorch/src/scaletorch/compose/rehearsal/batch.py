@@ -61,11 +61,7 @@ def small_batch(
     shortens: bool,
     wide: bool,
 ) -> SmallBatch:
-    """Return a small batch of a step's rows.
-
-    `shortens` cuts rows to few positions, if it is known which entries have positions; `wide` makes
-    16-bit entries float32.
-    """
+    """Return a small batch of a step's rows, perhaps with few positions, or `wide`: in float32."""
     cut, count = cast(MicroBatch, micro_batches[0]).cut, len(micro_batches)
     kept = count if manager.pp_size > 1 else min(count, 2)
     whole = _rows_of(cut, count, kept, manager)
@@ -183,8 +179,7 @@ def _short(
 def _most(length: int, units: int, unit: int) -> int:
     """Return the number of positions to take: up to `units` units, if possible dividing the length.
 
-    If it divides the length, blocks that a model makes of positions end at the borders of ranks'
-    shards only if they do so in the step.
+    Then blocks that a model makes of positions end at ranks' borders only if the step's do.
     """
     whole = (n for n in range(units, max(units // 2, 2) - 1, -1) if length % (n * unit) == 0)
     return next(whole, units) * unit

@@ -15,8 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...dist.building import map_tensors, tensors_in
 from ...parallel.pg_manager.building import ModuleState
 from .judging import WIDER
-from .recording import hidden_of
-from .training import buffers_in, without_autocast
+from .training import buffers_in, hidden_of, without_autocast
 
 
 class Handover(torch.autograd.Function):
@@ -83,8 +82,7 @@ class Call:
     def make(self, way: int | None = None) -> UnitRun:
         """Run the unit with a graph of its own.
 
-        `way` 0 uses a wider dtype; another number is a seed that changes the hidden states by their
-        rounding; None uses the ranks' hidden states unchanged.
+        `way` 0 uses a wider dtype; another number is a seed that rounds hidden states otherwise.
         """
         leaves: dict[int, Tensor] = {}
         wide = self._wider() if way == 0 else None
@@ -186,7 +184,7 @@ class Call:
 
     def other_input(self, way: int) -> Tensor:
         """Return the gradient of the hidden states, computed in another way; see `make`."""
-        found = self._otherwise(way)[0][0]
+        found = self.otherwise(way)[0][0]
         return torch.zeros(()) if found is None else found
 
     def other_output(self, way: int) -> Tensor:
@@ -199,11 +197,7 @@ class Call:
         with torch.no_grad():
             return self.again().outputs[0]
 
-    def other_weight(self, name: str, way: int) -> Tensor | None:
-        """Return the gradient of a weight, computed in another way; see `make`."""
-        return self._otherwise(way)[1][name]
-
-    def _otherwise(self, way: int) -> Gradients:
+    def otherwise(self, way: int) -> Gradients:
         """Return the gradients of a run in another way, cached."""
         if way not in self._others:
             with torch.enable_grad(), self._precision(way):
@@ -233,7 +227,7 @@ def _sum_of_both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 def sum_of(name: str, calls: Sequence[Call], way: int) -> Tensor:
     """Return the gradient of a weight, summed over all calls of a unit, in another way."""
-    found = [g for call in calls if (g := call.other_weight(name, way)) is not None]
+    found = [g for call in calls if (g := call.otherwise(way)[1][name]) is not None]
     return torch.stack(found).sum(0)
 
 

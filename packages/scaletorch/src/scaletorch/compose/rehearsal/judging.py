@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +42,9 @@ class Judge:
     worst: float = 0.0  # the largest error within its bound
     coarsest: torch.dtype = torch.float64  # the narrowest that the plain model's code casts to
 
-    @contextmanager
-    def casts(self) -> Iterator[None]:
+    def casts(self) -> TorchDispatchMode:
         """Record the dtypes that code in this context casts to, as norms in float32 do."""
-        with _Casts(self):
-            yield
+        return _Casts(self)
 
     def compare(
         self,
@@ -60,12 +57,11 @@ class Judge:
         other: Callable[[int], Tensor] | None = None,
         again: Callable[[], Tensor] | None = None,
     ) -> bool:
-        """Compare a layout's tensor with one process's; a missing one is zero.
+        """Compare a layout's tensor with one process's; return False if that one is random.
 
-        Return False if each run of one process gives another result. `typical` is the size of a
-        typical element of its kind. If the difference exceeds the limit, `other` computes one
-        process's tensor in other ways, as `Call.make` does, since rounding may explain it, and
-        `again` computes it once more.
+        `typical` is the size of a typical element; a missing tensor is zero. If the difference is
+        too large, `other` computes one process's tensor in other ways, as `Call.make` does, and
+        `again` once more.
         """
         self.compared += 1
         if ours is None or theirs is None:
@@ -133,10 +129,7 @@ class _Casts(TorchDispatchMode):
 
 
 def relative(ours: Tensor, theirs: Tensor, typical: float = 0.0) -> float:
-    """Return the 2-norm of a difference divided by the tensor's scale; see `scale_of`.
-
-    Elements that are the same infinity, or NaN, in both do not differ.
-    """
+    """Return the 2-norm of a difference / the tensor's scale; equal infinities and NaN are 0."""
     a, b = widest(ours), widest(theirs)
     same = (a == b) | (a.isnan() & b.isnan())
     gap = float(torch.linalg.vector_norm((a - b).masked_fill(same, 0)))

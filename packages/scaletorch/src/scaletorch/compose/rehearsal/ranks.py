@@ -17,7 +17,7 @@ from ..forward import pipeline_of
 from ..plain import Plain
 from ..state import gather_stage, local_gradients, of_all_stages
 from .batch import SmallBatch
-from .recording import Record, Records
+from .training import Record, Records
 
 _KINDS = ("input", "output", "input_gradient", "output_gradient")
 
@@ -34,15 +34,12 @@ class Joined(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The dims of a tensor that hold rows and positions; tokens of both if `flat`.
-
-    If `shared`, each tp rank has a shard of the positions.
-    """
+    """The dims of a tensor that hold rows and positions; tokens of both if `flat`."""
 
     rows: int
     positions: int | None
     flat: bool = False
-    shared: bool = False
+    shared: bool = False  # each tp rank has a shard of the positions
 
 
 @dataclass(slots=True)
@@ -108,21 +105,14 @@ class Ranks:
                         self._have.add((name, stage, turn, kind))
 
     def returns_alone(self, name: str) -> bool:
-        """Return whether all ranks saw a unit return hidden states and change nothing else.
-
-        False as well if it is called several times, has hooks or shares weights.
-        """
+        """Return whether a unit, called once, returned hidden states and did nothing else."""
         weights, owners = {*self.plain.owners[name]}, self.plain.owners.items()
         shares = any(weights & {*theirs} for other, theirs in owners if other != name)
         called_once = not shares and self.turns(name) == 1 and name not in self.unjoined
         return called_once and self._alone.get(name, False)
 
     def meet(self, where: str, *, failed: bool = False) -> None:
-        """Check that all ranks are at the same place before they communicate.
-
-        Raises:
-            PartedError: A rank cannot go on, or ranks are at different places; on all ranks.
-        """
+        """Check that all ranks are at the same place before they communicate; all raise if not."""
         place = zlib.crc32(where.encode())
         told = torch.tensor(
             [failed, place, -place], device=get_comm_device(self.manager.world_group)
@@ -152,11 +142,7 @@ class Ranks:
         return self._trained.get(name, False)
 
     def join(self, unit: str, turn: int, kind: str, shape: torch.Size) -> Joined:
-        """Return a whole tensor of a unit's call, rows and positions in the order of one process.
-
-        It is not known if no choice of dims for rows and positions gives `shape`, that in one
-        process.
-        """
+        """Return a whole tensor of a unit's call, with its `shape` and order in one process."""
         self.meet(f"{unit} {turn} {kind}")
         turns = self._turns.get(unit, [])
         if turn >= len(turns):

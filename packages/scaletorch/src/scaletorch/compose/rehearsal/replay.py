@@ -26,7 +26,7 @@ from ..summation import root_mean_square
 from .calls import Call, Handover, sum_of
 from .judging import Judge
 from .ranks import Ranks
-from .recording import hidden_of, is_same
+from .training import hidden_of, is_same
 
 
 @dataclass(slots=True)
@@ -53,10 +53,7 @@ class Replay:
     def run(
         self, batch: Mapping[str, Any], loss_of: Callable[[Any], Tensor | None], loss: Tensor
     ) -> None:
-        """Run the model forward and backward, and compare everything on the way.
-
-        `loss_of` returns the loss of an output, or None if the loss communicates.
-        """
+        """Run the model both ways, and compare; `loss_of` returns None if it communicates."""
         entries = {n: x for n, x in batch.items() if n not in ("input_ids", "labels")}
         weights = self.weights("")
         with self.plain.lent("", weights), self.plain.replaced(self._answer):
@@ -101,10 +98,7 @@ class Replay:
         return parameters
 
     def _add_penalties(self, loss: Tensor) -> bool:
-        """Add gradients of weights that the loss reads directly; return whether there are any.
-
-        Such a loss reads the parameters of the layout's model, not of the plain one.
-        """
+        """Add gradients of weights that the loss reads from the layout; return if there are any."""
         held = self.ranks.trained_here()
         if not held:  # a frozen stage
             return False
@@ -182,10 +176,7 @@ class Replay:
         return map_tensors(lambda t: swapped.get(id(t), t.detach()), unit_run.result)
 
     def _give_out(self, call: Call, x: Tensor) -> Tensor | None:
-        """Let the next rank run a call forward and backward.
-
-        Returns the hidden states that the ranks' call returned; None if they cannot be joined.
-        """
+        """Let the next rank run a call; return the ranks' output, None if it cannot be joined."""
         ranks, name = self.ranks, call.name
         kinds = ("output", "output_gradient", "input_gradient")
         output, came, went = (ranks.join(name, 0, kind, x.shape) for kind in kinds)

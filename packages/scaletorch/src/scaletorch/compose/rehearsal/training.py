@@ -1,10 +1,14 @@
-"""The training step of a rehearsal: a real one, in float32 if it fits, that leaves no trace."""
+"""The training step of a rehearsal: a real one, in float32 if it fits, that leaves no trace.
+
+The inputs, outputs and gradients of the model's units are recorded during it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,15 +17,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...dist import get_local_size
-from ...dist.building import tensors_in
+from ...dist.building import map_tensors, tensors_in
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.data_parallel.building import NARROW, widened
 from ...parallel.pg_manager.building import Attributes, eagerly, restored
-from ...parallel.pipeline_parallel.building import PassThrough, forms_cast
-from ..forward import Terms, pipeline_of, rehearsing, terms_of, wait_for_parameters
-from ..plain import Plain
+from ...parallel.pipeline_parallel import PipelineParallel
+from ...parallel.pipeline_parallel.building import PassThrough, forms_cast, release, surround
+from ..forward import Terms, pipeline_of, rehearses, rehearsing, terms_of, wait_for_parameters
+from ..plain import HOOKS, Plain, is_of_library
 from .batch import SmallBatch, is_narrow
-from .recording import Records, recorded
 
 Step = Callable[..., Tensor]
 
@@ -32,9 +36,7 @@ def as_for_a_rehearsal(
 ) -> Iterator[None]:
     """Run a step as a rehearsal, in float32 or not, and restore the model afterwards.
 
-    Routing counts stay, gradients are summed even in `no_sync`, and dropout is off. Parameters that
-    are zero, such as a gate or a branch's last projection, get other values, since they would hide
-    errors in the values that they multiply.
+    Gradients are summed even in `no_sync`, dropout is off, and parameters are not zero.
     """
     before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
     stage = pipeline_of(model).module
@@ -50,10 +52,7 @@ def as_for_a_rehearsal(
 
 
 def trained(
-    cut: Callable[..., SmallBatch],
-    model: DataParallelBucket,
-    plain: Plain,
-    step: Step,
+    cut: Callable[..., SmallBatch], model: DataParallelBucket, plain: Plain, step: Step
 ) -> tuple[SmallBatch, Tensor, Records, list[str] | None]:
     """Train a small batch with few positions; if that fails, with all positions.
 
@@ -87,10 +86,7 @@ _SMALL = 1e-3
 
 @contextmanager
 def without_zeros(model: nn.Module) -> Iterator[None]:
-    """Replace parameters that are nearly zero for a while, since they would hide errors.
-
-    Parameters of the same shape get the same values on every rank.
-    """
+    """Replace nearly zero parameters, which would hide errors, by the same values on all ranks."""
     with torch.no_grad():
         before = [(each, each.clone(), values) for each, values in _other_values(model)]
         for parameter, _, values in before:
@@ -142,11 +138,7 @@ def _free(device: torch.device) -> int:
 
 @contextmanager
 def in_float32(model: DataParallelBucket, plain: nn.Module) -> Iterator[None]:
-    """Use float32 for parameters, gradients, buffers and messages for a while, without autocast.
-
-    The stand-ins for other stages' modules change dtype too, since a model's code may take the
-    dtype of its rotary embedding from them.
-    """
+    """Use float32 for parameters, gradients, buffers, messages and stand-ins, without autocast."""
     device = next(model.parameters(), torch.empty(0)).detach()
     pipeline = pipeline_of(model)
     passing = [each for each in pipeline.modules() if isinstance(each, PassThrough)]
@@ -179,8 +171,7 @@ class _AttendWithoutDropout(TorchFunctionMode):
 def without_dropout() -> Iterator[None]:
     """Turn dropout off for a while, in modules, functions and attention.
 
-    This replaces the kernels that `torch.nn.functional` calls: code may have imported its functions
-    by name, and torch's function modes are off while a backward recomputes.
+    Kernels are replaced, since torch's function modes are off while a backward recomputes.
     """
     places = [
         (place, each) for name in _DROPPING for each in (name, f"{name}_") for place in _OWNERS
@@ -222,3 +213,143 @@ def without_autocast(args: Any) -> Any:
     device = next((x.device.type for x in tensors_in(args)), "cpu")
     on = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
+@dataclass(slots=True)
+class Record:
+    """One call of a unit on this rank."""
+
+    input: Tensor | None = None  # the hidden states passed in
+    output: Tensor | None = None  # the hidden states returned
+    input_gradient: Tensor | None = None  # of `input`, through the unit alone
+    output_gradient: Tensor | None = None  # of `output`, from everything that used it
+    again: bool = False  # the graph is built in backward, when the unit runs again
+    alone: bool = False  # it returned hidden states alone, set nothing and has no users' hooks
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply gradients that were divided by an estimate of the count."""
+        for gradient in (self.input_gradient, self.output_gradient):
+            if gradient is not None and factor != 1:
+                gradient.mul_(factor)
+
+
+Records = dict[tuple[str, int], list[Record]]  # unit and stage -> its calls in turn
+
+
+class Recorder:
+    """A recorder of one unit's calls, innermost among the wrappers of these calls."""
+
+    def __init__(
+        self, name: str, pipeline: PipelineParallel, records: Records, begun: list[Attributes]
+    ) -> None:
+        self._name, self._pipeline, self._records = name, pipeline, records
+        self._begun = begun  # the attributes of all modules at the first gradient
+        self._open: list[tuple[Record | None, set[Any]]] = []
+
+    def takes_forward(self) -> bool:
+        """Return whether to record direct calls of the module's `forward` too."""
+        return True
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record the input, and its gradient by a hook on a view that only this call uses."""
+        x = hidden_of((args, kwargs))
+        record = self._record(x) if rehearses() else None
+        self._open.append((record, _traces(module)))
+        if record is None or x is None or type(x) is not Tensor:
+            return args, kwargs
+        record.input = x.detach().clone()
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return args, kwargs
+        view = x.view_as(x)
+        view.register_hook(lambda gradient: _note(record, "input_gradient", gradient))
+        return map_tensors(lambda tensor: view if tensor is x else tensor, (args, kwargs))
+
+    def after(self, module: nn.Module, output: Any) -> Any:
+        """Record the output, and its gradient by a hook on a copy that only the caller uses."""
+        (record, traces), y = self._open.pop(), hidden_of(output)
+        if record is None or y is None:
+            return output
+        shaped = output is y and record.input is not None and record.input.shape == y.shape
+        hooks = (h for m in module.modules() for kind in HOOKS for h in getattr(m, kind).values())
+        record.alone = shaped and _traces(module) <= traces and all(map(is_of_library, hooks))
+        if record.output is None:  # keep the first run's: a layer may count its runs
+            record.output = y.detach().clone()
+        if not (torch.is_grad_enabled() and y.requires_grad):
+            return output
+        # Uses of `y` within the call must not count. A copy, since the caller may write to its
+        # tensor in place, and a view would then lose the hook.
+        own = y.clone()
+        own.register_hook(lambda gradient: self._arrived(record, gradient))
+        return map_tensors(lambda tensor: own if tensor is y else tensor, output)
+
+    def _arrived(self, record: Record, gradient: Tensor) -> None:
+        if not self._begun:
+            self._begun.append(Attributes(self._pipeline.module.modules()))
+        _note(record, "output_gradient", gradient)
+
+    def _record(self, x: Tensor | None) -> Record | None:
+        """Return a new record for a call; for a second run in backward, the first's or None.
+
+        Only a checkpoint whose first run has no gradients builds its graph in backward.
+        """
+        stage = self._pipeline.stages[self._pipeline.runtime.chunks.selected]
+        calls = self._records.setdefault((self._name, stage), [])
+        if torch._C._current_graph_task_id() == -1:
+            calls.append(Record(again=not torch.is_grad_enabled()))
+            return calls[-1]
+        waiting = [each for each in calls if each.again and each.output_gradient is None]
+        return next((each for each in reversed(waiting) if is_same(each.input, x)), None)
+
+
+@contextmanager
+def recorded(
+    pipeline: PipelineParallel, units: Mapping[str, Iterable[str]], begun: list[Attributes]
+) -> Iterator[Records]:
+    """Record all calls of units, given with all their names by first name."""
+    records: Records = {}
+    placed: list[tuple[nn.Module, Recorder]] = []
+    modules = dict(pipeline.module.named_modules(remove_duplicate=False))
+    try:
+        for first, names in units.items():
+            found = dict.fromkeys(modules[name] for name in names if name in modules)
+            for module in found:
+                if not isinstance(module, PassThrough):
+                    recorder = Recorder(first, pipeline, records, begun)
+                    surround(module, recorder, innermost=True)
+                    placed.append((module, recorder))
+        yield records
+    finally:
+        for module, recorder in placed:
+            release(module, recorder)
+
+
+def hidden_of(value: Any) -> Tensor | None:
+    """Return the hidden states among a call's arguments, or in its result; None without any.
+
+    They are the first floating tensor of two dims or more, of those with a gradient if any has.
+    """
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        args, kwargs = value
+        found = hidden_of([*tensors_in(args)])
+        return hidden_of([*tensors_in(kwargs)]) if found is None else found
+    tensors = [x for x in tensors_in(value) if x.is_floating_point() and x.ndim > 1]
+    return next((x for x in tensors if x.requires_grad), next(iter(tensors), None))
+
+
+def _traces(module: nn.Module) -> set[Any]:
+    """Return a fingerprint of modules' attributes that shows what a call set, or added to lists."""
+    return {
+        (each, name, id(value), len(value) if isinstance(value, list | dict | set) else 0)
+        for each in module.modules()
+        for name, value in vars(each).items()
+    }
+
+
+def is_same(given: Tensor | None, x: Tensor | None) -> bool:
+    """Return whether two calls had equal inputs."""
+    return given is not None and x is not None and torch.equal(given, x)
+
+
+def _note(record: Record, name: str, gradient: Tensor) -> None:
+    if getattr(record, name) is None:
+        setattr(record, name, gradient.detach().clone())

@@ -10,6 +10,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from ...compose import parallelize, shard_global_batch, train_step
 from ...compose.entries import RowDims
-from ...compose.experts import expert_names
+from ...compose.experts import count_experts, expert_names
 from ...compose.forward import terms_of
+from ...compose.naming import load
 from ...compose.own_loss import LossFunction
 from ...dist.errors import InvalidArgumentError, ScaletorchError
 from ...parallel.context_parallel.building import expect_attention
@@ -138,11 +140,7 @@ def usual_cuts(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The arguments of `describe`, and the full model.
-
-    Each run builds a new model: a copy may lose what is attached to a model, such as a forward
-    under autocast.
-    """
+    """The arguments of `describe`, and the full model; each run builds a new one."""
 
     build: Callable[[], nn.Module]
     model: nn.Module
@@ -156,11 +154,7 @@ class _Job:
     kernels: str
 
     def measure(self, cut: Cut) -> tuple[Behaviour, ...]:
-        """Return the behaviour of each kind in a cut.
-
-        Raises:
-            ScaletorchError: The model cannot have this cut, or its own code fails.
-        """
+        """Return the behaviour of each kind in a cut; raise if the model cannot have it."""
         pair = []
         try:
             with _simulated(_grid(cut)) as manager:
@@ -227,11 +221,7 @@ class _Job:
 
 
 def built(build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model that a function builds, with its parameters on the meta device.
-
-    Raises:
-        InvalidArgumentError: The function fails, or returns something else.
-    """
+    """Return the model that a function builds, with its parameters on the meta device."""
     try:
         with meta_parameters():
             model = build()
@@ -273,11 +263,7 @@ def _grid(cut: Cut) -> Grid:
 
 @contextmanager
 def _simulated(grid: Grid) -> Iterator[ProcessGroupManager]:
-    """Become rank 0 of a grid of simulated ranks: collectives return at once.
-
-    Raises:
-        InvalidArgumentError: This process has a process group.
-    """
+    """Become rank 0 of a grid of simulated ranks: collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if c10d.is_initialized():
@@ -295,3 +281,51 @@ def _simulated(grid: Grid) -> Iterator[ProcessGroupManager]:
         destroy_process_group_manager()
         if c10d.is_initialized():
             c10d.destroy_process_group()
+
+
+def model_named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Module], int]:
+    """Return a model's name, a function that builds it, and the number of experts in a layer.
+
+    It is a folder with a `config.json` of transformers, or `package.module:name` of a function.
+    """
+    kind = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise InvalidArgumentError(
+            f"dtype {dtype!r} is none of torch's of floats, such as bfloat16"
+        )
+    folder = Path(given)
+    if (folder / "config.json").exists():
+        name, make = folder.resolve().name, _of_config(folder)
+    elif ":" in given:
+        name, make = "", load(given)
+        if not callable(make):
+            raise InvalidArgumentError(f"{given!r} makes nothing: it is a {type(make).__name__}")
+    else:
+        raise InvalidArgumentError(
+            f"{given!r} is neither a folder with a config.json of transformers nor "
+            "package.module:function; nothing is downloaded: get its config.json first"
+        )
+
+    def build() -> nn.Module:
+        module: nn.Module = make()
+        for parameter in module.parameters() if kind else ():
+            parameter.data = parameter.data.to(kind)
+        return module
+
+    return name, build, count_experts(built(build))
+
+
+def _of_config(folder: Path) -> Callable[[], nn.Module]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InvalidArgumentError(
+            'a config of transformers needs it: pip install "scaletorch[transformers]"'
+        ) from error
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(folder)
+    except Exception as error:  # validators raise other types than ValueError
+        why = " ".join(str(error).split("\n")[:2])
+        raise InvalidArgumentError(f"{folder} has no config of transformers: {why}") from error
+    config.use_cache = False  # training does not need a cache
+    return lambda: transformers.AutoModelForCausalLM.from_config(config)

@@ -25,10 +25,7 @@ _SMALL = 2**20  # largest tensor in bytes that is filled for real
 
 
 class Hollow(TorchDispatchMode):
-    """Run code on hollow tensors.
-
-    Tokens are spread evenly over experts: a selection of the best scores takes all experts in turn.
-    """
+    """Run code on hollow tensors; a selection of the best scores takes all experts in turn."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,13 +43,7 @@ class Hollow(TorchDispatchMode):
     def _is_hollow(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._hollow
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation if no input is hollow; otherwise compute only its output shapes."""
         kwargs = kwargs or {}
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -100,16 +91,15 @@ class Hollow(TorchDispatchMode):
         returns = func._schema.returns
         if returns and all(each.alias_info is not None for each in returns):
             return written[0] if len(returns) == 1 else tuple(written)
-        with _disable_current_modes(), _all_chosen():
+        # A selection by a hollow mask takes everything.
+        chosen = _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+        with _disable_current_modes(), chosen:
             run = _grouped if func is aten._grouped_mm.default else func
             forms = run(*tree_map(_form, tuple(args)), **tree_map(_form, dict(kwargs)))
         return tree_map(lambda form: self.make(form) if isinstance(form, Tensor) else form, forms)
 
     def _choose(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return a selection that takes all items equally often.
-
-        The scores selected by `topk` are real and all equal: experts receive them with the indices.
-        """
+        """Return a selection that takes all items equally often; `topk` has real, equal scores."""
         if func is aten.gather.default:
             with _disable_current_modes():
                 return torch.full(args[2].shape, 1 / args[0].shape[args[1]], dtype=args[0].dtype)
@@ -164,11 +154,6 @@ class Hollow(TorchDispatchMode):
             self._meter.memory(key, -size)
 
 
-def _all_chosen() -> Any:
-    """Let a selection by a hollow mask take everything."""
-    return _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
-
-
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(
@@ -200,10 +185,7 @@ def _grouped(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
 
 
 def _shared_out(count: int, size: int) -> Tensor:
-    """Return `count` choices of `size` items, all equally often, in random order.
-
-    The order is random because a token is sent only once to a rank that has several of its experts.
-    """
+    """Return `count` choices of `size` items, all equally often, in random order."""
     blocks = torch.rand(-(-count // size), size, generator=torch.Generator().manual_seed(0))
     return blocks.argsort(-1).flatten()[:count]
 

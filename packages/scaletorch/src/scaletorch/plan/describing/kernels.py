@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,13 +23,7 @@ def kernels_of(device: str) -> AbstractContextManager[Any]:
 class _OfCuda(TorchFunctionMode):
     """Call CUDA's fused operator where torch would run several for CPU tensors."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the fused replacement of a torch function, if there is one."""
         return _FUSED.get(func, func)(*args, **(kwargs or {}))
 
@@ -41,9 +35,8 @@ def _attention(
 ) -> Tensor:  # fmt: skip
     """Attend by flash attention (cuDNN's operator keeps the same), or by torch's fallback.
 
-    Kept are q, k and v with grouped heads as they are, `out` and a float32 log-sum-exp. Masks that
-    are not learned go to cuDNN, float32 to the memory-efficient operator, the rest to plain
-    matmuls.
+    Masks that are not learned go to cuDNN, float32 to the memory-efficient operator, the rest to
+    plain matmuls.
     """
     half = query.dtype in _HALF and query.shape[-1] == value.shape[-1]
     learned = attn_mask is not None and attn_mask.requires_grad
@@ -73,11 +66,7 @@ def _added(mask: Tensor, query: Tensor) -> Tensor:
 def _rms_norm(
     input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Normalize in one kernel that keeps its input and one float32 a row.
-
-    Torch decomposes its own operator on the CPU before a mode sees it. Layer norm moves as many
-    bytes and keeps one number a row more.
-    """
+    """Normalize by layer norm, as one kernel; torch decomposes its own before a mode sees it."""
     if weight is not None and weight.dtype != input.dtype:
         return F.rms_norm(input, normalized_shape, weight, eps)  # CUDA runs several kernels as well
     return F.layer_norm(input, normalized_shape, weight, None, 1e-6 if eps is None else eps)

@@ -18,17 +18,11 @@ _NONE = ("receive", "barrier")  # counted at the sender; not part of a step
 
 
 class Level(NamedTuple):
-    """A group's use of one level of links.
+    """A group's use of one level of links."""
 
-    Attributes:
-        size: Ranks of the group that this level joins.
-        inside: Ranks of the group that the level below joins; they send in parallel.
-        at: Index of the link.
-    """
-
-    size: int
-    inside: int
-    at: int
+    size: int  # ranks of the group that this level joins
+    inside: int  # ranks of the group that the level below joins; they send in parallel
+    at: int  # index of the link
 
 
 class Route(NamedTuple):
@@ -39,13 +33,7 @@ class Route(NamedTuple):
 
 
 def route(grid: Grid, axis: str, cluster: Cluster) -> Route:
-    """Return the links that the groups of an axis use.
-
-    Args:
-        grid: Grid of the ranks, which are placed on the cluster in rank order.
-        axis: Axis of `Grid`; "edp" and "ep" fold the ranks of a stage.
-        cluster: The cluster.
-    """
+    """Return the links that the groups of an axis use, with ranks on the cluster in their order."""
     group = range(grid.world_size) if axis == WORLD else grid.group(axis, 0)
     levels: list[Level] = []
     inside = 1
@@ -58,19 +46,10 @@ def route(grid: Grid, axis: str, cluster: Cluster) -> Route:
 
 
 def seconds(operation: str, count: float, size: float, way: Route, cluster: Cluster) -> float:
-    """Return the seconds of `count` calls, one after another.
+    """Return the seconds of `count` calls in turn, in which a rank sends `size` bytes together.
 
-    A ring's steps cross each level as often as its neighbours do. The ranks of a group inside the
-    level below each carry a share of the data over the level, by their own links. In all_to_all
-    each rank sends to every other by its own link. A single message takes the outermost, slowest
-    level.
-
-    Args:
-        operation: Name in `scaletorch.dist`.
-        count: Number of calls.
-        size: Bytes that a rank sends in all calls, with ring algorithms.
-        way: Links of the group.
-        cluster: The cluster.
+    Ranks inside the level below each carry a share of a ring's data over a level, by their own
+    links. In all_to_all each rank sends to every other; a single message takes the slowest level.
     """
     if way.ranks < 2 or operation in _NONE:
         return 0.0
@@ -103,19 +82,12 @@ def in_turn(operation: str, hops: int) -> int:
 
 
 class Seconds(NamedTuple):
-    """Seconds of a rank.
+    """Seconds of a rank."""
 
-    Attributes:
-        computing: Computation without messages.
-        weights: The share of it for weight gradients, which some schedules defer.
-        exposed: Messages that computation waits for, by axis.
-        hidden: Messages that overlap with computation, by axis.
-    """
-
-    computing: float = 0.0
-    weights: float = 0.0
-    exposed: Mapping[str, float] = {}
-    hidden: Mapping[str, float] = {}
+    computing: float = 0.0  # computation without messages
+    weights: float = 0.0  # the share of it for weight gradients, which some schedules defer
+    exposed: Mapping[str, float] = {}  # messages that computation waits for, by axis
+    hidden: Mapping[str, float] = {}  # messages that overlap with computation, by axis
 
     @property
     def total(self) -> float:
@@ -191,10 +163,6 @@ def efficiency(shares: Shares, size: float) -> float:
     """Return the share of the peak that an operation of a size reaches; 1 if no shares are known.
 
     Shares are interpolated by the logarithm of the size, and constant beyond the ends.
-
-    Example:
-        >>> efficiency(((1e6, 0.2), (1e8, 0.6)), 1e7)
-        0.4
     """
     if not shares:
         return 1.0

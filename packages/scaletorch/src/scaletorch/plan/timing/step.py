@@ -35,19 +35,12 @@ Stage = tuple[Seconds, Seconds]  # forward and backward of a micro-batch
 
 
 class Rank(NamedTuple):
-    """Seconds of a pipeline rank.
+    """Seconds of a pipeline rank."""
 
-    Attributes:
-        stages: Forward and backward of a micro-batch, by chunk.
-        batch: A micro-batch in all chunks, forward and backward.
-        end: Gradient and parameter messages after the pipeline.
-        update: Optimizer update.
-    """
-
-    stages: list[Stage]
-    batch: Seconds
-    end: Seconds
-    update: float
+    stages: list[Stage]  # forward and backward of a micro-batch, by chunk
+    batch: Seconds  # a micro-batch in all chunks, forward and backward
+    end: Seconds  # gradient and parameter messages after the pipeline
+    update: float  # optimizer update
 
     @property
     def after(self) -> float:
@@ -139,10 +132,7 @@ class Steps(Once):
         return Rank([*zip(forward, backward, strict=True)], batch, end, update)
 
     def floor(self, layout: Layout) -> float:
-        """Return a cheaper lower bound than `least`: the mean computing time of a rank.
-
-        It leaves out recomputation, messages and update, so it holds for all memory savings.
-        """
+        """Return a cheaper lower bound than `least`: the mean computing time, for all savings."""
 
         def work_out() -> float:
             plain = replace(layout, recompute="none", zero=0)
@@ -158,9 +148,8 @@ class Steps(Once):
     def least(self, layout: Layout) -> float:
         """Return a lower bound of the step time without a simulation; `SURE` allows for rounding.
 
-        It looks at the first and the last of equal ranks: the time until the first micro-batch
-        arrives, plus all computing without a pause, plus the last backward's way to the first rank
-        if backwards are not split.
+        It is the time until a rank's first micro-batch arrives, plus all of its computing, plus the
+        last backward's way to the first rank if backwards are not split.
         """
         ranks, number = self.ranks(layout), layout.micro_batches
         coming, going = [0.0], [0.0]  # passes through earlier ranks' first chunks
