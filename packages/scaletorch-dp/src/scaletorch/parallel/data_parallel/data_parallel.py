@@ -78,7 +78,8 @@ class DataParallelBucket(_DataParallel):
             not a module, a name in `groups` that is not a parameter's, or `groups` with "mean".
         MismatchError: The ranks' parameters differ in name, shape, dtype, order, frozenness or,
             under "check", values.
-        StateError: No group to be found, or a live wrapper has a parameter already.
+        StateError: No group to be found, a live wrapper has a parameter already, or the gradient
+            of one goes to its `main_grad`.
     """
 
     def __init__(
