@@ -57,11 +57,7 @@ def deferred(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]
 
 
 def _origins(module: str) -> dict[str, tuple[str, str]]:
-    """Return the names that a module imports from other modules, without importing it.
-
-    Returns:
-        Name → the other module, relative as in the source, and the name there.
-    """
+    """Return name → (relative module, name there) of a module's imports, without importing it."""
     loader: Any = find_spec(module).loader  # type: ignore[union-attr]
     text = loader.get_source(module)
     if text is None:  # a frozen program has only compiled modules

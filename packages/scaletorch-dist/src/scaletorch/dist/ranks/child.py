@@ -133,10 +133,7 @@ def _run(
 
 
 def _finish_threads() -> None:
-    """Join the function's threads as an interpreter does at exit, since `_leave` would kill them.
-
-    Workers of executors that were not shut down never end, so they are skipped.
-    """
+    """Join the function's threads, but not workers of executors, which may never end."""
     executors = (("thread", "_threads_queues"), ("process", "_threads_wakeups"))
     for thread in threading.enumerate():
         endless = any(
