@@ -25,12 +25,7 @@ Verdict = Fault | Need | Slowness | None
 
 
 def diagnose(picture: Picture, now: float) -> Verdict:
-    """Return the first fault, else the ranks to ask, else the slow ranks, or None.
-
-    Args:
-        picture: The reports of all ranks.
-        now: The time, on the clock of the reports.
-    """
+    """Return the first fault, else the ranks to ask, else the slow ranks, or None."""
     for look in (_exception, find_mismatch, _death, _left):
         verdict = look(picture, now)
         if verdict is not None:

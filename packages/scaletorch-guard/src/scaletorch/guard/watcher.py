@@ -190,14 +190,9 @@ class Watcher(threading.Thread):
         return found
 
     def _news(self, behind: float = BEHIND) -> messages.News:
-        """Return all changes of this process since the last news.
-
-        Waits are read first, so that the values read later include everything that they refer to:
-        the channel of a wait, and the calls before it.
-
-        Args:
-            behind: Seconds that a stream must have waited in a call for the wait to be reported.
-        """
+        """Return all changes since the last news; a stream's waits after `behind` seconds."""
+        # Waits are read first, so that the values read later include everything that they refer
+        # to: the channel of a wait, and the calls before it.
         threads = self._recorder.waits.copy()
         waits = self._waits(threads, behind)
         free, foreign = self._recorder.free_threads(threads)

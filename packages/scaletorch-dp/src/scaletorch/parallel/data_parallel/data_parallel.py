@@ -19,18 +19,7 @@ from .wrapper import Settings, _DataParallel
 class DataParallelNaive(_DataParallel):
     """Reduces gradients one by one at the end of backward: the baseline for comparisons.
 
-    It gives the same results as `DataParallelBucket`, at another speed.
-
-    Args:
-        module: Any module.
-        group: The ranks to reduce over, by default the `cp_dp` axis.
-        op: As of `DataParallelBucket`.
-        init_sync: As of `DataParallelBucket`.
-
-    Raises:
-        InvalidArgumentError: An unknown `op` or `init_sync`, or an object that is not a module.
-        MismatchError: As of `DataParallelBucket`.
-        StateError: As of `DataParallelBucket`.
+    It gives the same results as `DataParallelBucket`, at another speed; args and errors as there.
     """
 
     def __init__(

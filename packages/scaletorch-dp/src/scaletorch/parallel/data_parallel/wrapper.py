@@ -41,12 +41,7 @@ class Settings:
 class _DataParallel(ModuleWrapper):
     """A module whose gradients are the same on every rank when backward returns.
 
-    Args:
-        module: Any module.
-        group: The ranks to reduce over, by default the `cp_dp` axis.
-        settings: The options.
-        groups: Other ranks for some parameters, by name.
-        overlap: Whether buckets leave during backward, or all at its end.
+    With `overlap` buckets leave during backward, else all at its end.
     """
 
     def __init__(

@@ -16,7 +16,6 @@ from .module_helpers import class_before as class_before
 from .module_helpers import deep_copy as deep_copy
 from .module_helpers import divided_modules as divided_modules
 from .module_helpers import eagerly as eagerly
-from .module_helpers import evaluating as evaluating
 from .module_helpers import forget_watchers as forget_watchers
 from .module_helpers import mark_divided as mark_divided
 from .module_helpers import mark_staged as mark_staged

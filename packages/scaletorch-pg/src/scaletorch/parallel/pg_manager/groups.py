@@ -123,11 +123,7 @@ _AXIS_OF = {axis_names(axis): axis for axis in AXES}
 
 
 def grouped_axis(axis: str) -> str:
-    """Return the name in `AXES` for `axis`, such as `"cp_dp"` for `"dp_cp"`.
-
-    Raises:
-        InvalidArgumentError: `axis` is unknown or has no process group.
-    """
+    """Return the name in `AXES` for an axis that has groups, such as `"cp_dp"` for `"dp_cp"`."""
     if axis in AXES:
         return axis
     name = _AXIS_OF.get(axis_names(axis))
@@ -145,14 +141,7 @@ class GroupSet:
 
     torch owns the groups; this class holds weak references. Destroying the default group thus
     frees these groups too, and none of their threads can abort the interpreter at exit.
-
-    Args:
-        grid: The layout of the world.
-        rank: This process's global rank.
-        first_number: First number in torch's group names, agreed by all ranks.
-
-    Raises:
-        StateError: Another rank could not create its groups; that rank raises its own error.
+    `first_number` is the first in torch's group names, agreed by all ranks.
     """
 
     def __init__(self, grid: Grid, rank: int, first_number: int) -> None:

@@ -17,14 +17,9 @@ class Slot:
     """Keeps the synchronised sum in `parameter.grad` separate from this rank's own gradients.
 
     The states are drawn in the package's docstring. This rank's own gradient lives in a bucket's
-    buffer. If that has the parameter's dtype,
-    `parameter.grad` is a view of it, into which autograd adds. Otherwise each backward's gradient
-    is added to the buffer, and `parameter.grad` keeps it only to show whether it was zeroed.
-
-    Args:
-        name: The parameter's name in its module.
-        index: Its position among the slots.
-        parameter: The parameter; it must require grad.
+    buffer. If that has the parameter's dtype, `parameter.grad` is a view of it, into which autograd
+    adds. Otherwise each backward's gradient is added to the buffer, and `parameter.grad` keeps it
+    only to show whether it was zeroed. `index` is the position among the slots.
     """
 
     __slots__ = (
@@ -100,11 +95,7 @@ class Slot:
     def after_accumulation(self, place: Place) -> bool:
         """Note that the gradient is now this rank's own; return whether there is one.
 
-        `place` returns the slot's memory in its bucket's buffer. Autograd may call the hooks
-        without a gradient.
-
-        Raises:
-            StateError: The gradient is sparse, or the parameter's dtype has changed.
+        `place` returns the slot's memory in its bucket's buffer.
         """
         grad = self.parameter.grad
         if grad is None:
