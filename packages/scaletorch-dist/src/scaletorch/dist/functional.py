@@ -27,13 +27,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed import ProcessGroup
 
 from .collectives import shards
 from .errors import InvalidArgumentError
 from .wire.backend import process_group
-
-Group = ProcessGroup | None
+from .wire.work import Group
 
 __all__ = [
     "AllGather",

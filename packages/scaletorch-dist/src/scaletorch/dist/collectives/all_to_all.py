@@ -22,10 +22,8 @@ from ..wire.checks import (
     checking,
 )
 from ..wire.sums import as_one
-from ..wire.work import Async, Sync, Work, identity, settled
+from ..wire.work import Async, Group, Sync, Work, identity, settled
 from ..world.info import get_dist_info, get_world_size, group_ranks
-
-Group = ProcessGroup | None
 
 
 @overload

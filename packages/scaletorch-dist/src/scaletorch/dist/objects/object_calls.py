@@ -21,11 +21,10 @@ from ..errors import InvalidArgumentError
 from ..transport.ways import arrived, way_of
 from ..wire.backend import bring_home, gather_ints, gather_texts, host_device
 from ..wire.checks import begin, check_member
-from ..wire.work import identity
+from ..wire.work import Group, identity
 from ..world.info import group_ranks
 from .packing import Terms, dump_object, load_object, pickle_allowed
 
-Group = ProcessGroup | None
 Buffer = bytearray | memoryview
 
 PIECE = 1 << 30  # bytes in one message: some backends count in 31 bits

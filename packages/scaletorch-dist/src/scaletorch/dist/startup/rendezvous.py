@@ -185,11 +185,7 @@ def derived_port(key: str) -> int:
 
 
 def free_port() -> int:
-    """Return a free port of the loopback interface.
-
-    It is not an ephemeral port: other programs, and every gloo group, ask the system for those and
-    might get this one before a rank binds it.
-    """
+    """Return a free port of the loopback interface that the system gives to no other program."""
     for _ in range(_TRIES):
         port = derived_port(secrets.token_hex(8))
         with socket.socket() as probe, contextlib.suppress(OSError):

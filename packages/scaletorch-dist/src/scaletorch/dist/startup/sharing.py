@@ -73,10 +73,7 @@ def _devices(entry: DeviceEntry) -> str:
 def prepare_local_rank(
     backend: str | None, rank: int, ranks: int, *, warn: bool = True
 ) -> tuple[str, Notice | None]:
-    """Choose the backend and the device of a rank in a group whose ranks are all on this host.
-
-    Backend None takes the accelerator's if each rank can have a device, else gloo.
-    """
+    """Choose the backend and the device of a rank in a group whose ranks are all on this host."""
     chosen = None
     if backend is None:
         backend, chosen = _own_backend(ranks)
@@ -91,6 +88,7 @@ def prepare_local_rank(
 
 
 def _own_backend(ranks: int) -> tuple[str, Notice | None]:
+    """Return the accelerator's backend if each rank can have a device, else gloo."""
     entry = devices.default_entry()
     if entry.device == "cpu":
         return "gloo", None

@@ -30,10 +30,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def fold(blocks: Tensor | Sequence[Tensor], run: str) -> Tensor:
-    """Reduce packed blocks of one shape and dtype in order, 16-bit floats in float32.
-
-    `run` is the operation that a recipe runs. The blocks are not changed.
-    """
+    """Reduce packed blocks in order by a recipe's operation, 16-bit floats in float32."""
     step, given = STEPS[run], blocks[0].dtype
     dtype = sum_dtype(given)
     total = blocks[0].to(dtype, copy=len(blocks) == 1)
@@ -45,10 +42,7 @@ def fold(blocks: Tensor | Sequence[Tensor], run: str) -> Tensor:
 
 
 def as_one(entries: Sequence[Tensor]) -> Tensor:
-    """Return flat contiguous tensors of one dtype joined; the result is read-only.
-
-    Nothing is copied if they are adjacent in one storage, as the chunks of a tensor are.
-    """
+    """Return flat tensors joined, for reading; those adjacent in one storage are not copied."""
     filled = [entry for entry in entries if entry.numel()]
     if not filled:
         return entries[0]
