@@ -260,11 +260,7 @@ class Recorder:
         return any(track.device for track in list(self.tracks.values()))
 
     def end_step(self, number: int) -> None:
-        """Keep the checksums of this thread's calls at the end of a step.
-
-        The sender and the receiver of a message may be in different steps, so message channels are
-        marked by the number of calls, not by the step.
-        """
+        """Keep the checksums of this thread's calls at the end of a step."""
         thread, self.step = _ident(), number
         tracks = [track for track in list(self.tracks.values()) if track.owner == thread]
         self.mark(tracks, f"the end of step {number}")
@@ -272,7 +268,7 @@ class Recorder:
     def mark(self, tracks: Iterable[Track], moment: str = "") -> None:
         """Keep the checksums of the calls so far, by the moment's name or the number of calls."""
         with self._lock:
-            for track in tracks:
+            for track in tracks:  # the two ends of a message may be in different steps
                 counted = track.channel.message or not moment
                 track.mark(f"call {track.count}" if counted else moment)
 

@@ -87,10 +87,7 @@ def _listen(*, alone: bool) -> tuple[socket.socket, str]:
 
 
 def _run_monitor(listener: socket.socket, arguments: dict[str, object]) -> None:
-    """Run the monitor in a process that inherits only the listener.
-
-    It ends when all ranks have disconnected, and ignores Ctrl-C.
-    """
+    """Run the monitor in a process that inherits only the listener, and ignores Ctrl-C."""
     boot = _BOOT.format(package=__package__, folder=os.path.dirname(os.path.abspath(__file__)))
     process = subprocess.Popen(
         [sys.executable, "-S", "-P", "-c", boot],

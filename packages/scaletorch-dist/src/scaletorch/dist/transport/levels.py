@@ -79,8 +79,8 @@ class Task:
 class LevelsWay(Way):
     """Hierarchical collectives on a group that spans nodes.
 
-    The groups `inside` and `back` have this node's ranks, and `across` those with this rank's place
-    on their nodes. `order` has the group's ranks at each place, all in the group's order.
+    `inside` and `back` have this node's ranks, `across` those of this rank's place on their nodes;
+    `order` has the group's ranks at each place.
     """
 
     __slots__ = ("_tasks", "across", "back", "inside", "order")

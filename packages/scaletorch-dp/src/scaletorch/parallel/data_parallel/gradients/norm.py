@@ -190,10 +190,8 @@ def _counted_gradients(model: nn.Module, group: ProcessGroup | None) -> Iterator
 
 
 def _power_sum(gradients: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
-    """Return the sum of the elements' powers, or their maximum for infinity, 0-d float64.
-
-    One dtype lets all ranks add up, and squares of float32 norms do not overflow.
-    """
+    """Return the sum of the elements' powers, or their maximum for infinity, 0-d float64."""
+    # One dtype lets all ranks add up, and squares of float32 norms do not overflow.
     wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
