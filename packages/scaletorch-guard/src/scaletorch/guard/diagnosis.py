@@ -8,14 +8,7 @@ nothing: it causes a warning after a while, and a fault only much later.
 from __future__ import annotations
 
 from .facts import Fault, Need, Picture, Report, Slowness, Wait
-from .mismatch import (
-    UNDECIDED,
-    as_others,
-    find_disagreement,
-    find_mismatch,
-    find_swap,
-    most_common,
-)
+from .mismatch import UNDECIDED, as_others, find_disagreement, find_mismatch, find_swap, most_common
 
 STALL = 0.2  # seconds of waiting after which calls are compared
 ASKING = 0.5  # seconds that a slow rank gets to report where it is

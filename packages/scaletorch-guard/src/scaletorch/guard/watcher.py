@@ -85,14 +85,7 @@ T = TypeVar("T")
 
 
 class Watcher(threading.Thread):
-    """The thread that reports this process to the monitor, and a fault to this process.
-
-    Args:
-        connection: The connection to the monitor.
-        recorder: The recorder of this process, with the verdict on the job.
-        rank: This rank.
-        size: Number of ranks.
-    """
+    """The thread that reports this process to the monitor, and a fault to this process."""
 
     def __init__(
         self, connection: messages.Connection, recorder: Recorder, rank: int, size: int

@@ -83,10 +83,7 @@ def reduce_scatter_flat(
 
 
 def all_gather_flat(
-    data: Tensor,
-    counts: Sequence[int],
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
+    data: Tensor, counts: Sequence[int], group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work[None] | None:
     """All-gather a flat buffer in place: each rank has filled its own shard beforehand.
 

@@ -90,10 +90,7 @@ def exchange(
     sends: Messages = ..., recvs: Messages = ..., group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
 def exchange(
-    sends: Messages = (),
-    recvs: Messages = (),
-    group: Group = None,
-    async_op: bool = False,
+    sends: Messages = (), recvs: Messages = (), group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
     """Send and receive a batch of messages at once, without deadlock in any order.
 

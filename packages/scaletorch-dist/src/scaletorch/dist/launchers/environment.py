@@ -156,11 +156,7 @@ def read_placement(launcher: str) -> Placement:
 def job_name(placement: Placement) -> str:
     """Return a name that only the ranks of one start share, or "" if there is none."""
     env = os.environ
-    names = {
-        "pytorch": "TORCHELASTIC_RUN_ID",
-        "slurm": "SLURM_JOB_ID",
-        "mpi": "PMIX_NAMESPACE",
-    }
+    names = {"pytorch": "TORCHELASTIC_RUN_ID", "slurm": "SLURM_JOB_ID", "mpi": "PMIX_NAMESPACE"}
     name = env.get(names[placement.launcher], "")
     if placement.launcher == "slurm":  # a job has many steps
         name += f".{env.get('SLURM_STEP_ID')}"

@@ -45,11 +45,7 @@ Pack = Callable[[Terms], Buffer]
 
 
 def broadcast_object_list(
-    data: list[Any],
-    src: int = 0,
-    group: Group = None,
-    *,
-    allow_pickle: bool = True,
+    data: list[Any], src: int = 0, group: Group = None, *, allow_pickle: bool = True
 ) -> None:
     """Replace the entries of `data` on every rank by those of rank `src`.
 
@@ -117,11 +113,7 @@ def all_gather_object(data: Any, group: Group = None, *, allow_pickle: bool = Tr
 
 
 def gather_object(
-    data: Any,
-    dst: int = 0,
-    group: Group = None,
-    *,
-    allow_pickle: bool = True,
+    data: Any, dst: int = 0, group: Group = None, *, allow_pickle: bool = True
 ) -> list[Any] | None:
     """Gather an object from every rank on rank `dst`.
 

@@ -83,11 +83,7 @@ class _DataParallel(ModuleWrapper):
         self._sync.attach(manager for manager in managers if _has_work(manager))
 
     def _agreed_reduction(
-        self,
-        module: nn.Module,
-        parameters: Named,
-        group: ProcessGroup | None,
-        settings: Settings,
+        self, module: nn.Module, parameters: Named, group: ProcessGroup | None, settings: Settings
     ) -> Reduction:
         """Return the reduction over a group whose ranks have the same parameters."""
         reduction = Reduction(settings.op, group, settings.reduce_dtype)

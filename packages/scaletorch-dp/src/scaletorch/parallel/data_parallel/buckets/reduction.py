@@ -11,12 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....dist import Work, get_rank, get_world_size
-from ....dist.building import (
-    all_gather_flat,
-    all_reduce_flat,
-    reduce_scatter_flat,
-    sum_dtype,
-)
+from ....dist.building import all_gather_flat, all_reduce_flat, reduce_scatter_flat, sum_dtype
 from ....dist.errors import InvalidArgumentError
 
 OPS = ("sum", "mean")

@@ -241,11 +241,7 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def found_on_ranks(
-    model: nn.Module,
-    group: ProcessGroup | None,
-    place: str | None = None,
-    *,
-    alone: bool = False,
+    model: nn.Module, group: ProcessGroup | None, place: str | None = None, *, alone: bool = False
 ) -> Found:
     """Return all ranks' non-finite gradients by rank; every rank of the group calls it.
 
