@@ -1,7 +1,7 @@
 """Record the public names of each package, and compare with the record.
 
 `python -m tools.release.api` reads the sources without importing them, and compares every public
-module's `__all__`, with signatures, with `packages/NAME/api.txt`, and the names that other wheels
+module's names, with signatures, with `packages/NAME/api.txt`, and the names that other wheels
 build on with `packages/NAME/building.txt`; `--accept` writes these files.
 """
 
@@ -19,7 +19,7 @@ from ..packages import PACKAGES, ROOT
 
 _PARALLEL = "scaletorch.parallel"
 
-# The public modules of each package; without `__all__`, all names without underscore are public.
+# The public modules of each package.
 MODULES = {
     "scaletorch": [
         "scaletorch.checkpoint",
@@ -123,12 +123,15 @@ def for_wheels(module: str) -> bool:
 
 
 def public_names(module: griffe.Object | griffe.Alias) -> list[str]:
-    """Return `__all__`, or all names without underscore that the module defines."""
+    """Return `__all__`, or all names without underscore that the module defines.
+
+    A module without either exports what it imports.
+    """
     module = tabled(module)
     if module.exports is not None:
         return [str(name) for name in module.exports]
     own = {name for name, member in module.members.items() if not member.is_alias}
-    return [name for name in own if not name.startswith("_")]
+    return [name for name in own or module.imports if not name.startswith("_")]
 
 
 def tabled(module: griffe.Object | griffe.Alias) -> griffe.Object | griffe.Alias:

@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from scaletorch.dist import StateError, infer_launcher, init_dist, is_distributed
-from scaletorch.dist.launchers import interfaces, slurm
+from scaletorch.dist.launchers import interfaces
 from scaletorch.dist.launchers.environment import (
     ENVIRONMENTS,
     Placement,
@@ -130,7 +130,7 @@ def test_local_variables_may_be_missing(launched_by):
 
 def test_slurm_meets_at_the_first_node_that_resolves(launched_by, monkeypatch):
     launched_by(SRUN)
-    monkeypatch.setattr(slurm.socket, "getaddrinfo", lambda host, port: [host])
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda host, port: [host])
     meeting = find_meeting(read_placement("slurm"), None)
     assert meeting == Meeting("localhost1", derived_port("17.0"))
 
@@ -150,7 +150,7 @@ def unresolvable(host, port):
 
 def test_slurm_asks_scontrol_for_names_that_do_not_resolve(launched_by, monkeypatch, tmp_path):
     launched_by(SRUN | {"SLURM_STEP_NODELIST": "virtual[1-2]"})
-    monkeypatch.setattr(slurm.socket, "getaddrinfo", unresolvable)
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", unresolvable)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StateError, match=r"virtual1.*MASTER_ADDR"):
         find_meeting(read_placement("slurm"), None)

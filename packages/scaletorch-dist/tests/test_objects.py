@@ -10,7 +10,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, NotInGroupError, StateError
-from scaletorch.dist.objects import byte_moves, packing, results
+from scaletorch.dist.objects import object_calls, packing, results
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 
@@ -175,7 +175,7 @@ def test_uneven_sizes(sizes, pickled):
 
 
 def gather_uneven(sizes, pickled):
-    byte_moves.PIECE, whole = 100_000, byte_moves.PIECE  # so that messages come in pieces
+    object_calls.PIECE, whole = 100_000, object_calls.PIECE  # so that messages come in pieces
     kind = Text if pickled else str
     texts = [kind(chr(97 + rank) * size) for rank, size in enumerate(sizes)]
     mine, rank = texts[dist.get_rank()], dist.get_rank()
@@ -186,7 +186,7 @@ def gather_uneven(sizes, pickled):
         dist.broadcast_object_list(data, 2)
         assert data == [texts[2], texts[2]]
     finally:
-        byte_moves.PIECE = whole
+        object_calls.PIECE = whole
 
 
 @distributed_test(world_size=2)

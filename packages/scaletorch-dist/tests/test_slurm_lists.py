@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletorch.dist import StateError
-from scaletorch.dist.launchers.slurm import expand_tasks_per_node, first_host
+from scaletorch.dist.launchers.environment import expand_tasks_per_node
+from scaletorch.dist.startup.rendezvous import first_host
 
 
 @pytest.mark.parametrize(

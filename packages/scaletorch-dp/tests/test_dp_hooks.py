@@ -359,6 +359,15 @@ def check_double_wrap():
     wrap(net)
 
 
+def check_main_grad():
+    net = Net()
+    weight = net.first.weight
+    weight.main_grad = torch.zeros_like(weight)
+    expected = r"rank .: the gradient of first.weight goes to its main_grad"
+    with pytest.raises(StateError, match=expected):
+        wrap(net)
+
+
 def check_memory():
     net = Net().double()
     model = wrap(net)
@@ -530,6 +539,7 @@ REFUSED = [
     check_sparse,
     check_unfrozen,
     check_double_wrap,
+    check_main_grad,
     *(partial(check_updates_in_backward, first) for first in (False, True)),
     check_create_graph,
 ]

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ._version import __version__ as __version__
 from .deferred import deferred
 
 if TYPE_CHECKING:

@@ -150,11 +150,8 @@ def _time(run: Run, calls: int, device: torch.device) -> float:
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit seconds = alpha + beta · bytes; neither alpha nor beta is negative.
-
-    The fit minimizes the squares of the *relative* errors: with absolute errors the largest sizes
-    would dominate, and alpha would be their noise.
-    """
+    """Fit seconds = alpha + beta · bytes; neither alpha nor beta is negative."""
+    # Squares of relative errors: with absolute ones the largest sizes would dominate.
     weights = [1 / time**2 for time in seconds]
     total = sum(weights)
     centre = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
@@ -170,13 +167,10 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]
 
 
 def constants(rows: Sequence[Row], ranks: int) -> dict[str, dict[str, Any]]:
-    """Return the constants of each call for a planner.
+    """Return by call: seconds are about alpha + beta · bytes of the call's size on these ranks.
 
-    Returns:
-        By call: `alpha` (seconds) and `beta` (seconds per byte of the call's size) for this number
-        of ranks; `alpha_step` and `beta_bus`, the same per step of the algorithm and per byte on
-        the busiest link, to predict other numbers of ranks by seconds = alpha_step · steps +
-        beta_bus · factor · bytes; and `error`, the root mean square of the relative errors.
+    Other numbers of ranks take alpha_step · steps + beta_bus · factor · bytes. `error` is the root
+    mean square of the relative errors.
     """
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(row.call for row in rows):

@@ -6,51 +6,29 @@ release does not change them, so that wheels of one series work together. Names 
 here nor in a public module are private to this package.
 """
 
-from .agreement import agree, caught
-from .collectives.all_to_all import all_to_all_flat
-from .collectives.flat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
-from .devices.current import prepare_backward
-from .launchers.interfaces import is_loopback
-from .members import name_ranks
-from .ranks.collect import without_coordinates
-from .ranks.locate import Locator, locate
-from .tensors import map_tensors, relative_error, tensors_in, worst
-from .wire.backend import gather_ints, host_device
-from .wire.checks import describe
-from .wire.port import (
-    Guard,
-    install_guard,
-    tell_guard,
-)
-from .wire.sums import even_parts, sum_dtype
-from .world.hosts import this_host
-from .world.info import one_per_process
-
-__all__ = [
-    "Guard",
-    "Locator",
-    "agree",
-    "all_gather_flat",
-    "all_reduce_flat",
-    "all_to_all_flat",
-    "caught",
-    "describe",
-    "even_parts",
-    "gather_ints",
-    "host_device",
-    "install_guard",
-    "is_loopback",
-    "locate",
-    "map_tensors",
-    "name_ranks",
-    "one_per_process",
-    "prepare_backward",
-    "reduce_scatter_flat",
-    "relative_error",
-    "sum_dtype",
-    "tell_guard",
-    "tensors_in",
-    "this_host",
-    "without_coordinates",
-    "worst",
-]
+from .agreement import agree as agree
+from .agreement import caught as caught
+from .collectives.all_to_all import all_to_all_flat as all_to_all_flat
+from .collectives.flat import all_gather_flat as all_gather_flat
+from .collectives.flat import all_reduce_flat as all_reduce_flat
+from .collectives.flat import reduce_scatter_flat as reduce_scatter_flat
+from .devices.current import prepare_backward as prepare_backward
+from .launchers.interfaces import is_loopback as is_loopback
+from .members import name_ranks as name_ranks
+from .ranks.collect import without_coordinates as without_coordinates
+from .ranks.locate import Locator as Locator
+from .ranks.locate import locate as locate
+from .tensors import map_tensors as map_tensors
+from .tensors import relative_error as relative_error
+from .tensors import tensors_in as tensors_in
+from .tensors import worst as worst
+from .wire.backend import gather_ints as gather_ints
+from .wire.backend import host_device as host_device
+from .wire.checks import describe as describe
+from .wire.port import Guard as Guard
+from .wire.port import install_guard as install_guard
+from .wire.port import tell_guard as tell_guard
+from .wire.sums import even_parts as even_parts
+from .wire.sums import sum_dtype as sum_dtype
+from .world.hosts import this_host as this_host
+from .world.info import one_per_process as one_per_process

@@ -3,12 +3,15 @@
 Importing torch takes seconds, which users of a package's pure arithmetic should not have to wait
 for. So a package that has both has an `__init__.py` without imports of its own,
 
+    from ._version import __version__ as __version__
+
     if TYPE_CHECKING:
         from .public import *
     else:
         __getattr__, __dir__ = deferred(__name__)
 
-and a module `public.py`, which imports all public names from the modules that define them.
+and a module `public.py`, which imports all public names from the modules that define them, each
+as itself (`from .wire import send as send`): so type checkers know that it exports them.
 
 No submodule may share its name with a public name: importing the submodule would overwrite it.
 """
@@ -54,15 +57,12 @@ def deferred(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]
 
 
 def _origins(module: str) -> dict[str, tuple[str, str]]:
-    """Return the names that a module imports from other modules, without importing it.
-
-    Returns:
-        Name → the other module, relative as in the source, and the name there.
-    """
+    """Return name → (relative module, name there) of a module's imports, without importing it."""
     loader: Any = find_spec(module).loader  # type: ignore[union-attr]
     text = loader.get_source(module)
     if text is None:  # a frozen program has only compiled modules
-        return {name: (module, name) for name in import_module(module).__all__}
+        names = vars(import_module(module))
+        return {name: (module, name) for name in names if not name.startswith("_")}
     return {
         each.asname or each.name: ("." * line.level + (line.module or ""), each.name)
         for line in ast.parse(text).body

@@ -27,13 +27,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed import ProcessGroup
 
 from .collectives import shards
 from .errors import InvalidArgumentError
 from .wire.backend import process_group
-
-Group = ProcessGroup | None
+from .wire.work import Group
 
 __all__ = [
     "AllGather",
@@ -82,15 +80,9 @@ def _backward(function: type[Function], grad: Tensor, group: Group, *args: Any) 
 def spmd_type(x: Tensor, group: Group, rule: str, src: str | int, dst: str | int) -> Any:
     """Return the type of a collective's result, for the checker of `spmd_types`.
 
-    Autograd functions call it in their `spmd_typecheck`, which nobody but that checker calls.
-
-    Args:
-        x: The collective's input.
-        group: Its ranks.
-        rule: Name of a function in `spmd_types.rules`.
-        src: Placement of `x`: "R", "I", "V", "P" or the dim of a shard. Terms of a sum may come as
-            varying values, since a product of shards does not say that it is a term.
-        dst: Placement of the result.
+    `rule` names a function in `spmd_types.rules`; `src` and `dst` are placements of `x` and of the
+    result: "R", "I", "V", "P" or the dim of a shard. Terms of a sum may come as varying values,
+    since a product of shards does not say that it is a term.
     """
     types: Any = import_module("spmd_types")
     axis = torch.distributed.group.WORLD if group is None else group

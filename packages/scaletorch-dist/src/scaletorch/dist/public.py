@@ -1,115 +1,55 @@
 """All public names of the package; `deferred` imports each on first access."""
 
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp as ReduceOp
 
-from ._version import __version__
-from .collectives.broadcast import barrier
-from .devices import get_comm_device
-from .dist import (
-    Work,
-    all_gather,
-    all_gather_object,
-    all_reduce,
-    all_reduce_dict,
-    all_reduce_params,
-    all_to_all,
-    broadcast,
-    broadcast_object_list,
-    collect_results,
-    exchange,
-    gather,
-    gather_object,
-    irecv,
-    isend,
-    recv,
-    reduce,
-    reduce_scatter,
-    scatter,
-    send,
-    sync_random_seed,
-)
-from .errors import (
-    InvalidArgumentError,
-    MismatchError,
-    NonFiniteError,
-    NotInGroupError,
-    RankFailedError,
-    RankFaultError,
-    ScaletorchError,
-    StateError,
-)
-from .launchers.environment import infer_launcher
-from .members import require_member
-from .ranks import RankPool, launch
-from .startup.initialize import cleanup_dist, init_dist
-from .transport.levels import use_hierarchy
-from .wire.checks import check_collectives
-from .world.hosts import get_local_rank, get_local_size
-from .world.info import (
-    get_backend,
-    get_default_group,
-    get_dist_info,
-    get_rank,
-    get_timeout,
-    get_world_size,
-    group_ranks,
-    is_distributed,
-    is_main_process,
-    master_only,
-)
-
-__all__ = [
-    "InvalidArgumentError",
-    "MismatchError",
-    "NonFiniteError",
-    "NotInGroupError",
-    "RankFailedError",
-    "RankFaultError",
-    "RankPool",
-    "ReduceOp",
-    "ScaletorchError",
-    "StateError",
-    "Work",
-    "__version__",
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_dict",
-    "all_reduce_params",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "check_collectives",
-    "cleanup_dist",
-    "collect_results",
-    "exchange",
-    "gather",
-    "gather_object",
-    "get_backend",
-    "get_comm_device",
-    "get_default_group",
-    "get_dist_info",
-    "get_local_rank",
-    "get_local_size",
-    "get_rank",
-    "get_timeout",
-    "get_world_size",
-    "group_ranks",
-    "infer_launcher",
-    "init_dist",
-    "irecv",
-    "is_distributed",
-    "is_main_process",
-    "isend",
-    "launch",
-    "master_only",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "require_member",
-    "scatter",
-    "send",
-    "sync_random_seed",
-    "use_hierarchy",
-]
+from .collectives.broadcast import barrier as barrier
+from .devices import get_comm_device as get_comm_device
+from .dist import Work as Work
+from .dist import all_gather as all_gather
+from .dist import all_gather_object as all_gather_object
+from .dist import all_reduce as all_reduce
+from .dist import all_reduce_dict as all_reduce_dict
+from .dist import all_reduce_params as all_reduce_params
+from .dist import all_to_all as all_to_all
+from .dist import broadcast as broadcast
+from .dist import broadcast_object_list as broadcast_object_list
+from .dist import collect_results as collect_results
+from .dist import exchange as exchange
+from .dist import gather as gather
+from .dist import gather_object as gather_object
+from .dist import irecv as irecv
+from .dist import isend as isend
+from .dist import recv as recv
+from .dist import reduce as reduce
+from .dist import reduce_scatter as reduce_scatter
+from .dist import scatter as scatter
+from .dist import send as send
+from .dist import sync_random_seed as sync_random_seed
+from .errors import InvalidArgumentError as InvalidArgumentError
+from .errors import MismatchError as MismatchError
+from .errors import NonFiniteError as NonFiniteError
+from .errors import NotInGroupError as NotInGroupError
+from .errors import RankFailedError as RankFailedError
+from .errors import RankFaultError as RankFaultError
+from .errors import ScaletorchError as ScaletorchError
+from .errors import StateError as StateError
+from .launchers.environment import infer_launcher as infer_launcher
+from .members import require_member as require_member
+from .ranks import RankPool as RankPool
+from .ranks import launch as launch
+from .startup.initialize import cleanup_dist as cleanup_dist
+from .startup.initialize import init_dist as init_dist
+from .transport.levels import use_hierarchy as use_hierarchy
+from .wire.checks import check_collectives as check_collectives
+from .world.hosts import get_local_rank as get_local_rank
+from .world.hosts import get_local_size as get_local_size
+from .world.info import get_backend as get_backend
+from .world.info import get_default_group as get_default_group
+from .world.info import get_dist_info as get_dist_info
+from .world.info import get_rank as get_rank
+from .world.info import get_timeout as get_timeout
+from .world.info import get_world_size as get_world_size
+from .world.info import group_ranks as group_ranks
+from .world.info import is_distributed as is_distributed
+from .world.info import is_main_process as is_main_process
+from .world.info import master_only as master_only

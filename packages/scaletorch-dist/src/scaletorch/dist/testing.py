@@ -18,13 +18,7 @@ from .ranks.process import get_server
 from .ranks.state import environment
 from .tensors import relative_error, worst
 
-__all__ = [
-    "distributed_test",
-    "preload",
-    "relative_error",
-    "run_ranks",
-    "worst",
-]
+__all__ = ["distributed_test", "preload", "relative_error", "run_ranks", "worst"]
 
 SEED = 0  # seed of every rank's generators at the start of each function
 GROUP_TIMEOUT = timedelta(seconds=300)  # for test groups; a run's own timeout usually ends first

@@ -21,14 +21,8 @@ class Board:
     Gloo aborts a process that receives more bytes than it expects, before the guard could report
     it. So the first rank that comes to a call posts it here; the next ones compare theirs with it
     and wait for the verdict if they differ. That costs half a microsecond. It misses ranks of other
-    hosts, and two ranks that post at the same instant.
-
-    Args:
-        name: A name that nobody can guess, the same on all ranks; a file of this name in the
-            temporary folder holds the table until `unlink`.
-
-    Raises:
-        StateError: The file belongs to another user.
+    hosts, and two ranks that post at the same instant. A file in the temporary folder, with a name
+    that cannot be guessed, holds the table until `unlink`.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,13 +40,7 @@ class Board:
         self._words = memoryview(self._map).cast("Q")
 
     def differs(self, channel: int, seq: int, check: int) -> bool:
-        """Post a call; return whether another rank has posted a different one under its number.
-
-        Args:
-            channel: The `channel_number` of the call's channel.
-            seq: The call's number in the channel.
-            check: 32-bit checksum of everything that must be the same on all members.
-        """
+        """Post a call's checksum; return whether another rank has posted a different one."""
         number = channel + seq
         place, tag = number % _PLACES, number >> 16 & 0xFFFFFFFF
         seen = self._words[place]

@@ -52,11 +52,7 @@ def group_label(group: ProcessGroup) -> str:
 
 
 def call_site() -> tuple[str, int]:
-    """Return the first frame outside this library and torch, and a checksum of its text.
-
-    Returns:
-        The frame as `file.py:33 in function`, cut if it is long, and the checksum.
-    """
+    """Return the first frame outside this library, `file.py:33 in function`, and its checksum."""
     frame: FrameType = sys._getframe(3)  # the caller of the recorder
     while True:
         inside = frame.f_globals.get("__name__", "").startswith(_SKIPPED)

@@ -33,14 +33,7 @@ HEADLINE = 300  # characters of an exception's message in a fault's first line
 class Session:
     """The guard of this process.
 
-    Args:
-        group: The guarded ranks.
-        agreed: The result of `start_monitor`.
-        label: A readable name of this rank.
-        patience: Seconds that rank 0, on whose host the monitor runs, waits for others to leave.
-
-    Raises:
-        StateError: Some ranks do not connect in time.
+    Rank 0, on whose host the monitor runs, waits `patience` seconds for the others to leave.
     """
 
     def __init__(self, group: ProcessGroup, agreed: Agreed, label: str, patience: float) -> None:
@@ -301,13 +294,10 @@ def _hook_once() -> None:
 
 
 def _limit_exit() -> None:
-    """Exit within `EXIT` seconds, even if broken groups block the interpreter's shutdown.
-
-    They do under a live DistributedDataParallel. faulthandler's timer does not need the
-    interpreter.
-    """
+    """Exit within `EXIT` seconds, even if broken groups block the interpreter's shutdown."""
     sys.stdout.flush()
     nowhere = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process lives
+    # Its timer does not need the interpreter.
     faulthandler.dump_traceback_later(EXIT, exit=True, file=nowhere)
 
 

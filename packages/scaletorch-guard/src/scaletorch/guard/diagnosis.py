@@ -8,14 +8,7 @@ nothing: it causes a warning after a while, and a fault only much later.
 from __future__ import annotations
 
 from .facts import Fault, Need, Picture, Report, Slowness, Wait
-from .mismatch import (
-    UNDECIDED,
-    as_others,
-    find_disagreement,
-    find_mismatch,
-    find_swap,
-    most_common,
-)
+from .mismatch import UNDECIDED, as_others, find_disagreement, find_mismatch, find_swap, most_common
 
 STALL = 0.2  # seconds of waiting after which calls are compared
 ASKING = 0.5  # seconds that a slow rank gets to report where it is
@@ -25,12 +18,7 @@ Verdict = Fault | Need | Slowness | None
 
 
 def diagnose(picture: Picture, now: float) -> Verdict:
-    """Return the first fault, else the ranks to ask, else the slow ranks, or None.
-
-    Args:
-        picture: The reports of all ranks.
-        now: The time, on the clock of the reports.
-    """
+    """Return the first fault, else the ranks to ask, else the slow ranks, or None."""
     for look in (_exception, find_mismatch, _death, _left):
         verdict = look(picture, now)
         if verdict is not None:

@@ -44,17 +44,9 @@ _KINDS = {kind.__name__: kind for kind in Message.__args__}
 
 
 class Connection:
-    """One end of a socket that carries messages.
+    """One end of a socket that carries messages, in lines of at most `longest` bytes.
 
-    Args:
-        sock: The socket; call `receive` when it is ready.
-        longest: Largest accepted line in bytes.
-        patience: Seconds after which a peer that does not read counts as gone.
-
-    Attributes:
-        open: Whether the peer may still send messages.
-        broken: Whether the peer has sent an invalid message.
-        rank: The peer's rank, or None if it is not known yet.
+    A peer that does not read for `patience` seconds counts as gone.
     """
 
     def __init__(
@@ -65,9 +57,9 @@ class Connection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.longest = longest
-        self.open = True
-        self.broken = False
-        self.rank: int | None = None
+        self.open = True  # whether the peer may still send messages
+        self.broken = False  # whether it has sent an invalid one
+        self.rank: int | None = None  # the peer's rank, once it is known
         self._buffer = b""
 
     def fileno(self) -> int:

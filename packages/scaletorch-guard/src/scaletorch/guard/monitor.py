@@ -37,12 +37,7 @@ class Monitor:
 
     Until all ranks are connected, strangers may connect too. A connection must show the token
     within a few seconds and in few bytes; otherwise it is closed, without any other effect.
-
-    Args:
-        listener: The socket to which ranks connect.
-        token: The secret that ranks must show.
-        size: Number of ranks.
-        limits: `warn` and `patience`, see `Picture`.
+    `limits` are `warn` and `patience`, see `Picture`.
     """
 
     def __init__(self, listener: socket.socket, token: str, size: int, **limits: float) -> None:

@@ -31,15 +31,10 @@ _NETWORK = re.compile(r"gloo|pair closure|connect|timed? ?out|broken pipe|nccl|p
 
 
 class Verdict:
-    """The verdict on the job.
-
-    Attributes:
-        over: Set once the guard has ended, with or without a fault.
-        fault: The fault, or None.
-    """
+    """The verdict on the job."""
 
     def __init__(self) -> None:
-        self.over = threading.Event()
+        self.over = threading.Event()  # set once the guard has ended, with or without a fault
         self.fault: Fault | None = None
 
     def conclude(self, fault: Fault | None) -> None:
@@ -48,11 +43,7 @@ class Verdict:
         self.over.set()
 
     def check(self) -> None:
-        """Raise the fault, if there is one.
-
-        Raises:
-            RankFaultError: There is a fault.
-        """
+        """Raise the fault, if there is one."""
         if self.fault is not None:
             raise self.error()
 
@@ -185,13 +176,7 @@ class Handle:
 
 
 class Recorder:
-    """The guard to which collectives report their calls; see `scaletorch.dist.building.Guard`.
-
-    Args:
-        board: The board on which ranks of this host see one another's calls.
-        verdict: Checked before each call, and after each error.
-        tell: Reports an exception to all ranks; returns whether they will raise a fault.
-    """
+    """The guard to which collectives report their calls; see `scaletorch.dist.building.Guard`."""
 
     def __init__(
         self, board: Board, verdict: Verdict, tell: Callable[[BaseException], bool]
@@ -275,24 +260,15 @@ class Recorder:
         return any(track.device for track in list(self.tracks.values()))
 
     def end_step(self, number: int) -> None:
-        """Keep the checksums of this thread's calls at the end of a step.
-
-        The sender and the receiver of a message may be in different steps, so message channels are
-        marked by the number of calls, not by the step.
-        """
+        """Keep the checksums of this thread's calls at the end of a step."""
         thread, self.step = _ident(), number
         tracks = [track for track in list(self.tracks.values()) if track.owner == thread]
         self.mark(tracks, f"the end of step {number}")
 
     def mark(self, tracks: Iterable[Track], moment: str = "") -> None:
-        """Keep the checksums of the calls so far, to be compared.
-
-        Args:
-            tracks: The channels to mark.
-            moment: Name of this moment; for messages, and by default, the number of calls.
-        """
+        """Keep the checksums of the calls so far, by the moment's name or the number of calls."""
         with self._lock:
-            for track in tracks:
+            for track in tracks:  # the two ends of a message may be in different steps
                 counted = track.channel.message or not moment
                 track.mark(f"call {track.count}" if counted else moment)
 

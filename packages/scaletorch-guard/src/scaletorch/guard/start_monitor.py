@@ -45,12 +45,7 @@ class Agreed(NamedTuple):
 
 
 def start_monitor(group: ProcessGroup, limits: dict[str, float]) -> Agreed:
-    """Start the monitor on the first rank's host, and agree on its address; every rank calls it.
-
-    Args:
-        group: The guarded ranks.
-        limits: The monitor's `warn` and `patience`, in seconds.
-    """
+    """Start the monitor on the first rank's host, and agree on its address; every rank calls it."""
     hosts = {host for (host,) in gather_ints((host_number(),), group)}
     text = b""
     if group.rank() == 0:
@@ -92,10 +87,7 @@ def _listen(*, alone: bool) -> tuple[socket.socket, str]:
 
 
 def _run_monitor(listener: socket.socket, arguments: dict[str, object]) -> None:
-    """Run the monitor in a process that inherits only the listener.
-
-    It ends when all ranks have disconnected, and ignores Ctrl-C.
-    """
+    """Run the monitor in a process that inherits only the listener, and ignores Ctrl-C."""
     boot = _BOOT.format(package=__package__, folder=os.path.dirname(os.path.abspath(__file__)))
     process = subprocess.Popen(
         [sys.executable, "-S", "-P", "-c", boot],
@@ -113,11 +105,7 @@ def _run_monitor(listener: socket.socket, arguments: dict[str, object]) -> None:
 
 
 def connect(agreed: Agreed, hello: Hello) -> Connection:
-    """Connect to the monitor and greet it.
-
-    Raises:
-        StateError: The monitor cannot be reached.
-    """
+    """Connect to the monitor and greet it."""
     address, port = agreed.address, agreed.port
     try:
         sock = socket.create_connection((address, port), timeout=_CONNECT)

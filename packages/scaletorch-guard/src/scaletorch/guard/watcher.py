@@ -32,9 +32,7 @@ _TAG = 0x5CA1E  # a tag that no program uses
 def break_gloo_groups() -> None:
     """Unblock all threads of this process that wait in gloo; its groups are unusable afterwards.
 
-    Neither `abort` nor `shutdown` ends a gloo collective that waits for a peer. But if a receive
-    times out, gloo breaks all connections of the group in this process, which unblocks the threads
-    with an error. So receive with a timeout of 1 ms.
+    `abort` does not do that, but a receive that times out breaks all connections of the group.
     """
     for backend in _backends():
         if backend.name() == "gloo" and backend.size() > 1:
@@ -45,9 +43,7 @@ def break_gloo_groups() -> None:
 def abort_device_groups() -> None:
     """Abort every group of this process whose calls run on a device; they are unusable afterwards.
 
-    That ends the kernels that wait on the device; the host continues, with undefined tensors.
-    NCCL's groups are aborted in one NCCL group call, newest first, as torch itself does: separate
-    aborts can deadlock (pytorch/pytorch#119797).
+    NCCL's are aborted in one call, newest first: separate aborts can deadlock (pytorch#119797).
     """
     found = [backend for backend in _backends() if backend.name() != "gloo" and backend.size() > 1]
     together = next((backend for backend in found if hasattr(backend, "_group_start")), None)
@@ -89,14 +85,7 @@ T = TypeVar("T")
 
 
 class Watcher(threading.Thread):
-    """The thread that reports this process to the monitor, and a fault to this process.
-
-    Args:
-        connection: The connection to the monitor.
-        recorder: The recorder of this process, with the verdict on the job.
-        rank: This rank.
-        size: Number of ranks.
-    """
+    """The thread that reports this process to the monitor, and a fault to this process."""
 
     def __init__(
         self, connection: messages.Connection, recorder: Recorder, rank: int, size: int
@@ -190,14 +179,9 @@ class Watcher(threading.Thread):
         return found
 
     def _news(self, behind: float = BEHIND) -> messages.News:
-        """Return all changes of this process since the last news.
-
-        Waits are read first, so that the values read later include everything that they refer to:
-        the channel of a wait, and the calls before it.
-
-        Args:
-            behind: Seconds that a stream must have waited in a call for the wait to be reported.
-        """
+        """Return all changes since the last news; a stream's waits after `behind` seconds."""
+        # Waits are read first, so that the values read later include everything that they refer
+        # to: the channel of a wait, and the calls before it.
         threads = self._recorder.waits.copy()
         waits = self._waits(threads, behind)
         free, foreign = self._recorder.free_threads(threads)

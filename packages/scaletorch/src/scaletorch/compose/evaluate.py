@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
-from ..parallel.pg_manager.building import evaluating
 from ..parallel.pipeline_parallel import pipeline_forward
 from .batches import Batch
 from .forward import manager_of, terms_of
 from .loss import LossBatch, find_sharded_head, loss_of_tokens
 from .own_loss import NOTHING_COUNTS, LossFunction, OwnLoss
 from .ready import look_first, ready
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode inside the block; then restore each module's mode."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def forwards(

@@ -1,57 +1,34 @@
 """All public names of the package, each imported on first access."""
 
-from .calibration import calibrate
-from .clusters import (
-    DEVICES,
-    Cluster,
-    Device,
-    Link,
-    cluster_named,
-    read_bench,
-    read_cluster,
-    write_cluster,
-)
-from .describing import describe, usual_cuts
-from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
-from .estimate import Estimate, Memory, Time
-from .known import Optimizer
-from .layout import Layout
-from .options import Options, Refused, legal
-from .search import Plan, plan
-from .showing import page, table
-from .timing import time
-
-__all__ = [
-    "DEVICES",
-    "Affine",
-    "Behaviour",
-    "Block",
-    "Cluster",
-    "Cut",
-    "Description",
-    "Device",
-    "Estimate",
-    "Layout",
-    "Link",
-    "Memory",
-    "Optimizer",
-    "Options",
-    "Parameter",
-    "Plan",
-    "Refused",
-    "Sent",
-    "Time",
-    "Work",
-    "calibrate",
-    "cluster_named",
-    "describe",
-    "legal",
-    "page",
-    "plan",
-    "read_bench",
-    "read_cluster",
-    "table",
-    "time",
-    "usual_cuts",
-    "write_cluster",
-]
+from .calibration import calibrate as calibrate
+from .clusters import DEVICES as DEVICES
+from .clusters import Cluster as Cluster
+from .clusters import Device as Device
+from .clusters import Link as Link
+from .clusters import cluster_named as cluster_named
+from .clusters import read_bench as read_bench
+from .clusters import read_cluster as read_cluster
+from .clusters import write_cluster as write_cluster
+from .describing import describe as describe
+from .describing import usual_cuts as usual_cuts
+from .description import Affine as Affine
+from .description import Behaviour as Behaviour
+from .description import Block as Block
+from .description import Cut as Cut
+from .description import Description as Description
+from .description import Parameter as Parameter
+from .description import Sent as Sent
+from .description import Work as Work
+from .estimate import Estimate as Estimate
+from .estimate import Memory as Memory
+from .estimate import Time as Time
+from .known import Optimizer as Optimizer
+from .layout import Layout as Layout
+from .options import Options as Options
+from .options import Refused as Refused
+from .options import legal as legal
+from .search import Plan as Plan
+from .search import plan as plan
+from .showing import page as page
+from .showing import table as table
+from .timing import time as time

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError, MismatchError
 from ..transport.ways import way_of
-from ..wire.backend import as_bytes, gather_ints, on_wire
+from ..wire.backend import as_bytes, bring_home, gather_ints, on_wire
 from ..wire.checks import (
     begin,
     check_form_with_list,
@@ -22,10 +22,8 @@ from ..wire.checks import (
     checking,
 )
 from ..wire.sums import as_one
-from ..wire.work import Async, Sync, Work, identity, settled
+from ..wire.work import Async, Group, Sync, Work, identity, settled
 from ..world.info import get_dist_info, get_world_size, group_ranks
-
-Group = ProcessGroup | None
 
 
 @overload
@@ -176,7 +174,7 @@ def _all_to_all_lists(
     check_list([from_self], 1, "all_to_all", f"recv_list[{rank}]", like=to_self)
     members = begin(group, "all_to_all with lists")
     if members is None:
-        return settled((), partial(_keep_own, from_self, to_self), async_op)
+        return settled((), partial(bring_home, from_self.detach(), to_self.detach()), async_op)
     sent = [as_bytes(on_wire(entry, members)) for entry in send_list]
     counts = [entry.numel() * entry.element_size() for entry in recv_list]
     sizes = [part.numel() for part in sent]
@@ -215,7 +213,3 @@ def _moved(device: torch.device, received: Tensor) -> Tensor:
 
 def _copied(data: Tensor) -> Tensor:
     return data.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _keep_own(target: Tensor, source: Tensor) -> None:
-    target.detach().copy_(source.detach())

@@ -14,9 +14,7 @@ from ..errors import InvalidArgumentError
 from ..transport.ways import arrived, way_of
 from ..wire.backend import bring_home, broadcast_ints, on_wire, raw_barrier
 from ..wire.checks import begin, check_list, check_member, check_target
-from ..wire.work import Async, Sync, Work, nothing, settled
-
-Group = ProcessGroup | None
+from ..wire.work import Async, Group, Sync, Work, nothing, settled
 
 
 @overload

@@ -15,18 +15,17 @@ from ..transport.ways import way_of
 from ..wire.backend import bring_home, on_wire, process_group
 from ..wire.checks import begin
 from ..wire.recipes import recipe_for
-from ..wire.sums import even_parts, fold, parts_of, sum_dtype
+from ..wire.sums import even_parts, sum_dtype
 from ..wire.work import Work, identity, nothing, settled
-from ..world.info import get_dist_info, get_world_size
+from ..world.info import get_world_size
 from .reduce import all_reduce
 
 SCALED = {"sum": False, "mean": True}
 
 
 def all_reduce_flat(
-    data: Tensor, op: str = "sum", group: ProcessGroup | None = None, *, ordered: bool = False,
-    start: Tensor | None = None,
-) -> Work[Tensor]:  # fmt: skip
+    data: Tensor, op: str = "sum", group: ProcessGroup | None = None
+) -> Work[Tensor]:
     """Sum a flat buffer over the ranks, in place and asynchronously.
 
     16-bit floats are summed in float32 and rounded once on every backend, whereas the all-reduces
@@ -36,10 +35,6 @@ def all_reduce_flat(
         data: Flat contiguous tensor, floating-point or complex.
         op: `"sum"` or `"mean"`.
         group: The default group by default.
-        ordered: Add in rank order on every backend, so that the bits do not depend on how the
-            buffer is sharded.
-        start: Initial value of the sum (after division for `"mean"`), as long as `data`; only with
-            `ordered`.
 
     Returns:
         A Work; its `wait()` returns `data`.
@@ -51,25 +46,21 @@ def all_reduce_flat(
         raise InvalidArgumentError(f"all_reduce_flat takes a flat tensor, got {tuple(data.shape)}")
     _is_mean(op)
     members = process_group(group)
-    size = 1 if members is None else members.size()
-    if ordered or (size > 1 and data.numel() > 0 and _is_narrow(data)):
-        counts = even_parts(data.numel(), size)
-        own = parts_of(counts)[0 if members is None else members.rank()]
-        first = None if start is None else start[own.start : own.stop]
-        shard = reduce_scatter_flat(data, counts, op, group, ordered=ordered, start=first)
-        return Work((shard,), partial(_put_together, data, counts, own, group, shard))
+    if members is not None and members.size() > 1 and data.numel() > 0 and _is_narrow(data):
+        counts = even_parts(data.numel(), members.size())
+        shard = reduce_scatter_flat(data, counts, op, members)
+        return Work((shard,), partial(_put_together, data, counts, members, shard))
     return Work((all_reduce(data, op, group, async_op=True),), partial(identity, data))
 
 
 def reduce_scatter_flat(
-    data: Tensor, counts: Sequence[int], op: str = "sum", group: ProcessGroup | None = None, *,
-    ordered: bool = False, start: Tensor | None = None,
-) -> Work[Tensor]:  # fmt: skip
+    data: Tensor, counts: Sequence[int], op: str = "sum", group: ProcessGroup | None = None
+) -> Work[Tensor]:
     """Reduce-scatter a flat buffer, asynchronously; shards may differ in length.
 
     16-bit floats are summed in float32 on every backend. `data` is floating-point or complex, and
     must not change until `wait()` returns; `counts` are the elements of each rank's shard, in rank
-    order. Other args as in `all_reduce_flat`; `start` is for this rank's shard.
+    order. Other args as in `all_reduce_flat`.
 
     Returns:
         A Work; its `wait()` returns this rank's shard of the sum in new memory, 16-bit floats as
@@ -78,28 +69,21 @@ def reduce_scatter_flat(
     Raises:
         InvalidArgumentError: `counts` do not fit `data` and the ranks, or the op is unknown.
     """
-    rank, size = get_dist_info(group)
+    size = get_world_size(group)
     _check(data, counts, size, "reduce_scatter_flat")
     divisor = size if _is_mean(op) else 1
-    members = begin(group, "reduce_scatter_flat", data, list(counts), op, f"ordered={ordered}")
+    members = begin(group, "reduce_scatter_flat", data, list(counts), op)
     if members is None:
-        return Work((), partial(_summed, data.device, start, divisor, 1, False, data.detach()))
+        return Work((), lambda: data.detach().to(sum_dtype(data.dtype), copy=True))
     wire = on_wire(data, members)
     way = way_of(wire, members)
-    if not ordered:
-        done = partial(_summed, data.device, start, divisor, 1, True)
-        recipe = recipe_for("sum", wire.dtype)
-        call = way.fold_scatter if _is_narrow(wire) else way.reduce_scatter
-        return cast(Work[Tensor], call(wire, counts, recipe, done, True))
-    done = partial(_summed, data.device, start, divisor, size, False)
-    return cast(Work[Tensor], way.exchange(wire, counts, [counts[rank]] * size, done, True))
+    call = way.fold_scatter if _is_narrow(wire) else way.reduce_scatter
+    done = partial(_divided, divisor, data.device)
+    return cast(Work[Tensor], call(wire, counts, recipe_for("sum", wire.dtype), done, True))
 
 
 def all_gather_flat(
-    data: Tensor,
-    counts: Sequence[int],
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
+    data: Tensor, counts: Sequence[int], group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work[None] | None:
     """All-gather a flat buffer in place: each rank has filled its own shard beforehand.
 
@@ -139,23 +123,14 @@ def _is_mean(op: str) -> bool:
     return SCALED[op]
 
 
-def _summed(
-    device: torch.device,
-    start: Tensor | None,
-    divisor: int,
-    blocks: int,
-    spoil: bool,
-    data: Tensor,
-) -> Tensor:
-    """Add `start` and consecutive blocks of equal length in order, as `fold` does."""
-    rows = data.view(blocks, data.numel() // blocks)
-    return fold(rows, start=start, divisor=divisor, spoil=spoil).to(device)
+def _divided(divisor: int, device: torch.device, shard: Tensor) -> Tensor:
+    return (shard if divisor == 1 else shard.div_(divisor)).to(device)
 
 
 def _put_together(
-    data: Tensor, counts: Sequence[int], own: range, group: ProcessGroup | None, shard: Work[Tensor]
+    data: Tensor, counts: Sequence[int], group: ProcessGroup, shard: Work[Tensor]
 ) -> Tensor:
     """Write this rank's shard of a sum into the buffer, and all-gather the other shards."""
-    data[own.start : own.stop].copy_(shard.wait())
+    data.split(list(counts))[group.rank()].copy_(shard.wait())
     all_gather_flat(data, counts, group)
     return data

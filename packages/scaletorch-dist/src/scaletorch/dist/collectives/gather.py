@@ -8,7 +8,6 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ..transport.ways import way_of
 from ..wire.backend import on_wire
@@ -20,10 +19,8 @@ from ..wire.checks import (
     check_target,
     check_tensor,
 )
-from ..wire.work import Async, Sync, Work, settled
+from ..wire.work import Async, Group, Sync, Work, settled
 from ..world.info import get_world_size
-
-Group = ProcessGroup | None
 
 
 @overload

@@ -18,12 +18,10 @@ from ..errors import InvalidArgumentError
 from ..wire.backend import bring_home, movable, on_wire, process_group
 from ..wire.checks import check_member, check_tag, check_target, check_tensor
 from ..wire.port import note, post
-from ..wire.work import Async, Sync, Work, nothing
+from ..wire.work import Async, Group, Sync, Work, nothing
 from ..world.info import get_rank
 
 Messages = Sequence[tuple[Tensor, int]]
-Group = ProcessGroup | None
-
 MOST = 128  # messages per batch: NCCL splits longer ones, at different places on the two ranks
 
 
@@ -92,10 +90,7 @@ def exchange(
     sends: Messages = ..., recvs: Messages = ..., group: Group = ..., *, async_op: Async
 ) -> Work[None]: ...
 def exchange(
-    sends: Messages = (),
-    recvs: Messages = (),
-    group: Group = None,
-    async_op: bool = False,
+    sends: Messages = (), recvs: Messages = (), group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
     """Send and receive a batch of messages at once, without deadlock in any order.
 

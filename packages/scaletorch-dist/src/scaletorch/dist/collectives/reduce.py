@@ -14,10 +14,8 @@ from ..wire.backend import on_wire, route
 from ..wire.checks import begin, check_list, check_member, check_target
 from ..wire.recipes import Op, Recipe, recipe_for
 from ..wire.sums import as_one
-from ..wire.work import Async, Sync, Work, nothing, settled
+from ..wire.work import Async, Group, Sync, Work, nothing, settled
 from ..world.info import get_dist_info
-
-Group = ProcessGroup | None
 
 
 @overload

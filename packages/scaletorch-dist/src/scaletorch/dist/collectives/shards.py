@@ -18,10 +18,8 @@ from ..transport.ways import way_of
 from ..wire.backend import on_wire, process_group
 from ..wire.checks import checking, compare
 from ..wire.recipes import recipe_for
-from ..wire.work import identity
+from ..wire.work import Group, identity
 from .reduce import all_reduce
-
-Group = ProcessGroup | None
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:

@@ -6,7 +6,6 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -105,17 +104,9 @@ NCCL_GROUP = 512 * 2**20
 _HCCL_GROUP = 2 * 200 * 2**20
 
 
-def _register_mpi() -> None:
-    _mpi().register_backend()
-
-
-def _check_mpi(rank: int, world_size: int) -> None:
-    _mpi().check_world(rank, world_size)
-
-
-def _mpi() -> Any:
-    """Import the MPI backend late: it is seldom needed."""
-    return importlib.import_module("..mpi.register", __package__)
+def _mpi(function: str, *args: int) -> None:
+    """Call a function of the MPI backend, which is seldom needed and so imported late."""
+    getattr(importlib.import_module("..mpi.register", __package__), function)(*args)
 
 
 DEVICES: tuple[DeviceEntry, ...] = (
@@ -194,11 +185,11 @@ DEVICES: tuple[DeviceEntry, ...] = (
         "mpi4py",
         "mpi4py",
         source="`pip install scaletorch-dist[mpi]`, beside Open MPI or MPICH",
-        activate=_register_mpi,
+        activate=functools.partial(_mpi, "register_backend"),
         alone="MPI over mpi4py serves a whole group and cannot stand beside another backend: use "
         "'mpi' alone (tensors of devices are copied through the CPU), or a torch that was built "
         "with MPI",
-        check=_check_mpi,
+        check=functools.partial(_mpi, "check_world"),
     ),
 )
 

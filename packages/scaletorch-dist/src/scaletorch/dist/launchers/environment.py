@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from dataclasses import dataclass
 
 from ..errors import StateError
-from .slurm import expand_tasks_per_node
 
 LAUNCHERS = ("pytorch", "slurm", "mpi")
 
@@ -155,11 +156,7 @@ def read_placement(launcher: str) -> Placement:
 def job_name(placement: Placement) -> str:
     """Return a name that only the ranks of one start share, or "" if there is none."""
     env = os.environ
-    names = {
-        "pytorch": "TORCHELASTIC_RUN_ID",
-        "slurm": "SLURM_JOB_ID",
-        "mpi": "PMIX_NAMESPACE",
-    }
+    names = {"pytorch": "TORCHELASTIC_RUN_ID", "slurm": "SLURM_JOB_ID", "mpi": "PMIX_NAMESPACE"}
     name = env.get(names[placement.launcher], "")
     if placement.launcher == "slurm":  # a job has many steps
         name += f".{env.get('SLURM_STEP_ID')}"
@@ -196,3 +193,16 @@ def _local_size(environment: LauncherEnvironment) -> int | None:
     sizes = expand_tasks_per_node(os.environ.get(environment.local_size, ""))
     node = _optional_number("SLURM_NODEID") or 0
     return sizes[node] if node < len(sizes) else None
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """Return the number of tasks on each node from Slurm's short form.
+
+    Example:
+        >>> expand_tasks_per_node("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return list(
+        itertools.chain.from_iterable([int(count)] * int(times or 1) for count, times in runs)
+    )

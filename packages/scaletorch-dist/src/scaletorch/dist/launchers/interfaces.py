@@ -25,12 +25,10 @@ def is_loopback(address: str) -> bool:
 
 
 def gloo_interface(address: str, one_machine: bool) -> str | None:
-    """Return the interface to set for gloo, or None if its default works.
+    """Return the interface to set for gloo, given rank 0's address, or None if its default works.
 
-    On one machine it is loopback: gloo then listens on no other interface and resolves no name. On
-    several machines gloo uses the address to which this host's name resolves. If that is loopback
-    or does not exist (a container, Debian's 127.0.1.1), other ranks could not connect. `address` is
-    that of rank 0.
+    By default gloo uses the address to which this host's name resolves. If that is loopback or does
+    not exist (a container, Debian's 127.0.1.1), ranks of other machines could not connect.
     """
     if one_machine or is_loopback(address):
         return LOOPBACK.get(sys.platform)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,14 +26,6 @@ _ProcessGroup: Any = c10d.ProcessGroup
 Tensors = list[Tensor]
 
 
-class _Options:
-    """The options that torch.distributed and `get_timeout` read from a backend."""
-
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-        self.backend = "mpi4py"
-
-
 class MPIGroup(_ProcessGroup):  # type: ignore[misc]
     """Collectives and messages on one communicator: the group and, at once, its only backend."""
 
@@ -44,7 +37,8 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
         """Store the engine, the communicator, and torch's options for the group."""
         super().__init__(options.group_rank, options.group_size)
         self.engine, self.communicator = engine, communicator
-        self.options = _Options(options.timeout)
+        # The options that torch.distributed and `get_timeout` read from a backend.
+        self.options = SimpleNamespace(_timeout=options.timeout, backend="mpi4py")
         self._store = options.store
         self._name, self._desc = options.group_id, "undefined"
         self._sequence = 0

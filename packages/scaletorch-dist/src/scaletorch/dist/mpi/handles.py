@@ -80,11 +80,7 @@ class Engine:
             self._active = [work for work in self._active if not work.look(self.mpi)]
 
     def wait(self, work: MPIWork, seconds: float) -> None:
-        """Wait until a call is done.
-
-        Raises:
-            DistBackendError: It was not done within `seconds`; the group is then unusable.
-        """
+        """Wait until a call is done; after an error the group is unusable."""
         for _ in range(_SPINS):
             if work.is_completed():
                 return
@@ -153,11 +149,7 @@ class MPIWork(c10d.Work):
             )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the call is done.
-
-        Raises:
-            DistBackendError: The wait timed out, or a message has an unexpected size.
-        """
+        """Wait until the call is done; raise if it times out or a message has another size."""
         asked = 0.0 if timeout is None else timeout.total_seconds()
         self._engine.wait(self, asked if asked > 0 else self._seconds)
         if self._error is not None:

@@ -68,11 +68,7 @@ _LOWEST_TAG_BOUND = 32767  # largest tag that every MPI allows
 
 
 def register_backend() -> None:
-    """Register 'mpi4py' as a backend of torch.distributed for CPU tensors.
-
-    Afterwards `init_process_group("mpi4py", ...)` and `new_group(backend="mpi4py")` work.
-    `init_dist` calls this for backend 'mpi' if torch was built without MPI.
-    """
+    """Register 'mpi4py' as a backend of torch.distributed for CPU tensors."""
     load_mpi()
     if not hasattr(c10d.Backend, BACKEND.upper()):
         c10d.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])

@@ -15,8 +15,7 @@ from torch.distributed import ProcessGroup
 from ..errors import InvalidArgumentError, StateError
 from ..wire.backend import process_group
 from ..world.info import get_rank, group_ranks
-from .byte_moves import errors_of_all
-from .object_calls import broadcast_object_list, gather_object
+from .object_calls import broadcast_object_list, errors_of_all, gather_object
 from .packing import Terms, dump_object, load_object
 
 T = TypeVar("T")

@@ -75,8 +75,7 @@ def _adopt(request: dict[str, Any]) -> None:
 def _take_turns() -> None:
     """Keep the kernel from preempting a rank's thread whenever another rank gets a message.
 
-    If ranks outnumber cores, this makes gloo's collectives about five times faster: 8 ranks on 2
-    cores sum 128 KiB in 4 ms instead of 21. Threads that start later inherit the policy.
+    If ranks outnumber cores, gloo's collectives are then about five times faster.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -133,10 +132,7 @@ def _run(
 
 
 def _finish_threads() -> None:
-    """Join the function's threads as an interpreter does at exit, since `_leave` would kill them.
-
-    Workers of executors that were not shut down never end, so they are skipped.
-    """
+    """Join the function's threads, but not workers of executors, which may never end."""
     executors = (("thread", "_threads_queues"), ("process", "_threads_wakeups"))
     for thread in threading.enumerate():
         endless = any(

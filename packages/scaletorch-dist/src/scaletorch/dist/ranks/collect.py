@@ -110,10 +110,7 @@ Answer = tuple[str, Any, Any]  # a message from `child`: its kind and two values
 def collect(
     processes: Sequence[RankProcess], report: RankReport, timeout: float | None
 ) -> dict[int, Answer]:
-    """Collect one answer from every rank within `timeout` seconds, and fill the report.
-
-    It raises if not every rank returned; the caller must then kill the processes.
-    """
+    """Collect every rank's answer and fill the report; after an error, kill the processes."""
     __tracebackhide__ = True
     answers: dict[int, Answer] = {}
     deadline = None if timeout is None else time.monotonic() + timeout

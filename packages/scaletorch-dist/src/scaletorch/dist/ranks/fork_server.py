@@ -127,10 +127,7 @@ def _preload(modules: Iterable[str]) -> None:
 
 
 def serve(control_fd: int, package: str) -> None:
-    """Serve requests until the caller closes the socket, then kill the remaining ranks.
-
-    A rank runs `child.main` of this package, whose importable name is `package`.
-    """
+    """Serve requests until the caller closes the socket; ranks run `child.main` of `package`."""
     server = _Server(control_fd)
     directory = tempfile.mkdtemp(prefix="scaletorch-ranks-")
     try:

@@ -27,21 +27,13 @@ _loading: list[str] = []  # files that this process is importing to find a funct
 
 @dataclass(frozen=True, slots=True)
 class Locator:
-    """The location of a function: module name, file and qualified name.
-
-    Attributes:
-        module: Name of the module.
-        path: The module's file; None for a built-in module.
-        qualname: Qualified name in the module.
-        is_main: Whether the module is the main program.
-        explains: Whether pytest has rewritten the module's asserts; ranks then rewrite them too.
-    """
+    """The location of a function: module name, file and qualified name."""
 
     module: str
-    path: str | None
+    path: str | None  # the module's file; None for a built-in module
     qualname: str
-    is_main: bool
-    explains: bool
+    is_main: bool  # whether the module is the main program
+    explains: bool  # whether pytest has rewritten the module's asserts; ranks then do too
 
     def find(self) -> Callable[..., Any]:
         """Return the function in the calling process."""

@@ -242,15 +242,12 @@ def _environment(
 def _pickle_task(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, bytes]:
-    """Return a function's name, and the pickled task with which a rank calls it.
-
-    The arguments are pickled separately: a rank imports the function's module before it loads them.
-    """
+    """Return a function's name, and the pickled task with which a rank calls it."""
     __tracebackhide__ = True
     if isinstance(fn, functools.partial):
         args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
     locator = locate(rank_body(fn))
-    try:
+    try:  # separately, since a rank imports the function's module before it loads them
         arguments = pickle.dumps((args, kwargs))
     except Exception as error:
         raise InvalidArgumentError(

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
@@ -27,18 +28,16 @@ _BOOT = (
 )
 
 
+@dataclass(eq=False, slots=True)
 class RankProcess:
     """One forked rank: a connection for messages, and a pipe for its exit status."""
 
-    def __init__(
-        self, pid: int, connection: Connection[Any, Any], status_fd: int, stack_file: str
-    ) -> None:
-        self.pid = pid
-        self.connection = connection
-        self.status_fd = status_fd
-        self.stack_file = stack_file
-        self.exit_code: int | None = None
-        self.ended = False
+    pid: int
+    connection: Connection[Any, Any]
+    status_fd: int
+    stack_file: str
+    exit_code: int | None = None
+    ended: bool = False
 
     def send(self, message: bytes) -> None:
         """Send a pickled message; ignore a dead process, whose exit status tells how it died."""
@@ -111,10 +110,7 @@ class ForkServer:
         return message
 
     def preload(self, modules: Iterable[str]) -> None:
-        """Import modules in the server, so that ranks forked later have them.
-
-        The server uses this process's current `sys.path`.
-        """
+        """Import modules in the server by this process's `sys.path`, for ranks forked later."""
         with self._lock:
             self._control.send({"preload": list(modules), "path": sys.path})
             self._receive()

@@ -33,10 +33,7 @@ def _groups() -> object:
 
 
 def _declared() -> object:
-    """Return the state that modules declare: any module may define `__rank_state__() -> object`.
-
-    Falsy states are left out, so that importing a module for the first time is no change.
-    """
+    """Return the truthy results of `__rank_state__()`, which any module may define."""
     modules = {n: m for n, m in list(sys.modules.items()) if isinstance(m, type(sys))}
     hooks = {name: vars(module).get(STATE_HOOK) for name, module in modules.items()}
     states = {name: hook() for name, hook in hooks.items() if hook is not None}
@@ -93,10 +90,7 @@ def separate_store(run: int) -> None:
 
 
 def own_filters() -> list[bytes]:
-    """Return this process's warning filters in order of precedence, each pickled by itself.
-
-    Leave out a filter whose category does not pickle: ranks cannot have that category either.
-    """
+    """Return this process's warning filters in order of precedence, each pickled if it can be."""
     found = []
     for action, message, category, module, line in warnings.filters:
         words = (action, _pattern(message), category, _pattern(module), line)

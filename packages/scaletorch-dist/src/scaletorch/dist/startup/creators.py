@@ -22,10 +22,7 @@ Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
 
 
 def choose_backend(backend: str, *, warn: bool = True) -> str:
-    """Return the requested backend, or the machine's default with a warning if it is unusable.
-
-    The result is a configuration for `init_process_group`, such as 'cpu:gloo,cuda:nccl'.
-    """
+    """Return the configuration for the backend, or for the default with a warning if unusable."""
     pairs = devices.resolve_backend(backend)
     problem = None
     for device, name in pairs:

@@ -139,13 +139,10 @@ def cleanup_dist() -> None:
 
 
 def _release_references() -> None:
-    """Release references to groups held by garbage and by torch.distributed.nn.
+    """Release references to groups held by garbage and by default arguments of torch's functions.
 
     A group that is still referenced is not shut down: its threads stay alive and abort the process
-    if one of them frees a tensor at interpreter exit (pytorch/pytorch#190489). Models contain
-    reference cycles, so the garbage collector must run. The functions of torch.distributed.nn have
-    the default argument `group=group.WORLD`, evaluated at import; torch's optimizers import the
-    module, usually after the group was created.
+    if one of them frees a tensor at interpreter exit (pytorch/pytorch#190489).
     """
     gc.collect()
     module = sys.modules.get("torch.distributed.nn.functional")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import re
 import secrets
+import shutil
 import socket
+import subprocess
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +17,6 @@ from pathlib import Path
 from ..errors import StateError
 from ..launchers.environment import Placement, job_name
 from ..launchers.interfaces import own_address
-from ..launchers.slurm import first_host, node_address
 
 LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS = 15000, 17000  # derived ports stay below the systems' ephemeral ports
@@ -87,6 +89,47 @@ def _meet_by_slurm(placement: Placement, port: int | None) -> Meeting:
     return Meeting(address, chosen)
 
 
+# A name with lists in brackets, `rack[2-3]n[004-005,9]`, and a list of such names.
+_NAME = r"(?:[^\s,\[\]]|\[[^\s,\[\]]+(?:,[^\s,\[\]]+)*\])+"
+_LIST = re.compile(rf"\s*({_NAME})(?:\s*,\s*{_NAME})*\s*")
+_BRACKET = re.compile(r"\[(\d+(?=-\d)|[^,\[\]]+)[^\[\]]*\]")  # captures the first entry
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a host list.
+
+    Example:
+        >>> first_host("gpu[003-007,12],login1")
+        'gpu003'
+    """
+    read = _LIST.fullmatch(nodelist)
+    if read is None:
+        raise StateError(f"cannot read the node list {nodelist!r}: expected 'node[01-03,07],login'")
+    return _BRACKET.sub(r"\1", read[1])
+
+
+def node_address(host: str) -> str:
+    """Return a node's name if it resolves, else the address that Slurm itself uses for it."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        pass
+    else:
+        return host
+    scontrol = shutil.which("scontrol")
+    answer = ""
+    if scontrol is not None:
+        command = [scontrol, "-o", "show", "node", host]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+    found = re.search(r"\bNodeAddr=(\S+)", answer)
+    if found is None:
+        raise StateError(
+            f"the name of Slurm node {host!r} does not resolve and scontrol gives no address for "
+            "it: set MASTER_ADDR to an address of rank 0's node"
+        )
+    return found.group(1)
+
+
 def _meet_by_mpi(placement: Placement, port: int | None) -> Meeting:
     address, chosen = os.environ.get("MASTER_ADDR"), _asked_port(port)
     if address is None and placement.local_size != placement.world_size:
@@ -97,10 +140,7 @@ def _meet_by_mpi(placement: Placement, port: int | None) -> Meeting:
 
 
 def _starter() -> int:
-    """Return the process that started all ranks of this node: the first ancestor without PMI_RANK.
-
-    There may be a shell per rank between that process and the rank.
-    """
+    """Return the process that started this node's ranks: the first ancestor without PMI_RANK."""
     process = os.getppid()
     while True:
         try:
@@ -145,11 +185,7 @@ def derived_port(key: str) -> int:
 
 
 def free_port() -> int:
-    """Return a free port of the loopback interface.
-
-    It is not an ephemeral port: other programs, and every gloo group, ask the system for those and
-    might get this one before a rank binds it.
-    """
+    """Return a free port of the loopback interface that the system gives to no other program."""
     for _ in range(_TRIES):
         port = derived_port(secrets.token_hex(8))
         with socket.socket() as probe, contextlib.suppress(OSError):

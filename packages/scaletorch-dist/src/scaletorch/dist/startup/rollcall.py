@@ -90,10 +90,7 @@ class StoreClosedError(Exception):
 
 
 def call_roll(store: Store, caller: Caller, deadline: float, shared: bool) -> Store:
-    """Wait until all ranks are here, and return the store with this start's own key prefix.
-
-    Every rank gets the same verdict. A `shared` store is torchrun's, and outlives the ranks.
-    """
+    """Wait until all ranks are here; return the store (torchrun's if `shared`) with a prefix."""
     global _last_start
     name = _lead(store, caller, deadline) if caller.rank == 0 else None
     if name is None:

@@ -33,17 +33,14 @@ def asked_to_share(placement: Placement) -> bool:
 def rank_variables(
     config: str, rank: int, ranks: int, *, share: bool
 ) -> tuple[dict[str, str], Notice | None]:
-    """Return the unset environment variables that a rank needs before it uses its device.
-
-    A device that is already in use would no longer read its `variables`, so they are left out; a
-    single rank waits for no other and needs none. Ranks that `share` devices are on one host.
-    """
+    """Return the unset variables that a rank needs before it uses its device; one rank has none."""
     wanted: dict[str, str] = {}
     notice = None
     for _, name in devices.resolve_backend(config) if ranks > 1 else ():
         entry = devices.entry_of_backend(name)
         if entry is None or entry.device == "cpu" or not is_usable(entry.device):
             continue
+        # A device in use would no longer read its variables.
         if entry.variables and not torch_module(entry.device).is_initialized():
             wanted.update(entry.variables)
         if share and entry.sharing is not None and _count(entry) < ranks:
@@ -73,10 +70,7 @@ def _devices(entry: DeviceEntry) -> str:
 def prepare_local_rank(
     backend: str | None, rank: int, ranks: int, *, warn: bool = True
 ) -> tuple[str, Notice | None]:
-    """Choose the backend and the device of a rank in a group whose ranks are all on this host.
-
-    Backend None takes the accelerator's if each rank can have a device, else gloo.
-    """
+    """Choose the backend and the device of a rank in a group whose ranks are all on this host."""
     chosen = None
     if backend is None:
         backend, chosen = _own_backend(ranks)
@@ -91,6 +85,7 @@ def prepare_local_rank(
 
 
 def _own_backend(ranks: int) -> tuple[str, Notice | None]:
+    """Return the accelerator's backend if each rank can have a device, else gloo."""
     entry = devices.default_entry()
     if entry.device == "cpu":
         return "gloo", None

@@ -47,11 +47,8 @@ class Task:
         self._error: Exception | None = None
 
     def advance(self, before: int, *, wait: bool = False) -> None:
-        """Start the stages that have become ready; keep an error for `wait()`.
-
-        The previous call, whose column is `before`, must not be overtaken: all ranks start the
-        stages of a column in the same order.
-        """
+        """Start the ready stages, behind the previous call's column `before`; keep an error."""
+        # All ranks start the stages of a column in the same order, so no call overtakes another.
         while self.column < OVER and (wait or self._work is None or self._work.is_completed()):
             following = self._stages[0][0] if self._stages else OVER
             try:
@@ -82,8 +79,8 @@ class Task:
 class LevelsWay(Way):
     """Hierarchical collectives on a group that spans nodes.
 
-    The groups `inside` and `back` have this node's ranks, and `across` those with this rank's place
-    on their nodes. `order` has the group's ranks at each place, all in the group's order.
+    `inside` and `back` have this node's ranks, `across` those of this rank's place on their nodes;
+    `order` has the group's ranks at each place.
     """
 
     __slots__ = ("_tasks", "across", "back", "inside", "order")

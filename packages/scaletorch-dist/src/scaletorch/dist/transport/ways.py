@@ -108,10 +108,7 @@ class Way:
     def reduce_scatter(
         self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce-scatter a flat tensor that is not packed yet, and is not changed.
-
-        `done` gets this rank's shard, packed; 16-bit floats may come as float32.
-        """
+        """Reduce-scatter a flat tensor that is not packed yet; `done` gets the shard, packed."""
         group = self.group
         length = counts[group.rank()]
         known = self.route
@@ -128,10 +125,7 @@ class Way:
     def fold_scatter(
         self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce-scatter like `reduce_scatter`, but 16-bit floats in float32 on every backend.
-
-        Each rank receives its shard of every rank's tensor, and reduces them in rank order.
-        """
+        """Reduce-scatter by adding the shards here in rank order, 16-bit floats in float32."""
         length = counts[self.group.rank()]
         finish = partial(_reduced, size=len(counts), recipe=recipe, done=done)
         return self.exchange(data, counts, [length] * len(counts), finish, async_op)
@@ -161,10 +155,7 @@ class Way:
         return settled(handles, partial(done, data), async_op)
 
     def gather(self, data: Tensor, dst: int, done: Done[T], async_op: bool) -> T | Work[T]:
-        """Gather the tensors of all ranks on global rank `dst` into the rows of a new tensor.
-
-        On other ranks `done` gets a tensor without rows, or the same rows.
-        """
+        """Gather all ranks' tensors on global rank `dst`, into the rows of a new tensor."""
         if "gather" in self.route.lacks:
             return self.all_gather(data, done, async_op)
         group, mine = self.group, self._is_mine(dst)
@@ -217,11 +208,7 @@ class Way:
     def reduce_here(
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """All-gather every rank's tensor and reduce them on this rank, in rank order.
-
-        For reductions that a backend lacks, and for two nodes: the traffic is that of an
-        all-reduce, in one step instead of two.
-        """
+        """All-gather the tensors and reduce them here: for two nodes, or what a backend lacks."""
         size = self.group.size()
         flat = movable(buffer).view(-1)
         if not self.route.native and buffer.is_cpu:  # as bytes, which keep their precision

@@ -21,14 +21,11 @@ from . import port
 
 
 def _guarded(name: str) -> Callable[..., Any]:
-    """Wrap a call of torch.distributed so that a guard can interrupt it if it blocks.
-
-    The wrapper looks the call up each time, since vendors' plugins and tests replace it.
-    """
+    """Wrap a call of torch.distributed so that a guard can interrupt it if it blocks."""
 
     @functools.wraps(getattr(c10d, name))
     def run(*args: Any, **options: Any) -> Any:
-        call = getattr(c10d, name)
+        call = getattr(c10d, name)  # each time, since vendors' plugins and tests replace it
         if port.guard is None:
             return call(*args, **options)
         return port.run_guarded(call, args, options)

@@ -96,10 +96,7 @@ def _fact(fact: Any) -> str:
 
 
 def differing_texts(text: str, group: ProcessGroup) -> str:
-    """Return each text with the ranks that sent it, the most frequent first; "" if all are equal.
-
-    Costs one message of 8 bytes per rank; the texts themselves are sent only if they differ.
-    """
+    """Return each text with its ranks, the most frequent first; "" if all are equal."""
     digests = gather_ints((digest_of(text),), group)
     if digests.count(digests[0]) == len(digests):
         return ""

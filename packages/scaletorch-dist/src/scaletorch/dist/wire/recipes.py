@@ -101,10 +101,7 @@ def _make(name: str, run: str, pack: Pack = _keep, unpack: Unpack = _keep) -> Re
 
 @cache
 def recipe_for(op: Op, dtype: torch.dtype, taken: bool = True) -> Recipe:
-    """Return the recipe that reduces a tensor of `dtype` with `op`.
-
-    If the backend has not `taken` the dtype, torch reduces it, which keeps NaNs.
-    """
+    """Return the recipe for a dtype; one that the backend has not `taken` is reduced by torch."""
     name = op_name(op)
     check_dtype(name, dtype)
     if dtype == torch.bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
+from torch.distributed import ProcessGroup
+
 T = TypeVar("T")
+Group = ProcessGroup | None
 
 # Types of `async_op` in overloads: a call returns its result (Sync) or a Work (Async).
 Sync = Literal[False]

@@ -90,11 +90,7 @@ def _node_digest() -> bytes:
 
 
 def wait_for_connections() -> None:
-    """Wait until every rank has connected the groups that were just created.
-
-    Gloo connects when a group is created, and does not wait for the other ranks: a rank that soon
-    exits would break the connections of slower ones.
-    """
+    """Wait until all ranks have connected with gloo: one that exits early would break others."""
     world = c10d.group.WORLD
     if world is not None and torch.device("cpu") in world._device_types:
         c10d.all_reduce(torch.zeros(1), group=world)

@@ -3,21 +3,14 @@
 They are recorded in building.txt and versioned: a patch release changes none of them.
 """
 
-from .gradients.norm import clip_by, found_on_ranks, norm_over, scale_gradients
-from .parameters import name_culprits
-from .sharding.shards import Shard, ShardedGradient, is_sharded, settled_shards
-from .wrapper import NARROW, widened
-
-__all__ = [
-    "NARROW",
-    "Shard",
-    "ShardedGradient",
-    "clip_by",
-    "found_on_ranks",
-    "is_sharded",
-    "name_culprits",
-    "norm_over",
-    "scale_gradients",
-    "settled_shards",
-    "widened",
-]
+from .gradients.norm import clip_by as clip_by
+from .gradients.norm import found_on_ranks as found_on_ranks
+from .gradients.norm import norm_over as norm_over
+from .gradients.norm import scale_gradients as scale_gradients
+from .parameters import name_culprits as name_culprits
+from .sharding.shards import Shard as Shard
+from .sharding.shards import ShardedGradient as ShardedGradient
+from .sharding.shards import is_sharded as is_sharded
+from .sharding.shards import settled_shards as settled_shards
+from .wrapper import NARROW as NARROW
+from .wrapper import widened as widened

@@ -19,18 +19,7 @@ from .wrapper import Settings, _DataParallel
 class DataParallelNaive(_DataParallel):
     """Reduces gradients one by one at the end of backward: the baseline for comparisons.
 
-    It gives the same results as `DataParallelBucket`, at another speed.
-
-    Args:
-        module: Any module.
-        group: The ranks to reduce over, by default the `cp_dp` axis.
-        op: As of `DataParallelBucket`.
-        init_sync: As of `DataParallelBucket`.
-
-    Raises:
-        InvalidArgumentError: An unknown `op` or `init_sync`, or an object that is not a module.
-        MismatchError: As of `DataParallelBucket`.
-        StateError: As of `DataParallelBucket`.
+    It gives the same results as `DataParallelBucket`, at another speed; args and errors as there.
     """
 
     def __init__(
@@ -78,7 +67,8 @@ class DataParallelBucket(_DataParallel):
             not a module, a name in `groups` that is not a parameter's, or `groups` with "mean".
         MismatchError: The ranks' parameters differ in name, shape, dtype, order, frozenness or,
             under "check", values.
-        StateError: No group to be found, or a live wrapper has a parameter already.
+        StateError: No group to be found, a live wrapper has a parameter already, or the gradient
+            of one goes to its `main_grad`.
     """
 
     def __init__(

@@ -51,10 +51,7 @@ def name_culprits(found: Found) -> str:
 def group_parameters(
     parameters: Named, group: ProcessGroup | None, groups: Mapping[str, ProcessGroup | None]
 ) -> Groups:
-    """Return each group with the parameters to be summed over it; the default group first.
-
-    `groups` are other groups for some parameters, by name.
-    """
+    """Return each group with the parameters to be summed over it; the default group first."""
     unknown = sorted(groups.keys() - {name for name, _ in parameters})
     if unknown:
         raise InvalidArgumentError(
@@ -70,12 +67,7 @@ def group_parameters(
 
 
 class WrappedParameters:
-    """The parameters that a module had when it was wrapped.
-
-    Args:
-        parameters: All named parameters.
-        copied: The module is a copy of a wrapped one; its gradients are not synchronised.
-    """
+    """The parameters that a module had when it was wrapped; none are summed if it is `copied`."""
 
     def __init__(self, parameters: Named, *, copied: bool = False) -> None:
         self._copied = copied
@@ -83,10 +75,7 @@ class WrappedParameters:
         self._synchronised = {id(p): p for _, p in parameters if p.requires_grad}
 
     def refuse_others(self, module: nn.Module) -> None:
-        """Refuse parameters of the module whose gradients would not be summed.
-
-        They were frozen, or absent, when it was wrapped, or the module is a copy.
-        """
+        """Refuse parameters whose gradients would not be summed: late ones, and those of copies."""
         known = self._synchronised
         if all(id(p) in known for p in _trainable(module)):
             return

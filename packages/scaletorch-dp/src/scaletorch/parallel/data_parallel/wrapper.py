@@ -41,12 +41,7 @@ class Settings:
 class _DataParallel(ModuleWrapper):
     """A module whose gradients are the same on every rank when backward returns.
 
-    Args:
-        module: Any module.
-        group: The ranks to reduce over, by default the `cp_dp` axis.
-        settings: The options.
-        groups: Other ranks for some parameters, by name.
-        overlap: Whether buckets leave during backward, or all at its end.
+    With `overlap` buckets leave during backward, else all at its end.
     """
 
     def __init__(
@@ -88,11 +83,7 @@ class _DataParallel(ModuleWrapper):
         self._sync.attach(manager for manager in managers if _has_work(manager))
 
     def _agreed_reduction(
-        self,
-        module: nn.Module,
-        parameters: Named,
-        group: ProcessGroup | None,
-        settings: Settings,
+        self, module: nn.Module, parameters: Named, group: ProcessGroup | None, settings: Settings
     ) -> Reduction:
         """Return the reduction over a group whose ranks have the same parameters."""
         reduction = Reduction(settings.op, group, settings.reduce_dtype)

@@ -207,11 +207,7 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
 
 
 def _agree(
-    optimizer: Optimizer,
-    manager: BucketManager,
-    stage: int,
-    overlap: bool,
-    error: Exception | None,
+    optimizer: Optimizer, manager: BucketManager, stage: int, overlap: bool, error: Exception | None
 ) -> None:
     names = {id(slot.parameter): slot.name for slot in manager.slots}
     lines = [f"{type(optimizer).__name__}, stage={stage}, overlap={overlap}"]

@@ -6,12 +6,7 @@ from torch.distributed import ProcessGroup
 
 
 class AxisAttributes:
-    """Attributes of each axis: group, size, rank in the group, and the group's global ranks.
-
-    `{axis}_size` and `{axis}_world_size` are the same number. `{axis}_rank` counts from 0 in the
-    group; `{axis}_first_rank`, `{axis}_last_rank` and `{axis}_group_ids` are global ranks. Groups
-    are None without torch.distributed.
-    """
+    """Attributes of each axis, which `ProcessGroupManager` describes."""
 
     tp_group: ProcessGroup | None
     tp_size: int

@@ -3,61 +3,33 @@
 They are recorded and versioned like the public ones: a patch release changes none of them.
 """
 
-from .digests import digest, digest_text
-from .groups import connect, connect_all, first_unused_number, groups_within, has_streams
-from .loss import mean_over
-from .module_helpers import (
-    around_compiled,
-    class_before,
-    deep_copy,
-    divided_modules,
-    eagerly,
-    evaluating,
-    forget_watchers,
-    mark_divided,
-    mark_staged,
-    matching,
-    no_match,
-    refuse_generate,
-    runs_as_stages,
-    shallow_copy,
-    show_output,
-    uncompiled,
-    watch_outputs,
-)
-from .module_state import Attributes, ModuleState, restored
-from .update_scope import Scope, known_elementwise, update_scope
-
-__all__ = [
-    "Attributes",
-    "ModuleState",
-    "Scope",
-    "around_compiled",
-    "class_before",
-    "connect",
-    "connect_all",
-    "deep_copy",
-    "digest",
-    "digest_text",
-    "divided_modules",
-    "eagerly",
-    "evaluating",
-    "first_unused_number",
-    "forget_watchers",
-    "groups_within",
-    "has_streams",
-    "known_elementwise",
-    "mark_divided",
-    "mark_staged",
-    "matching",
-    "mean_over",
-    "no_match",
-    "refuse_generate",
-    "restored",
-    "runs_as_stages",
-    "shallow_copy",
-    "show_output",
-    "uncompiled",
-    "update_scope",
-    "watch_outputs",
-]
+from .digests import digest as digest
+from .digests import digest_text as digest_text
+from .groups import connect as connect
+from .groups import connect_all as connect_all
+from .groups import first_unused_number as first_unused_number
+from .groups import groups_within as groups_within
+from .groups import has_streams as has_streams
+from .loss import mean_over as mean_over
+from .module_helpers import around_compiled as around_compiled
+from .module_helpers import class_before as class_before
+from .module_helpers import deep_copy as deep_copy
+from .module_helpers import divided_modules as divided_modules
+from .module_helpers import eagerly as eagerly
+from .module_helpers import forget_watchers as forget_watchers
+from .module_helpers import mark_divided as mark_divided
+from .module_helpers import mark_staged as mark_staged
+from .module_helpers import matching as matching
+from .module_helpers import no_match as no_match
+from .module_helpers import refuse_generate as refuse_generate
+from .module_helpers import runs_as_stages as runs_as_stages
+from .module_helpers import shallow_copy as shallow_copy
+from .module_helpers import show_output as show_output
+from .module_helpers import uncompiled as uncompiled
+from .module_helpers import watch_outputs as watch_outputs
+from .module_state import Attributes as Attributes
+from .module_state import ModuleState as ModuleState
+from .module_state import restored as restored
+from .update_scope import Scope as Scope
+from .update_scope import known_elementwise as known_elementwise
+from .update_scope import update_scope as update_scope

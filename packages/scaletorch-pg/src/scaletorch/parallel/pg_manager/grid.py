@@ -34,10 +34,7 @@ class ExpertCoordinates(NamedTuple):
 
 
 def default_etp(ep: int, tp: int) -> int:
-    """Return the default expert tensor parallel size.
-
-    Without expert parallelism experts are sharded over tp like other layers; with it, not.
-    """
+    """Return the default etp size: experts are sharded over tp unless they are divided over ep."""
     return tp if ep == 1 else 1
 
 
@@ -292,11 +289,7 @@ class Grid:
 
 
 def axis_names(axis: str) -> frozenset[str]:
-    """Return the single axes in a name: `"dp_cp"` is `{"cp", "dp"}`.
-
-    Raises:
-        InvalidArgumentError: The name is not a join of distinct axes.
-    """
+    """Return the single axes in a name: `"dp_cp"` is `{"cp", "dp"}`."""
     if axis in WHOLE:
         return frozenset(ORDER)
     parts = axis.split("_") if isinstance(axis, str) else []

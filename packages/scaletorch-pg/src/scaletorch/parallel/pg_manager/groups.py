@@ -45,13 +45,10 @@ def first_unused_number() -> int:
 def numbered_from(number: int) -> Iterator[None]:
     """Number the groups created in the block `number`, `number + 1` and so on.
 
-    Their names are then the same on all members and unused so far. torch names a group created by
-    local synchronisation after its ranks and the number of groups this process holds. This goes
-    wrong in two cases. If a program created a group of only some ranks, the numbers differ between
-    ranks, and members of a new group wait under different names for ever. And a group created again
-    after it was destroyed gets its old name, under which the store still holds the old members'
-    addresses, so members connect to closed sockets. Ranks therefore agree on a number that none of
-    them has used, and this function fills torch's list up to it.
+    torch names a group created by local synchronisation after its ranks and the number of groups
+    this process holds. If that number differs between ranks, members wait under different names for
+    ever; and a group created again gets its old name, and with it the addresses of closed sockets.
+    So ranks agree on a number that none of them has used, and torch's list is filled up to it.
     """
     names = _torch_names()
     fillers = [object() for _ in range(number - len(names))]
@@ -123,11 +120,7 @@ _AXIS_OF = {axis_names(axis): axis for axis in AXES}
 
 
 def grouped_axis(axis: str) -> str:
-    """Return the name in `AXES` for `axis`, such as `"cp_dp"` for `"dp_cp"`.
-
-    Raises:
-        InvalidArgumentError: `axis` is unknown or has no process group.
-    """
+    """Return the name in `AXES` for an axis that has groups, such as `"cp_dp"` for `"dp_cp"`."""
     if axis in AXES:
         return axis
     name = _AXIS_OF.get(axis_names(axis))
@@ -145,14 +138,7 @@ class GroupSet:
 
     torch owns the groups; this class holds weak references. Destroying the default group thus
     frees these groups too, and none of their threads can abort the interpreter at exit.
-
-    Args:
-        grid: The layout of the world.
-        rank: This process's global rank.
-        first_number: First number in torch's group names, agreed by all ranks.
-
-    Raises:
-        StateError: Another rank could not create its groups; that rank raises its own error.
+    `first_number` is the first in torch's group names, agreed by all ranks.
     """
 
     def __init__(self, grid: Grid, rank: int, first_number: int) -> None:

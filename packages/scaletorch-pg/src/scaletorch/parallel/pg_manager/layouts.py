@@ -58,11 +58,7 @@ def legal_layouts(world_size: int) -> Iterator[Grid]:
 
 
 def nearest(asked: Grid, world_size: int) -> list[Grid]:
-    """Return the three layouts of `world_size` ranks that are nearest to `asked`, best first.
-
-    Layouts are sorted by the number of axes that change, then by the factors of the changes; dp is
-    cheapest to change and tp dearest. Each has the legal ep size nearest to that of `asked`.
-    """
+    """Return the three layouts of `world_size` ranks that change `asked` least, best first."""
     layouts = (_with_experts(grid, asked) for grid in legal_layouts(world_size))
     return sorted(layouts, key=lambda grid: _distance(asked, grid))[:3]
 
@@ -96,11 +92,7 @@ def _sizes(grid: Grid) -> str:
 
 
 def place_text(grid: Grid, rank: int) -> str:
-    """Return a rank's coordinates as text, with the expert axes if the grid is not plain.
-
-    Raises:
-        InvalidArgumentError: `rank` is outside the grid.
-    """
+    """Return a rank's coordinates as text, with the expert axes if the grid is not plain."""
     place = str(grid.coordinates(rank))
     return place if grid.is_plain else f"{place} {grid.expert_coordinates(rank)}"
 

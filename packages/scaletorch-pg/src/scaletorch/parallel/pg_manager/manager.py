@@ -263,11 +263,7 @@ def destroy_process_group_manager() -> None:
 
 
 def _agreed_grid(make: Callable[[], Grid]) -> tuple[Grid, int]:
-    """Check that all ranks were given the same sizes and that they fit the world size.
-
-    Returns:
-        The layout, and the first number for group names: the highest of all ranks' unused numbers.
-    """
+    """Return the layout that all ranks agree on, and the first number for group names."""
     grid = Grid()
     problem: InvalidArgumentError | None = None
     try:

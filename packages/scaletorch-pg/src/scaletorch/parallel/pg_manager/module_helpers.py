@@ -1,4 +1,4 @@
-"""Module helpers for all strategies: modes, compilation, classes, copies, names, marks."""
+"""Module helpers for all strategies: compilation, classes, copies, names, marks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,6 @@ from torch.distributed import ProcessGroup
 from ...dist import group_ranks
 from ...dist.errors import StateError
 from .manager import describe_rank
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode inside the block; then restore each module's mode."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextmanager
@@ -249,11 +237,6 @@ def refuse_generate(model: nn.Module, why: str) -> None:
 
 
 def _refuse(name: str, why: str, *_: Any, **__: Any) -> NoReturn:
-    """Raise an error, whatever the arguments.
-
-    Raises:
-        StateError: Always.
-    """
     raise StateError(
         f"{describe_rank()}: {name}.generate calls the model's own forward for each token, and "
         f"{why}: generate on a grid of tensor and data parallelism alone (cp_size=1, pp_size=1), "

@@ -65,10 +65,7 @@ class ModuleWrapper(nn.Module):
         return getattr(self.module, name)
 
     def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield the wrapped module's names and modules; the wrapper itself is not listed."""
         yield from self.module.named_modules(memo, prefix, remove_duplicate)

@@ -12,15 +12,7 @@
 where gradients are summed. The terms are those of the package `spmd_types`.
 """
 
-from .conversion import (
-    Invariant,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Varying,
-    convert,
-)
+from .conversion import Invariant, Partial, Placement, Replicate, Shard, Varying, convert
 from .cut import Cut, fuse, shard_sizes, share_cut
 from .view import ModelView, modules_within
 

@@ -1,76 +1,36 @@
 """All public names of the package; the package imports each on first access."""
 
-from ._version import __version__
-from .pipeline_parallel import (
-    PipelineParallel,
-    train_step_pipeline,
-    train_step_pipeline_1f1b,
-    train_step_pipeline_afab,
-)
-from .pp_comms import bidirectional_pipeline_communicate, pipeline_communicate
-from .runtime.mail import StageError
-from .schedules import (
-    SCHEDULES,
-    Action,
-    Builder,
-    Costs,
-    Report,
-    Schedule,
-    ScheduleError,
-    Span,
-    Timeline,
-    afab,
-    check,
-    dualpipe_v,
-    forward_only,
-    interleaved_1f1b,
-    looped_breadth_first,
-    one_f_one_b,
-    simulate,
-    zb_h1,
-    zb_v,
-)
-from .schedules.builders import AnySchedule
-from .splitting.balance import distribute_layers
-from .splitting.split import Split, layers_of
-from .stages.cut import PassThrough
-from .stages.materialize import materialize, meta_parameters
-from .steps.step import pipeline_forward
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "AnySchedule",
-    "Builder",
-    "Costs",
-    "PassThrough",
-    "PipelineParallel",
-    "Report",
-    "Schedule",
-    "ScheduleError",
-    "Span",
-    "Split",
-    "StageError",
-    "Timeline",
-    "__version__",
-    "afab",
-    "bidirectional_pipeline_communicate",
-    "check",
-    "distribute_layers",
-    "dualpipe_v",
-    "forward_only",
-    "interleaved_1f1b",
-    "layers_of",
-    "looped_breadth_first",
-    "materialize",
-    "meta_parameters",
-    "one_f_one_b",
-    "pipeline_communicate",
-    "pipeline_forward",
-    "simulate",
-    "train_step_pipeline",
-    "train_step_pipeline_1f1b",
-    "train_step_pipeline_afab",
-    "zb_h1",
-    "zb_v",
-]
+from .pipeline_parallel import PipelineParallel as PipelineParallel
+from .pipeline_parallel import train_step_pipeline as train_step_pipeline
+from .pipeline_parallel import train_step_pipeline_1f1b as train_step_pipeline_1f1b
+from .pipeline_parallel import train_step_pipeline_afab as train_step_pipeline_afab
+from .pp_comms import bidirectional_pipeline_communicate as bidirectional_pipeline_communicate
+from .pp_comms import pipeline_communicate as pipeline_communicate
+from .runtime.mail import StageError as StageError
+from .schedules import SCHEDULES as SCHEDULES
+from .schedules import Action as Action
+from .schedules import Builder as Builder
+from .schedules import Costs as Costs
+from .schedules import Report as Report
+from .schedules import Schedule as Schedule
+from .schedules import ScheduleError as ScheduleError
+from .schedules import Span as Span
+from .schedules import Timeline as Timeline
+from .schedules import afab as afab
+from .schedules import check as check
+from .schedules import dualpipe_v as dualpipe_v
+from .schedules import forward_only as forward_only
+from .schedules import interleaved_1f1b as interleaved_1f1b
+from .schedules import looped_breadth_first as looped_breadth_first
+from .schedules import one_f_one_b as one_f_one_b
+from .schedules import simulate as simulate
+from .schedules import zb_h1 as zb_h1
+from .schedules import zb_v as zb_v
+from .schedules.builders import AnySchedule as AnySchedule
+from .splitting.balance import distribute_layers as distribute_layers
+from .splitting.split import Split as Split
+from .splitting.split import layers_of as layers_of
+from .stages.cut import PassThrough as PassThrough
+from .stages.materialize import materialize as materialize
+from .stages.materialize import meta_parameters as meta_parameters
+from .steps.step import pipeline_forward as pipeline_forward

@@ -3,22 +3,13 @@
 They are recorded and versioned like the public ones: a patch release changes none of them.
 """
 
-from .regions.region import summed_outside
-from .sharing.gradient_paths import Reach
-from .sharing.gradient_sums import GradientSums, find_sums, whole_parameters
-from .sharing.sequence import counts_of_ids, shares_in_layers
-from .sharing.whole_sequence import WholeSequence
-from .state.whole import ParameterCut, find_cuts
-
-__all__ = [
-    "GradientSums",
-    "ParameterCut",
-    "Reach",
-    "WholeSequence",
-    "counts_of_ids",
-    "find_cuts",
-    "find_sums",
-    "shares_in_layers",
-    "summed_outside",
-    "whole_parameters",
-]
+from .regions.region import summed_outside as summed_outside
+from .sharing.gradient_paths import Reach as Reach
+from .sharing.gradient_sums import GradientSums as GradientSums
+from .sharing.gradient_sums import find_sums as find_sums
+from .sharing.gradient_sums import whole_parameters as whole_parameters
+from .sharing.sequence import counts_of_ids as counts_of_ids
+from .sharing.sequence import shares_in_layers as shares_in_layers
+from .sharing.whole_sequence import WholeSequence as WholeSequence
+from .state.whole import ParameterCut as ParameterCut
+from .state.whole import find_cuts as find_cuts

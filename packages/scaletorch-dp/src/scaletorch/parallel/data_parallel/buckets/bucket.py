@@ -165,12 +165,10 @@ class Bucket:
         if self._buffer is None:
             spare, self._spare = self._spare, None
             if spare is None or _is_shared(spare):
-                spare = self._new_buffer()
+                device = self.slots[0].parameter.device
+                spare = torch.empty(self.length, dtype=self.dtype, device=device)
             self._buffer = spare
         return self._buffer
-
-    def _new_buffer(self) -> Tensor:
-        return torch.empty(self.length, dtype=self.dtype, device=self.slots[0].parameter.device)
 
 
 def _is_finite(gradient: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -219,8 +219,8 @@ def _alive() -> weakref.WeakSet[GradientSync]:
     return one_per_process("gradient_syncs", weakref.WeakSet)
 
 
-def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters that another live wrapper has."""
+def refuse_taken(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters that another live wrapper has, or whose gradients go to `main_grad`."""
     taken = {
         id(slot.parameter)
         for other in _alive()
@@ -232,6 +232,14 @@ def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         message = (
             f"{describe_rank()}: {shorten(names)} would be synchronised twice: a "
             "data-parallel wrapper that is alive has it; use that one, or drop it first"
+        )
+        raise StateError(message)
+    names = [name for name, parameter in parameters if hasattr(parameter, "main_grad")]
+    if names:
+        message = (
+            f"{describe_rank()}: the gradient of {names[0]} goes to its main_grad, past this "
+            "wrapper, which would synchronise nothing: sum main gradients over the group "
+            "yourself, or remove them"
         )
         raise StateError(message)
 

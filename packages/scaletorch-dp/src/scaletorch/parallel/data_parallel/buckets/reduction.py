@@ -11,12 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....dist import Work, get_rank, get_world_size
-from ....dist.building import (
-    all_gather_flat,
-    all_reduce_flat,
-    reduce_scatter_flat,
-    sum_dtype,
-)
+from ....dist.building import all_gather_flat, all_reduce_flat, reduce_scatter_flat, sum_dtype
 from ....dist.errors import InvalidArgumentError
 
 OPS = ("sum", "mean")
@@ -24,17 +19,11 @@ OPS = ("sum", "mean")
 
 @dataclass(frozen=True)
 class Reduction:
-    """The options of a reduction.
+    """The options of a reduction."""
 
-    Attributes:
-        op: `"sum"` or `"mean"` over the group.
-        group: The ranks; None is this process alone.
-        dtype: Dtype of buffers in transit; None leaves them unchanged.
-    """
-
-    op: str
-    group: ProcessGroup | None
-    dtype: torch.dtype | None = None
+    op: str  # "sum" or "mean" over the group
+    group: ProcessGroup | None  # the ranks; None is this process alone
+    dtype: torch.dtype | None = None  # of buffers in transit; None leaves them unchanged
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -53,10 +42,7 @@ class Reduction:
         return get_rank(self.group)
 
     def folds(self, dtype: torch.dtype) -> bool:
-        """Return whether each rank adds up its shard of a buffer of `dtype` and shares it.
-
-        16-bit floats are then added in float32 and rounded once, on every backend.
-        """
+        """Return whether each rank adds up its shard of a buffer of this dtype, in float32."""
         travels = dtype if self.dtype is None or not dtype.is_floating_point else self.dtype
         return self.size > 1 and sum_dtype(travels) is not travels
 
@@ -76,12 +62,7 @@ class Reduction:
         return work if wire is buffer else Work((work,), lambda: buffer.copy_(wire))
 
     def shard(self, buffer: Tensor, counts: list[int]) -> Work[Tensor]:
-        """Start reduce-scattering a flat buffer; the work returns this rank's shard.
-
-        Args:
-            buffer: In use until the work is done.
-            counts: Elements of each rank's shard.
-        """
+        """Start reduce-scattering a flat buffer; the work returns this rank's shard."""
         return reduce_scatter_flat(self._wire(buffer), counts, self.op, self.group)
 
     def _wire(self, buffer: Tensor) -> Tensor:

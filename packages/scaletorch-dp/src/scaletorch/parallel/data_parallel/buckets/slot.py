@@ -17,14 +17,9 @@ class Slot:
     """Keeps the synchronised sum in `parameter.grad` separate from this rank's own gradients.
 
     The states are drawn in the package's docstring. This rank's own gradient lives in a bucket's
-    buffer. If that has the parameter's dtype,
-    `parameter.grad` is a view of it, into which autograd adds. Otherwise each backward's gradient
-    is added to the buffer, and `parameter.grad` keeps it only to show whether it was zeroed.
-
-    Args:
-        name: The parameter's name in its module.
-        index: Its position among the slots.
-        parameter: The parameter; it must require grad.
+    buffer. If that has the parameter's dtype, `parameter.grad` is a view of it, into which autograd
+    adds. Otherwise each backward's gradient is added to the buffer, and `parameter.grad` keeps it
+    only to show whether it was zeroed. `index` is the position among the slots.
     """
 
     __slots__ = (
@@ -98,14 +93,7 @@ class Slot:
             self.parameter.grad = None
 
     def after_accumulation(self, place: Place) -> bool:
-        """Note that the gradient is now this rank's own; return whether there is one.
-
-        `place` returns the slot's memory in its bucket's buffer. Autograd may call the hooks
-        without a gradient.
-
-        Raises:
-            StateError: The gradient is sparse, or the parameter's dtype has changed.
-        """
+        """Note that the gradient is this rank's own; `place` returns the slot's memory for it."""
         grad = self.parameter.grad
         if grad is None:
             return False
@@ -121,10 +109,7 @@ class Slot:
         return True
 
     def require_unchanged(self, *, ends: bool = False) -> None:
-        """Refuse a parameter that was written to after its gradient came, in the same backward.
-
-        If backward `ends`, later updates are correct.
-        """
+        """Refuse a parameter that was updated after its gradient came, before backward `ends`."""
         seen, self._seen = self._seen, None if ends else self._seen
         if seen not in (None, self.parameter._version):
             raise StateError(
@@ -134,10 +119,7 @@ class Slot:
             )
 
     def take(self, place: Tensor) -> bool:
-        """Move this rank's own gradient to `place`, its memory in the buffer, and show None.
-
-        Return whether there is one; otherwise `place` is zeroed.
-        """
+        """Move this rank's own gradient to `place` in the buffer, and return whether it has one."""
         local, grad, self.parameter.grad = self.local, self.parameter.grad, None
         if not local:
             place.zero_()
@@ -154,10 +136,7 @@ class Slot:
         return self._held is not None or (not self.local and self.parameter.grad is not None)
 
     def give(self, reduced: Tensor | None) -> None:
-        """Set the gradient to the held one plus `reduced`, which may be changed and kept.
-
-        If no rank has one, `reduced` is None and the held one stays, None included.
-        """
+        """Set the gradient to the held one, plus the sum over ranks if any rank has one."""
         held, self._held = self._held, None
         if reduced is not None:
             held = self._conform(reduced if held is None else reduced.add_(held))

@@ -57,11 +57,7 @@ def norm_over(
         model: The model, whose parameters give the dtype and device of the result.
         norm_type: Order of the norm, above 0; `float("inf")` is the largest element.
 
-    Returns:
-        0-d, in the parameters' dtype and float32 at least, the same bits on every rank.
-
-    Raises:
-        InvalidArgumentError: `norm_type` is not a number above 0, or `model` is not a module.
+    Returns and raises as `global_grad_norm`.
     """
     order = _checked_order(norm_type)
     check_module(model)
@@ -113,14 +109,9 @@ def clip_by(
     *,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Clip by a norm that is the same on every rank; see `clip_grad_norm_`.
+    """Clip by a norm that is the same on every rank; other arguments as of `clip_grad_norm_`.
 
-    Args:
-        norm: Returns the norm.
-        find_culprits: Returns the gradients that are not finite, for the error.
-        model: As in `clip_grad_norm_`.
-        max_norm: As in `clip_grad_norm_`.
-        error_if_nonfinite: As in `clip_grad_norm_`.
+    `find_culprits` returns the gradients that are not finite, for the error.
     """
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
         message = f"max_norm must be a number of at least 0, got {max_norm!r}"
@@ -199,10 +190,8 @@ def _counted_gradients(model: nn.Module, group: ProcessGroup | None) -> Iterator
 
 
 def _power_sum(gradients: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
-    """Return the sum of the elements' powers, or their maximum for infinity, 0-d float64.
-
-    One dtype lets all ranks add up, and squares of float32 norms do not overflow.
-    """
+    """Return the sum of the elements' powers, or their maximum for infinity, 0-d float64."""
+    # One dtype lets all ranks add up, and squares of float32 norms do not overflow.
     wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
@@ -252,11 +241,7 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def found_on_ranks(
-    model: nn.Module,
-    group: ProcessGroup | None,
-    place: str | None = None,
-    *,
-    alone: bool = False,
+    model: nn.Module, group: ProcessGroup | None, place: str | None = None, *, alone: bool = False
 ) -> Found:
     """Return all ranks' non-finite gradients by rank; every rank of the group calls it.
 

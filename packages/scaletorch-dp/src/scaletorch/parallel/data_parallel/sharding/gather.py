@@ -26,11 +26,7 @@ class ParameterGather:
 
     The forward of a module waits for its own parameters and those of all modules below it, except
     the elements of containers, which wait in their own forwards. The root's forward waits for
-    parameters that no other forward waited for.
-
-    Args:
-        module: The model.
-        buckets: The buckets of its parameters, in the order of backward.
+    parameters that no other forward waited for. `buckets` come in the order of backward.
     """
 
     def __init__(self, module: nn.Module, buckets: Iterable[ShardedBucket]) -> None:
@@ -84,10 +80,7 @@ def _readable(module: nn.Module) -> Iterable[nn.Parameter]:
 
 
 class WaitHook:
-    """A hook that waits for the parameters of a module's forward, or for all if `name` is None.
-
-    A copy of it does not wait. It does not keep the gather alive.
-    """
+    """A hook that waits for the parameters of a module's forward, or for all without a name."""
 
     def __init__(self, gather: ParameterGather | None = None, name: str | None = None) -> None:
         self._gather = None if gather is None else weakref.ref(gather)

@@ -21,13 +21,8 @@ from .shards import Shard, ShardedGradient
 class ShardedBucket(Bucket):
     """A bucket in which each rank gets its shard of the sum, and updates that shard.
 
-    The parameters are moved into one flat tensor, whose shards can be all-gathered.
-
-    Args:
-        slots: The parameters' slots, of one dtype and device.
-        dtype: Dtype of the gradients' buffer.
-        reduction: The options of the reduction, with its group.
-        whole: Whether shards are whole parameters, for optimizers that need them.
+    The parameters are moved into one flat tensor, whose shards can be all-gathered. `whole` makes
+    shards of whole parameters, for optimizers that need them.
     """
 
     def __init__(

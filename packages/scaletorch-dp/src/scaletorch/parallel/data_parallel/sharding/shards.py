@@ -112,12 +112,7 @@ class ShardedGradient(Tensor):
     _shard: Tensor | None
 
     def __new__(cls, parameter: Tensor, shard: Tensor | None) -> ShardedGradient:
-        """Stand for the gradient of a parameter.
-
-        Args:
-            parameter: The parameter; its shape, dtype and device are those of the gradient.
-            shard: The optimizer's tensor on this rank for the parameter, if it has one.
-        """
+        """Stand for the gradient of a parameter; `shard` is the optimizer's tensor here, if any."""
         whole: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from scaletorch.parallel.pg_manager.building import evaluating
+from scaletorch.compose.evaluate import evaluating
 
 
 def test_every_module_gets_its_own_mode_back():
