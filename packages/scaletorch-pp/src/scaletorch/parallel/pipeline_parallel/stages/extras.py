@@ -32,33 +32,20 @@ _CARRIED = "carried"
 
 
 class Place(NamedTuple):
-    """An argument of a call.
+    """An argument of a call."""
 
-    Attributes:
-        module: The module's index among those of all stages.
-        call: The number of the call in a forward, from 1.
-        tensor: The index of the tensor among those in the arguments.
-    """
-
-    module: int
-    call: int
-    tensor: int
+    module: int  # its index among the modules of all stages
+    call: int  # the number of the call in a forward, from 1
+    tensor: int  # the index of the tensor among those in the arguments
 
 
 class Passed(NamedTuple):
-    """A value that a stage passes on if it sends more than hidden states.
-
-    Attributes:
-        hidden: The hidden states.
-        tensors: The extra tensors; those of the same form are stacked.
-        places: For each argument, the index of its stack and its index in the stack.
-        forms: What layers of other lists return, such as an encoder's, by list.
-    """
+    """A value that a stage passes on if it sends more than hidden states."""
 
     hidden: Any
-    tensors: list[Tensor]
-    places: dict[Place, tuple[int, int]]
-    forms: Form = NOTHING
+    tensors: list[Tensor]  # the extra tensors; those of the same form are stacked
+    places: dict[Place, tuple[int, int]]  # an argument's stack, and its index in the stack
+    forms: Form = NOTHING  # what layers of other lists return, such as an encoder's, by list
 
 
 class Extras:

@@ -22,15 +22,10 @@ MANY_FORMS = 4096  # at most this many kinds of forwards, and forms, are remembe
 
 @dataclass(slots=True)
 class Findings:
-    """Facts about a kind of forward: the first one finds them, and later ones rely on them.
+    """Facts about a kind of forward: the first one finds them, and later ones rely on them."""
 
-    Attributes:
-        places: Arguments of later stages' modules that are sent along with the hidden states.
-        writes: Whether the model's code writes to the received hidden states in place.
-    """
-
-    places: set[Place] = field(default_factory=set)
-    writes: bool = False
+    places: set[Place] = field(default_factory=set)  # arguments of later stages' modules to send
+    writes: bool = False  # whether the model's code writes to received hidden states in place
 
 
 class Passages:
