@@ -335,6 +335,72 @@ def test_layers_are_those_of_the_decoder_that_a_model_names():
         place(deeper, None, 2)
 
 
+class Stack(nn.Module):
+    """Layers that return a tuple; given hidden states of an encoder, each adds their mean."""
+
+    def __init__(self, num_layers):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(Attending() for _ in range(num_layers))
+
+    def forward(self, ids, encoder_hidden_states=None):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x, _ = layer(x, encoder_hidden_states)
+        return self.norm(x)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, others=None):
+        more = 0 if others is None else others.mean(1, keepdim=True)
+        return x + self.linear(x + more).tanh(), None
+
+
+class Translating(nn.Module):
+    """An encoder, a bridge, a decoder and a head, registered in another order."""
+
+    def __init__(self, encoding=3, decoding=3):
+        super().__init__()
+        self.head, self.decoder = nn.Linear(4, 8), Stack(decoding)
+        self.bridge, self.encoder = nn.Linear(4, 4), Stack(encoding)
+
+    def get_encoder(self):
+        return self.encoder
+
+    def get_decoder(self):
+        return self.decoder
+
+    def forward(self, input_ids):
+        states = self.bridge(self.encoder(input_ids.flip(1)))
+        return self.head(self.decoder(input_ids, states))
+
+
+def test_an_encoder_and_its_decoder_are_both_spread():
+    assert place(Translating(1, 2), None, 3).stages == (
+        ("encoder.embed", "encoder.layers.0", "encoder.norm"),
+        ("bridge", "decoder.embed", "decoder.layers.0"),
+        ("decoder.layers.1", "decoder.norm", "head"),
+    )
+    costs = Split(costs="parameters")
+    whole = {name for name, stage in place(Translating(), costs, 3).homes() if "layers" in name}
+    assert whole == {f"decoder.layers.{index}" for index in range(3)}
+
+
+@distributed_test(world_size=4)
+def test_an_encoder_and_its_decoder_train():
+    for encoding, decoding in ((3, 3), (1, 3), (5, 2)):
+        plain = build(Translating, encoding, decoding)
+        stage = split(plain)
+        serial(plain, token_batches(vocabulary=8))
+        train_step_pipeline(stage, token_batches(vocabulary=8))
+        require_same(stage, plain)
+
+
 class Numbered(nn.Module):
     def forward(self, x, positions=None):
         return x

@@ -33,17 +33,11 @@ Program = Sequence[Task | Message]
 
 
 class Plan(NamedTuple):
-    """A schedule that was proven to run to its end, with one rank's program.
-
-    Attributes:
-        schedule: The schedule.
-        text: Name and digest of the schedule, to compare it between ranks.
-        program: The rank's tasks and messages, in order.
-    """
+    """A schedule that was proven to run to its end, with one rank's program."""
 
     schedule: Schedule
-    text: str
-    program: Program
+    text: str  # name and digest of the schedule, to compare it between ranks
+    program: Program  # the rank's tasks and messages, in order
 
 
 @lru_cache(maxsize=64)

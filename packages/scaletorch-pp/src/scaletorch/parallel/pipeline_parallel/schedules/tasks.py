@@ -26,19 +26,12 @@ class Key(NamedTuple):
 
 
 class Task(NamedTuple):
-    """An action with its input and output.
-
-    Attributes:
-        action: The action.
-        stage: Its stage.
-        needs: Key of the input from another stage; None if it needs none.
-        makes: Key of the output for another stage; None if no stage needs it.
-    """
+    """An action with its input and output."""
 
     action: Action
     stage: int
-    needs: Key | None
-    makes: Key | None
+    needs: Key | None  # the input from another stage; None if it needs none
+    makes: Key | None  # the output for another stage; None if no stage needs it
 
     def __str__(self) -> str:
         """Return the action as text."""
@@ -46,20 +39,12 @@ class Task(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A message between two ranks, as one of them sees it.
+    """A message between two ranks, as one of them sees it."""
 
-    Attributes:
-        peer: The other rank.
-        stage: The stage that made the content; the same on both sides.
-        micro_batch: Its micro-batch.
-        gradient: Whether it is the gradient of hidden states, which goes from stage s to s - 1;
-            otherwise it is hidden states, which go from s to s + 1.
-    """
-
-    peer: int
-    stage: int
+    peer: int  # the other rank
+    stage: int  # the stage that made the content; the same on both sides
     micro_batch: int
-    gradient: bool
+    gradient: bool  # of hidden states, from stage s to s - 1; else hidden states, from s to s + 1
 
     def __str__(self) -> str:
         """Return text such as `send F3 of stage 0 to rank 1`; a gradient is `B3`."""

@@ -40,16 +40,12 @@ def calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozens
 
 
 class _Uses(ast.NodeVisitor):
-    """The places where a method calls children of its module, or loops over one, in order.
-
-    Attributes:
-        found: The name of the child, and whether it is called, at each place.
-    """
+    """The places where a method calls children of its module, or loops over one, in order."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._depth = 0
-        self.found: list[tuple[str, bool]] = []
+        self.found: list[tuple[str, bool]] = []  # the child's name, and whether it is called
 
     def read(self, method: Callable[..., Any]) -> None:
         """Read a method; if its source is not available, find nothing."""

@@ -103,17 +103,6 @@ def listing(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def check_one_stack(model: nn.Module) -> None:
-    """Check that the layers are not those of a decoder that attends to an encoder of the model."""
-    path = _decoder_of(model)
-    stacks = path and len(_outermost_lists(model)) > 1
-    if stacks and takes(model.get_submodule(path or ""), "encoder_hidden_states"):
-        raise InvalidArgumentError(
-            f"{type(model).__name__} has an encoder and a decoder that attends to it, and a "
-            "pipeline takes one stack of layers: take pp_size=1, and these ranks for dp or tp"
-        )
-
-
 def find_parts(model: nn.Module) -> Parts:
     """Return the names before the layers, of the list of layers, and after them.
 
@@ -131,7 +120,41 @@ def find_parts(model: nn.Module) -> Parts:
             "Split(first=(...), layers='...', last=(...)), or Split(points=(...)) with the modules "
             f"that begin the next stages, with names out of {listing(children(model))}"
         )
-    (layers,) = lists
+    first, last = _around(model, lists[0])
+    return tuple(first), lists[0], tuple(last)
+
+
+def find_stacks(model: nn.Module) -> list[list[str]]:
+    """Return the layers of an encoder and a decoder in order, each with its neighbouring modules.
+
+    The list is empty if the model does not have both stacks beside one another (`get_encoder` and
+    `get_decoder`, as in models of transformers, and an argument `encoder_hidden_states` of the
+    decoder), or if either has none or several lists of layers.
+    """
+    encoder, decoder = (_named_by(model, name) or "" for name in ("get_encoder", "get_decoder"))
+    if not takes(model.get_submodule(decoder), "encoder_hidden_states"):
+        return []
+    stacks = [
+        [name for name in _outermost_lists(model) if within(name, path)]
+        for path in (encoder, decoder)
+    ]
+    beside = encoder != decoder and encoder.rpartition(".")[0] == decoder.rpartition(".")[0]
+    if not beside or not encoder or not decoder or any(len(lists) != 1 for lists in stacks):
+        return []
+    (first, behind), (between, last) = (_around(model, lists[0]) for lists in stacks)
+    encoding, decoding = (
+        [[name] for name in children(model.get_submodule(lists[0]), f"{lists[0]}.")]
+        for lists in stacks
+    )
+    encoding[0][:0] = first
+    encoding[-1] += [name for name in behind if within(name, encoder)]
+    decoding[0][:0] = [name for name in between if name not in (*first, encoder)]
+    decoding[-1] += [name for name in last if name not in first]
+    return encoding + decoding
+
+
+def _around(model: nn.Module, layers: str) -> tuple[list[str], list[str]]:
+    """Return the modules to place before and after a list of layers, at every level around it."""
     path = layers.split(".")
     first: list[str] = []
     last: list[str] = []
@@ -139,7 +162,7 @@ def find_parts(model: nn.Module) -> Parts:
         before, after = _siblings(model, path[:depth], name)
         first += before
         last = after + last  # modules of outer levels run after those of inner levels
-    return tuple(first), layers, tuple(last)
+    return first, last
 
 
 def _outermost_lists(model: nn.Module) -> list[str]:
@@ -152,11 +175,11 @@ def _outermost_lists(model: nn.Module) -> list[str]:
     return [name for name in lists if not any(within(name, o) for o in lists if o != name)]
 
 
-def _decoder_of(model: nn.Module) -> str | None:
-    """Return the name of the module that `get_decoder` returns, as in models of transformers."""
-    method = getattr(model, "get_decoder", None)
-    decoder = method() if callable(method) else None
-    return next((name for name, module in model.named_modules() if module is decoder), None)
+def _named_by(model: nn.Module, method_name: str) -> str | None:
+    """Return the name of the module that a method returns, such as `get_decoder`, if it has it."""
+    method = getattr(model, method_name, None)
+    found = method() if callable(method) else None
+    return next((name for name, module in model.named_modules() if module is found), None)
 
 
 def _lists_of_decoder(model: nn.Module, lists: list[str]) -> list[str]:
@@ -166,7 +189,7 @@ def _lists_of_decoder(model: nn.Module, lists: list[str]) -> list[str]:
     a smaller depth than the layers of towers for other inputs. A list of modules without children,
     such as projections, does not hold layers.
     """
-    path = _decoder_of(model)
+    path = _named_by(model, "get_decoder")
     if path is None:
         return lists
     blocks = [

@@ -13,10 +13,10 @@ from .modules import (
     Parts,
     called_modules,
     check_name,
-    check_one_stack,
     check_parts,
     children,
     find_parts,
+    find_stacks,
     has_parameters,
     is_placed,
     listing,
@@ -31,7 +31,8 @@ class Split:
     Name either the model's sections (`first`, `layers`, `last`), whose layers are distributed over
     any number of stages, or the points to cut at. Fields left out are inferred: the layers are the
     only outermost `nn.ModuleList` with parameters (of several, the decoder's), and other modules
-    with parameters belong to the first stage if the forward calls them before the layers.
+    with parameters belong to the first stage if the forward calls them before the layers. Without
+    any field, the layers of an encoder and of the decoder that attends to it are both distributed.
 
     Args:
         first: Modules before the layers (the embedding), placed on the first stage.
@@ -128,8 +129,11 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
         return _place_by_points(model, split, num_stages)
     if num_stages == 1 and not split.describes():  # nothing to cut, so the layers do not matter
         return Placement(split, ((),))
-    if not split.describes():
-        check_one_stack(model)
+    stacks = find_stacks(model) if not split.describes() and split.costs is None else []
+    if stacks:
+        ranges = distribute_layers(len(stacks), num_stages)
+        stages = [[name for index in indices for name in stacks[index]] for indices in ranges]
+        return Placement(split, tuple(_called(model, own) for own in stages))
     parts = _parts(model, split)
     first, *layers, last = parts_of(model, split)
     costs = _costs(model, split, (first, *layers, last))

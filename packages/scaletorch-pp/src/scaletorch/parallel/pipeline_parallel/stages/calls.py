@@ -20,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .extras import arrived
-from .passage import Passage, Passages
+from .passage import Passage, Passages, kind_of
 from .stand_ins import stands
 
 _CALLS, _OWN_FORWARD = "_pipeline_calls", "_own_forward"
@@ -254,7 +254,9 @@ class _Gate:
         if stands(output):  # the module read it other than from an argument
             raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_BESIDE}")
         if not last:
-            passage.left = passage.samples[self.siblings] = output
+            passage.left = output
+            if self.siblings != self._name:
+                passage.samples[self.siblings] = passage.kinds[kind_of(module)] = output
             # Modules that change nothing, such as a final dropout in eval mode, need no call.
             passage.over = all(map(_changes_nothing, self._later))
             if not passage.over:

@@ -17,7 +17,7 @@ from ....dist.errors import InvalidArgumentError
 from ..runtime.forms import PLAIN
 from ..splitting.modules import has_parameters, is_plain_layer, siblings_of
 from ..splitting.split import Placement
-from .passage import Passage, Passages
+from .passage import Passage, Passages, kind_of
 from .stand_ins import (
     StandIn,
     cast,
@@ -69,6 +69,7 @@ class PassThrough(nn.Module):
         self._stage, self._siblings, self._ends = stage, siblings, ends
         self._passages = passages or Passages()
         self._counts = has_parameters(replaced)
+        self._kind = kind_of(replaced)
         # SyncBatchNorm communicates, so its forward cannot run here to find the output's form.
         self._plain = is_plain_layer(replaced) and not isinstance(replaced, nn.SyncBatchNorm)
         self._where, self._name = where, where.partition(" ")[0]
@@ -111,6 +112,8 @@ class PassThrough(nn.Module):
         self, passage: Passage, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         sample, received = passage.samples.get(self._siblings), passage.source[1]
+        if sample is None and self._stage > passage.source[0]:  # one class, one form of output
+            sample = passage.kinds.get(self._kind)
         known = passage.left if passage.over else received
         base = first_trained(value, known)
         if base is None:

@@ -25,37 +25,27 @@ from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import eagerly
+from ..runtime.forms import NOTHING, Form
 from .stand_ins import OF_FORM_ALONE, StandIn
 
 _CARRIED = "carried"
 
 
 class Place(NamedTuple):
-    """An argument of a call.
+    """An argument of a call."""
 
-    Attributes:
-        module: The module's index among those of all stages.
-        call: The number of the call in a forward, from 1.
-        tensor: The index of the tensor among those in the arguments.
-    """
-
-    module: int
-    call: int
-    tensor: int
+    module: int  # its index among the modules of all stages
+    call: int  # the number of the call in a forward, from 1
+    tensor: int  # the index of the tensor among those in the arguments
 
 
 class Passed(NamedTuple):
-    """A value that a stage passes on if it sends more than hidden states.
-
-    Attributes:
-        hidden: The hidden states.
-        tensors: The extra tensors; those of the same form are stacked.
-        places: For each argument, the index of its stack and its index in the stack.
-    """
+    """A value that a stage passes on if it sends more than hidden states."""
 
     hidden: Any
-    tensors: list[Tensor]
-    places: dict[Place, tuple[int, int]]
+    tensors: list[Tensor]  # the extra tensors; those of the same form are stacked
+    places: dict[Place, tuple[int, int]]  # an argument's stack, and its index in the stack
+    forms: Form = NOTHING  # what layers of other lists return, such as an encoder's, by list
 
 
 class Extras:
@@ -70,6 +60,7 @@ class Extras:
 
     Attributes:
         hidden: The hidden states in `given`.
+        forms: Outputs of layers of earlier stages on the meta device, by the list of the layers.
         made: Tensors that depend on the stage's modules; None unless the forward is examined.
         inside: The number of running calls of this stage's modules, nested ones included.
     """
@@ -85,7 +76,7 @@ class Extras:
     ) -> None:
         self._numbers, self._known = numbers, known
         passed = given if isinstance(given, Passed) else Passed(given, [], {})
-        self.hidden = passed.hidden
+        self.hidden, self.forms = passed.hidden, dict(passed.forms.value)
         self._received = {
             place: passed.tensors[stack][index] for place, (stack, index) in passed.places.items()
         }
@@ -135,9 +126,12 @@ class Extras:
 
         return map_tensors(taken, given)
 
-    def leave(self, hidden: Any) -> Any:
-        """Return the value to send: hidden states, alone or with extra tensors."""
-        if not self._leaving:
+    def leave(self, hidden: Any, samples: Mapping[str, Any]) -> Any:
+        """Return the value to send: hidden states, alone or with extra tensors.
+
+        `samples` are outputs of layers, by their list, whose form later stages cannot know.
+        """
+        if not self._leaving and not samples:
             return hidden
         if any(version_of(tensor) != version for tensor, version in self._leaving.values()):
             raise InvalidArgumentError(
@@ -153,7 +147,8 @@ class Extras:
             if index == len(stack):
                 stack.append(tensor)
             places[place] = list(stacks).index(form), index
-        return Passed(hidden, [torch.stack(stack) for stack in stacks.values()], places)
+        tensors = [torch.stack(stack) for stack in stacks.values()]
+        return Passed(hidden, tensors, places, Form(dict(samples)))
 
     def tensors(self) -> list[Tensor]:
         """Return the extra tensors to send."""

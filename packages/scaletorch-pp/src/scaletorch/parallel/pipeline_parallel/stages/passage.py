@@ -22,15 +22,10 @@ MANY_FORMS = 4096  # at most this many kinds of forwards, and forms, are remembe
 
 @dataclass(slots=True)
 class Findings:
-    """Facts about a kind of forward: the first one finds them, and later ones rely on them.
+    """Facts about a kind of forward: the first one finds them, and later ones rely on them."""
 
-    Attributes:
-        places: Arguments of later stages' modules that are sent along with the hidden states.
-        writes: Whether the model's code writes to the received hidden states in place.
-    """
-
-    places: set[Place] = field(default_factory=set)
-    writes: bool = False
+    places: set[Place] = field(default_factory=set)  # arguments of later stages' modules to send
+    writes: bool = False  # whether the model's code writes to received hidden states in place
 
 
 class Passages:
@@ -101,6 +96,7 @@ class Passage:
         delivered: Whether the received hidden states were returned to the model's code.
         copy: The copy that was returned, if the model's code may write to it.
         samples: The output of a layer, by the list that holds the layer.
+        kinds: The output of a layer of this stage, by its class.
         left: The output of this stage's most recent module.
         over: Whether the rest of the forward belongs to later stages.
     """
@@ -110,7 +106,9 @@ class Passage:
         self.source: tuple[int, Any] = stage, extras.hidden if stage else None
         self.extras, self._findings = extras, findings
         self.examines = extras.made is not None
-        self.samples: dict[str, Any] = {siblings: extras.hidden} if stage else {}
+        received = {**extras.forms, siblings: extras.hidden}
+        self.samples: dict[str, Any] = received if stage else {}
+        self.kinds: dict[str, Any] = {}
         self.delivered, self.over = stage == 0, False
         self.furthest = 0
         self.first: Any = None
@@ -169,10 +167,11 @@ class Passage:
             return output
         return map_tensors(Tensor.clone, output) if is_hidden(output) else output
 
-    def passed_on(self, output: Any, parameters: Iterable[nn.Parameter]) -> Hidden:
+    def passed_on(self, output: Any, parameters: Iterable[nn.Parameter], siblings: str) -> Hidden:
         """Return the value for the next stage: the output of this stage's last module.
 
-        `output` is the model's, or None if its forward did not reach its end.
+        `output` is the model's, or None if its forward did not reach its end. `siblings` is the
+        list that holds the last module.
         """
         self.over = True
         if self._passed is None:  # the model skips the last module, or all of them
@@ -194,7 +193,13 @@ class Passage:
                 "make new ones, put that into the layers, or recompute with use_reentrant=False"
             )
         self._refuse_collected(output, parameters)
-        value: Hidden = self.extras.leave(hidden)
+        # Later stages know the form of what the list of the last module returns: it is sent.
+        forms = {
+            name: sample
+            for name, sample in self.samples.items()
+            if name != siblings and not isinstance(sample, Tensor) and is_hidden(sample)
+        }
+        value: Hidden = self.extras.leave(hidden, forms)
         return value
 
     def _refuse_collected(self, output: Any, parameters: Iterable[nn.Parameter]) -> None:
@@ -213,6 +218,11 @@ class Passage:
                     "reversible layers): it would be lost here; let layers pass it on, with the "
                     "hidden states in one tuple, or use no pipeline (pp_size=1)"
                 )
+
+
+def kind_of(module: nn.Module) -> str:
+    """Return the qualified name of a module's class, the same if its calls are surrounded."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -272,7 +272,7 @@ class PipelineParallel(ModuleWrapper):
                 output = self.module(passage.first, **kwargs)
         if passage.source[0] < self.num_stages - 1:
             own = (p for module in gates.modules.values() for p in module.parameters())
-            return passage.passed_on(output, own)
+            return passage.passed_on(output, own, self._siblings[next(reversed(gates.modules))])
         if stands(output):  # its real tensor may have been received for a layer of this stage
             output = arrived(output)
             check_output(output)
