@@ -65,7 +65,7 @@ class Called(dict[str, Tensor]):
 
 
 def shard_global_batch(
-    batch: Mapping[str, Any],
+    batch: Any,
     num_micro_batches: int,
     manager: ProcessGroupManager | None = None,
     *,
