@@ -25,7 +25,7 @@ from .ready import look_first, ready
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode inside the block; then restore each module's mode."""
-    modes = {module: module.training for module in model.modules()}
+    modes = {module: module.training for module in (model, *model.modules())}
     try:
         model.eval()
         yield

@@ -25,7 +25,7 @@ from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens
 from .before.buffers import changes_followed
 from .before.initial import failures_named
-from .forward import Terms, manager_of, rehearses, terms_of
+from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
 from .loss import find_sharded_head, loss_of_tokens, require_logits_alone, token_loss_sum
 from .loss_reads import gradients_kept
 from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss
@@ -183,7 +183,7 @@ def _work_of(
 ) -> object:
     """Return what a step may compute by: the code of its loss, its entries, and the mode."""
     entries = frozenset(name for batch in micro_batches for name in batch)
-    return _code_of(loss_fn), entries, model.training
+    return _code_of(loss_fn), entries, pipeline_of(model).module.training
 
 
 def _code_of(function: Any) -> object:
