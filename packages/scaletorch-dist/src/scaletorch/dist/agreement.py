@@ -46,7 +46,7 @@ def agree(
         subject: The values that are compared, for the message.
         lines: One line of text for each value that must be equal.
         group: The ranks that compare; None for all.
-        error: An error of this rank, raised here after the others know of it.
+        error: An error of this rank, raised once the other ranks have received it.
         note: A number to send to the other ranks, not compared.
 
     Returns:

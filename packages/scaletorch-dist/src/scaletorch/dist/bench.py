@@ -167,7 +167,7 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]
 
 
 def constants(rows: Sequence[Row], ranks: int) -> dict[str, dict[str, Any]]:
-    """Return by call: seconds are about alpha + beta · bytes of the call's size on these ranks.
+    """Return each call's constants: on these ranks it takes about alpha + beta · bytes seconds.
 
     Other numbers of ranks take alpha_step · steps + beta_bus · factor · bytes. `error` is the root
     mean square of the relative errors.

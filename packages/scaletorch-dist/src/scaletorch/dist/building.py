@@ -2,8 +2,8 @@
 
 They cover agreement over ranks, building blocks for sums and messages, functions that ranks find by
 name, and the hook of a guard. They are recorded and versioned like the public names: a patch
-release does not change them, so that wheels of one series work together. Names that are neither
-here nor in a public module are private to this package.
+release does not change them, so that wheels of one series work together. Names that are
+neither in this module nor in a public one are private to this package.
 """
 
 from .agreement import agree as agree

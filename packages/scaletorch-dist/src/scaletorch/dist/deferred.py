@@ -10,8 +10,8 @@ for. So a package that has both has an `__init__.py` without imports of its own,
     else:
         __getattr__, __dir__ = deferred(__name__)
 
-and a module `public.py`, which imports all public names from the modules that define them, each
-as itself (`from .wire import send as send`): so type checkers know that it exports them.
+and a module `public.py`, which imports all public names from the modules that define them. The form
+`from .wire import send as send` makes type checkers treat them as exported.
 
 No submodule may share its name with a public name: importing the submodule would overwrite it.
 """
@@ -57,7 +57,7 @@ def deferred(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]
 
 
 def _origins(module: str) -> dict[str, tuple[str, str]]:
-    """Return name → (relative module, name there) of a module's imports, without importing it."""
+    """Map a module's imported names to (relative module, original name), without importing it."""
     loader: Any = find_spec(module).loader  # type: ignore[union-attr]
     text = loader.get_source(module)
     if text is None:  # a frozen program has only compiled modules

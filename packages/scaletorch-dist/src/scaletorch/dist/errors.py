@@ -35,7 +35,7 @@ class RankFaultError(ScaletorchError, RuntimeError):
     """The guard found a rank that failed, died, left, hangs or makes different calls.
 
     Attributes:
-        ranks: The guilty ranks; both sides if the guard cannot tell which is guilty.
+        ranks: The guilty ranks; both sides if the guard cannot decide.
         kind: `exception`, `death`, `left`, `mismatch`, `cycle` or `slow`.
         text: The full report, which is also the message.
     """

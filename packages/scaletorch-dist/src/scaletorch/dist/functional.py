@@ -82,7 +82,7 @@ def spmd_type(x: Tensor, group: Group, rule: str, src: str | int, dst: str | int
 
     `rule` names a function in `spmd_types.rules`; `src` and `dst` are placements of `x` and of the
     result: "R", "I", "V", "P" or the dim of a shard. Terms of a sum may come as varying values,
-    since a product of shards does not say that it is a term.
+    since the checker does not know that a product of shards is a term.
     """
     types: Any = import_module("spmd_types")
     axis = torch.distributed.group.WORLD if group is None else group
@@ -187,7 +187,7 @@ class _Along(Function):
 
 
 def _summed_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> Tensor:
-    """Return this rank's shard of a sum, which a model may change in place unlike a view."""
+    """Return this rank's shard of a sum, not as a view, so that a model may change it in place."""
     shard = shards.sum_shard(x, dim, group, sizes)
     if not shard._is_view():
         return shard

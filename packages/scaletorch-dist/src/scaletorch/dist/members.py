@@ -35,7 +35,7 @@ def require_member(group: ProcessGroup | None) -> None:
     """Check that this rank is a member of a group; None is the default group.
 
     Raises:
-        NotInGroupError: It is not; the message names the group's ranks if torch knows them here.
+        NotInGroupError: This rank is no member; the message names the group's ranks if known.
         InvalidArgumentError: `group` is not a process group.
     """
     if group is None:

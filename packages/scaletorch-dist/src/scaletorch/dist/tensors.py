@@ -1,8 +1,8 @@
 """Find and replace tensors inside containers, and compare tensors so that no error is missed.
 
 Python's `max` skips a NaN that is not first, `NaN > bound` is false, different shapes broadcast,
-and the maximum over no errors looks small. Here a non-finite value is an infinite error, and an
-empty comparison raises.
+and the maximum over no errors looks small. In this module a non-finite value is an infinite
+error, and an empty comparison raises.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def worst(errors: Iterable[float | Tensor]) -> float:
         errors: Numbers, or tensors of one element.
 
     Raises:
-        InvalidArgumentError: There are no errors: nothing was compared.
+        InvalidArgumentError: `errors` is empty: nothing was compared.
 
     Example:
         >>> worst([1e-16, float("nan")]) < 1e-12

@@ -53,7 +53,7 @@ def run_ranks(
         timeout: Seconds; ranks that hang are killed and their stacks shown.
         init: False for ranks without a group, in the environment that torchrun would set.
         env: As for `launch`.
-        backend: As for `RankPool`: with 'nccl', ranks share devices if there are fewer.
+        backend: As for `RankPool`: with 'nccl', ranks share devices if there are too few.
         kwargs: As for `launch`.
 
     Returns:

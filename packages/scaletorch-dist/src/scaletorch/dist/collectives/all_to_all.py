@@ -49,8 +49,8 @@ def all_to_all(*args: Any, **options: Any) -> Any:
     so that every rank raises if dim 0 of any rank is not divisible.
 
     `all_to_all(send_list, recv_list, group=None, async_op=False)` sends tensor i to the group's
-    rank i and fills tensor j from its rank j. The list to *send* comes first, unlike in
-    torch.distributed. Shapes may differ from pair to pair, and nothing is compared.
+    rank i and fills tensor j from its rank j. The list to *send* comes first;
+    torch.distributed takes it second. Shapes may differ from pair to pair, and nothing is compared.
 
     Args:
         args: The tensor to split, of the same shape and dtype on every rank; or the list to send
@@ -186,7 +186,7 @@ def _all_to_all_lists(
 
 
 def _compare_pairs(sent: list[int], received: list[int], members: ProcessGroup) -> None:
-    """Compare the bytes that each rank sends to each other rank with the bytes expected there."""
+    """Compare the bytes that each rank sends to each peer with the bytes that the peer expects."""
     rows = gather_ints((*sent, *received), members)
     ranks, size = group_ranks(members), len(rows)
     wrong = [

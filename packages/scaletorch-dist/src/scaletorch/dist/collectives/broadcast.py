@@ -66,8 +66,8 @@ def scatter(
 ) -> Work[None] | None:
     """Copy entry i of the list on rank `src` into `data` of the group's rank i.
 
-    Only `src` knows the list, so it first tells the others whether the list fits: a bad list is an
-    error on every rank.
+    Only `src` knows the list, so it first broadcasts whether the list fits: a bad list is an error
+    on every rank.
 
     Args:
         data: Filled in place; the same shape and dtype on every rank.

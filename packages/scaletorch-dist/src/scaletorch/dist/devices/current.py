@@ -109,5 +109,5 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         device = gradients[0].device
-        torch_module(device.type).set_device(device)  # CUDA's libraries need a context here
+        torch_module(device.type).set_device(device)  # CUDA's libraries need a context
         return gradients[0]

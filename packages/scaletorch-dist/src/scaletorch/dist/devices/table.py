@@ -206,7 +206,7 @@ def register_device(entry: DeviceEntry) -> None:
         entry: Its device is preferred to the CPU, but not to devices added before.
 
     Raises:
-        InvalidArgumentError: It is no entry, or the table has another one for the backend.
+        InvalidArgumentError: `entry` is no `DeviceEntry`, or the table has another for the backend.
 
     Example:
         >>> register_device(DeviceEntry("hpu", "hccl_hpu", "habana_frameworks.torch"))

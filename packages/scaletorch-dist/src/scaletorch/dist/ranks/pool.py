@@ -24,7 +24,7 @@ from .process import START_TIMEOUT, RankProcess, get_server, stop
 from .state import own_filters
 
 CLOSE_GRACE = 2.0  # seconds that ranks get to exit before they are killed
-# Variables of an outer launch, which would mislead a rank started here.
+# Variables of an outer launch, which would mislead a rank of the pool.
 _OUTER_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
 
 logger = logging.getLogger(__package__)

@@ -40,7 +40,7 @@ class RankProcess:
     ended: bool = False
 
     def send(self, message: bytes) -> None:
-        """Send a pickled message; ignore a dead process, whose exit status tells how it died."""
+        """Send a pickled message; ignore a dead process, whose exit status shows how it died."""
         with contextlib.suppress(OSError):
             self.connection.send_bytes(message)
 

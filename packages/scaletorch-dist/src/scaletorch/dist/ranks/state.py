@@ -112,7 +112,7 @@ def filtered(filters: Iterable[bytes]) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.resetwarnings()
         for each in filters:
-            with contextlib.suppress(ImportError, AttributeError):  # no such category here
+            with contextlib.suppress(ImportError, AttributeError):  # unknown category
                 action, message, category, module, line = pickle.loads(each)
                 warnings.filterwarnings(action, message, category, module, line, append=True)
         yield

@@ -1,4 +1,4 @@
-"""Roll call: check that every rank of this start is here exactly once, before creating a group.
+"""Roll call: check that every rank of this start joins exactly once, before creating a group.
 
 A store may outlive a start: torchrun's agent keeps one over restarts, with the keys of dead
 processes. So rank 0 draws a new name for each start, and sends it to each rank that asks with a
@@ -82,7 +82,7 @@ _KNOCKS, _COMPLETE = "knocks", "complete"  # keys of the store
 _HERE, _VERDICT, _GIVEN_UP, _HEARD = "here", "verdict", "given up", "heard"  # keys of a start
 _GRACE = 5.0  # seconds that a rank which gives up waits for rank 0's answer
 _LINGER = 3.0  # seconds that rank 0 keeps its store open for the others to read the error
-_last_start = ""  # name of the last start that this process took part in
+_last_start = ""  # name of the last start that this process joined
 
 
 class StoreClosedError(Exception):
@@ -90,7 +90,7 @@ class StoreClosedError(Exception):
 
 
 def call_roll(store: Store, caller: Caller, deadline: float, shared: bool) -> Store:
-    """Wait until all ranks are here; return the store (torchrun's if `shared`) with a prefix."""
+    """Wait for all ranks; return the store (torchrun's if `shared`) with a prefix."""
     global _last_start
     name = _lead(store, caller, deadline) if caller.rank == 0 else None
     if name is None:

@@ -79,8 +79,8 @@ class Task:
 class LevelsWay(Way):
     """Hierarchical collectives on a group that spans nodes.
 
-    `inside` and `back` have this node's ranks, `across` those of this rank's place on their nodes;
-    `order` has the group's ranks at each place.
+    `inside` and `back` are groups of this node's ranks, `across` of the ranks with this local rank.
+    `order` lists the group's ranks by local rank.
     """
 
     __slots__ = ("_tasks", "across", "back", "inside", "order")
@@ -125,7 +125,7 @@ class LevelsWay(Way):
     def reduce_scatter(
         self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce-scatter inside the node, to the ranks' places, then across nodes."""
+        """Reduce-scatter inside the node, by local rank, then across nodes."""
         entries = data.split(list(counts))
         by_place = [[entries[rank] for rank in ranks] for ranks in self.order]
         sizes = [sum(entry.numel() for entry in column) for column in by_place]
@@ -166,7 +166,7 @@ class LevelsWay(Way):
         shards, place = data.split(list(counts)), self.inside.rank()
         by_place = [[counts[rank] for rank in ranks] for ranks in self.order]
         sizes = [sum(column) for column in by_place]
-        joined = torch.empty_like(data)  # the shards of one place are adjacent
+        joined = torch.empty_like(data)  # the shards of one local rank are adjacent
         column = joined.split(sizes)[place]
         own = column.split(by_place[place])[self.across.rank()]
         own.copy_(shards[self.group.rank()])

@@ -44,7 +44,7 @@ Entries = Sequence[Tensor] | None  # one tensor per rank on the source rank, els
 
 
 def way_of(data: Tensor, group: ProcessGroup) -> Way:
-    """Return the way of a tensor on the group's device."""
+    """Return the `Way` for a tensor on the group's device."""
     try:
         info = infos[group]
     except KeyError:
@@ -125,7 +125,7 @@ class Way:
     def fold_scatter(
         self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Reduce-scatter by adding the shards here in rank order, 16-bit floats in float32."""
+        """Reduce-scatter: exchange shards and add them in rank order, 16-bit floats in float32."""
         length = counts[self.group.rank()]
         finish = partial(_reduced, size=len(counts), recipe=recipe, done=done)
         return self.exchange(data, counts, [length] * len(counts), finish, async_op)
@@ -141,7 +141,7 @@ class Way:
     def gather_flat(
         self, data: Tensor, counts: Sequence[int], done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """All-gather the shards of a flat tensor in place; this rank's is filled."""
+        """All-gather the shards of a flat tensor in place; this rank has filled its own."""
         if not data.numel():
             return settled((), partial(done, data), async_op)
         group, shards = self.group, data.split(list(counts))
@@ -208,7 +208,7 @@ class Way:
     def reduce_here(
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """All-gather the tensors and reduce them here: for two nodes, or what a backend lacks."""
+        """All-gather the tensors and reduce them locally, for two nodes or a missing feature."""
         size = self.group.size()
         flat = movable(buffer).view(-1)
         if not self.route.native and buffer.is_cpu:  # as bytes, which keep their precision

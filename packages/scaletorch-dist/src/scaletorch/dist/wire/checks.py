@@ -59,9 +59,9 @@ def comparing() -> bool:
 
 
 def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
-    """Report a call to the guard, if there is one, and compare it over its group if that is on.
+    """Report a call to an installed guard, and compare it over its group if comparison is on.
 
-    Facts are tensors, of which shape and dtype are compared, and other values that must agree.
+    Facts are tensors, whose shapes and dtypes are compared, and other values that must agree.
     """
     if port.guard is not None:
         port.record(group, call, facts)

@@ -45,7 +45,7 @@ def tell_guard(error: BaseException) -> bool:
     """Report an exception that ends this rank's work to all ranks, before re-raising it.
 
     Returns:
-        Whether the guard reports a fault to all ranks; if not, the caller must tell them.
+        Whether the guard reports a fault to all ranks; if not, the caller must report it.
     """
     current = guard
     return current is not None and current.tell(error)

@@ -86,7 +86,7 @@ def _keep(data: Tensor, size: int = 1) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A reduction in terms of what backends support."""
+    """A reduction expressed in operations and dtypes that backends support."""
 
     name: str  # the requested operation
     run: str  # the operation to run on the packed tensor
@@ -101,7 +101,7 @@ def _make(name: str, run: str, pack: Pack = _keep, unpack: Unpack = _keep) -> Re
 
 @cache
 def recipe_for(op: Op, dtype: torch.dtype, taken: bool = True) -> Recipe:
-    """Return the recipe for a dtype; one that the backend has not `taken` is reduced by torch."""
+    """Return the recipe for a dtype; torch reduces a dtype that the backend has not `taken`."""
     name = op_name(op)
     check_dtype(name, dtype)
     if dtype == torch.bool:

@@ -19,7 +19,7 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 
 
 def even_parts(elements: int, parts: int) -> list[int]:
-    """Split `elements` evenly; return the lengths of the shards, of which the last are shorter."""
+    """Split `elements` evenly; return the lengths of the shards; the last may be shorter."""
     share = -(-elements // parts)
     return [max(min(share, elements - share * rank), 0) for rank in range(parts)]
 

@@ -54,7 +54,7 @@ def info_of(group: ProcessGroup) -> GroupInfo:
 
 
 def forget_nodes() -> None:
-    """Forget the ranks' nodes, since another start may place ranks elsewhere."""
+    """Forget the ranks' nodes, since another start may place ranks on other nodes."""
     for info in infos.values():
         info.nodes = None
 
@@ -91,7 +91,7 @@ def _warn_if_launched() -> None:
 
 
 def expect_one_process() -> None:
-    """Turn that warning off: the program has destroyed its group and continues alone."""
+    """Turn the warning off, since the program has destroyed its group and continues alone."""
     global _warned
     _warned = True
 
@@ -180,7 +180,7 @@ T = TypeVar("T")
 
 
 def one_per_process(name: str, make: Callable[[], T]) -> T:
-    """Return this process's object of a name; the first call creates it.
+    """Return this process's object called `name`; the first call creates it.
 
     Do not call it at import, which must have no side effects. Copies may have different versions,
     so the interface of the object under one name must not change.
