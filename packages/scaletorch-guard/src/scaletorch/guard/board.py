@@ -19,8 +19,8 @@ class Board:
     """A table on which each rank of this host posts its calls.
 
     Gloo aborts a process that receives more bytes than it expects, before the guard could report
-    it. So the first rank that comes to a call posts it here; the next ones compare theirs with it
-    and wait for the verdict if they differ. That costs half a microsecond. It misses ranks of other
+    it. So the first rank that reaches a call posts it; the next ranks compare theirs with it and
+    wait for the verdict if they differ. That costs half a microsecond. It misses ranks of other
     hosts, and two ranks that post at the same instant. A file in the temporary folder, with a name
     that cannot be guessed, holds the table until `unlink`.
     """

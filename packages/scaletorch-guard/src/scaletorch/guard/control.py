@@ -173,7 +173,7 @@ def tell(error: BaseException) -> bool:
         error: The exception; one that another rank's fault has caused is not reported again.
 
     Returns:
-        Whether the guard reports a fault to all ranks; if not, the caller must tell them.
+        Whether the guard reports a fault to all ranks; if not, the caller must report it.
     """
     return tell_guard(error)
 
@@ -184,7 +184,7 @@ def stop() -> None:
     Safe to call if it is off.
 
     Raises:
-        RankFaultError: There was a fault.
+        RankFaultError: The guard found a fault.
     """
     session = _session
     if session is None:
@@ -197,13 +197,13 @@ def stop() -> None:
 
 
 def step(number: int | None = None) -> None:
-    """Mark the end of a training step; calls up to here are compared in the background.
+    """Mark the end of a training step; all calls before it are compared in the background.
 
     Args:
         number: The step's number, the same on all ranks; by default the last one plus 1.
 
     Raises:
-        RankFaultError: There is a fault.
+        RankFaultError: The guard has found a fault.
     """
     session = _session
     if session is not None:

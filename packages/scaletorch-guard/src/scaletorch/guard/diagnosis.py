@@ -92,7 +92,7 @@ def _unequal_ends(picture: Picture) -> Fault | None:
 
 
 def _stalled(picture: Picture, now: float) -> Need | None:
-    """Ask the members of a channel for their last calls once a rank has waited there a while."""
+    """Ask the members of a channel for their last calls once a rank has waited in it a while."""
     stale: set[int] = set()
     seen: set[tuple[str, int]] = set()
     for report, wait, _ in _waits(picture):
@@ -122,8 +122,8 @@ def _circle(picture: Picture, now: float) -> Verdict:
     if not stuck:
         return None
     begun = max(picture.reports[rank].since[w.number] for rank in stuck for w in _of(picture, rank))
-    # Each rank must answer a question asked after the last of the waits had begun. If its wait is
-    # still there, it was waiting at that moment; so all ranks waited at the same time.
+    # Each rank must answer a question sent after the last of the waits had begun. If its wait
+    # still lasts, it was waiting at that moment; so all ranks waited at the same time.
     if any(picture.reports[rank].asked <= begun for rank in stuck):
         return Need(tuple(sorted(stuck)))
     if any(picture.reports[rank].foreign for rank in stuck) and now - begun < FOREIGN:
@@ -239,7 +239,7 @@ def with_details(fault: Fault, picture: Picture) -> Fault:
 
 
 def _doing(report: Report, picture: Picture) -> str:
-    """Return one line on what a rank is doing."""
+    """Return one line on the state of a rank."""
     step = "" if report.step is None else f" after step {report.step}"
     if report.end == "finished":
         return f"{report.label} has finished{step}{_last(report)}"

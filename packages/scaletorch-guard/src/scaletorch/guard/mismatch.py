@@ -129,7 +129,7 @@ def most_common(values: Sequence[T]) -> T | None:
 
 
 def drop_agreed(picture: Picture) -> None:
-    """Drop the checksums that are the same on all members, since there may be very many."""
+    """Drop the checksums that are equal on all members, since they may be very many."""
     for key in picture.channels:
         members = picture.members(key)
         marks = [report.marks.get(key, {}) for report in members]

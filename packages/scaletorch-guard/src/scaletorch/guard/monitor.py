@@ -50,8 +50,8 @@ class Monitor:
         self._strangers: dict[Connection, float] = {}  # connection -> since when
         self._ranks: dict[int, Connection] = {}
         self._warned: dict[tuple[int, ...], float] = {}
-        self._suspected: float | None = None  # since when there seems to be a fault
-        self._over: float | None = None  # since when there is a verdict, or all have finished
+        self._suspected: float | None = None  # when a fault was first suspected
+        self._over: float | None = None  # when the verdict came, or all had finished
         self._looked = self._busy = 0.0
         self._lost = 0.0  # seconds in which this process did not run
         self._seen = time.monotonic()

@@ -86,9 +86,9 @@ class Streams:
     """The last calls of this process that its device's streams have not completed.
 
     NCCL and similar backends enqueue a call on a stream and return. If another rank never makes the
-    call, the host blocks later and elsewhere: when it next reads from the device, in a call of
-    torch that nobody records. So an event follows every call, and the watcher looks for the
-    oldest event that is not reached.
+    call, the host blocks later, when it next reads from the device, in a call of torch that is not
+    recorded. So an event follows every call, and the watcher looks for the oldest event that its
+    stream has not reached.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ _wall, _clock = time.time, time.monotonic
 
 
 class Note(NamedTuple):
-    """A recorded call: its channel's track, and its number there."""
+    """A recorded call: its channel's track, and its number in the channel."""
 
     track: Track
     seq: int
