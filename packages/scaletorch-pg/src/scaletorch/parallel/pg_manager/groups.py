@@ -133,8 +133,8 @@ def grouped_axis(axis: str) -> str:
 class GroupSet:
     """One rank's process group for every axis; axes with equal ranks share one group.
 
-    If the pipeline contains all ranks, it still gets a group apart from WORLD on devices with
-    streams: a stream runs the calls of a group in order, so a waiting message would block WORLD.
+    On devices with streams, a pipeline of all ranks gets its own group instead of WORLD: a stream
+    runs the calls of a group in order, so a waiting message would block WORLD.
 
     torch owns the groups; this class holds weak references. Destroying the default group thus
     frees these groups too, and none of their threads can abort the interpreter at exit.
@@ -169,7 +169,7 @@ class GroupSet:
         return None if reference is None else reference()
 
     def destroy(self) -> None:
-        """Destroy the groups created here, newest first; WORLD stays."""
+        """Destroy the groups that this object created, newest first; WORLD stays."""
         self._by_axis.clear()
         while self._created:
             group = self._created.pop()()
@@ -200,7 +200,7 @@ def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:
     if get_backend() != "mpi":
         group = torch_dist.new_group(list(members), use_local_synchronization=True, **options)
         return group
-    for ranks in grid.groups(axis):  # with MPI all ranks take part in creating every group
+    for ranks in grid.groups(axis):  # with MPI all ranks must create every group
         created = torch_dist.new_group(list(ranks), **options)
         if ranks == members:
             group = created

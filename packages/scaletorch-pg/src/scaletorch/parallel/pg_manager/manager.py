@@ -155,8 +155,8 @@ class ProcessGroupManager(AxisAttributes):
     def expert_mesh(self) -> DeviceMesh:
         """A DeviceMesh `("edp", "pp", "ep", "etp")` over the same groups, created on first access.
 
-        It is for experts what `device_mesh` is for other layers: shard or replicate the copies of
-        an expert over `expert_mesh["edp"]`; `Shard(0)` over `"ep"` divides experts among ranks.
+        Use it for experts, and `device_mesh` for other layers. Shard or replicate the copies of an
+        expert over `expert_mesh["edp"]`; `Shard(0)` over `"ep"` divides experts among ranks.
 
         Raises:
             StateError: Without torch.distributed there are no groups to describe.
@@ -199,7 +199,7 @@ class ProcessGroupManager(AxisAttributes):
         }
 
     def destroy(self) -> None:
-        """Destroy the groups created here; WORLD stays, and a second call does nothing."""
+        """Destroy the groups that the manager created, not WORLD; a second call does nothing."""
         if self._groups is not None and self.is_alive():
             self._groups.destroy()
         self._meshes.clear()

@@ -171,7 +171,7 @@ def divided_modules(model: nn.Module, over: ProcessGroup | None = None) -> set[n
 
     Args:
         model: Any module.
-        over: Leave out modules divided over ranks of which this group contains only one.
+        over: Leave out modules divided over ranks if this group contains at most one of them.
     """
     ranks = None if over is None else {*group_ranks(over)}
     marked = [module for module in model.modules() if _is_divided(module, ranks)]

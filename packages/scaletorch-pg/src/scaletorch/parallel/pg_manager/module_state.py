@@ -15,7 +15,7 @@ from torch import Tensor, nn
 _PLAIN = (bool, int, float, complex, str, type(None), Tensor)
 _CONTAINERS = (list, dict, set, deque)
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_is_hf_initialized"}
-# Packages of this library, which a test or a user's code beside it does not belong to.
+# Packages of this library; tests and user code in the same namespace are not among them.
 _OWN = tuple(
     f"{__name__.partition('.parallel.')[0]}.{each}."
     for each in ("parallel", "compose", "dist", "guard")
@@ -78,7 +78,7 @@ class Attributes:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two values are equal numbers or strings, or tuples of such or same objects."""
+    """Return whether two values are equal numbers or strings, one object, or tuples of these."""
     if one is other:
         return True
     if type(one) is tuple is type(other):

@@ -29,7 +29,7 @@ _TRIED: dict[tuple[object, ...], Scope] = {}
 
 
 class Scope(IntEnum):
-    """The elements that the update of one depends on, apart from the step and the settings."""
+    """The elements that the update of one element depends on."""
 
     ELEMENT = 0
     PARAMETER = 1

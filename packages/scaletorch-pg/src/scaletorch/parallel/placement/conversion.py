@@ -62,7 +62,7 @@ def convert(
 
     The gradient of a `Replicate` is a `Partial` and vice versa; that of another placement has the
     same placement. So the backward of (src, dst) is another entry of `CONVERSIONS`. `torch.compile`
-    breaks the graph here.
+    breaks the graph at this call.
 
     Args:
         x: This rank's tensor.
