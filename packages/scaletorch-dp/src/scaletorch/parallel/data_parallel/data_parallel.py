@@ -19,7 +19,7 @@ from .wrapper import Settings, _DataParallel
 class DataParallelNaive(_DataParallel):
     """Reduces gradients one by one at the end of backward: the baseline for comparisons.
 
-    It gives the same results as `DataParallelBucket`, at another speed; args and errors as there.
+    It gives the results of `DataParallelBucket` at another speed, with the same args and errors.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DataParallelBucket(_DataParallel):
         check_finite: Refuse, on every rank, gradients that are not finite before they are summed,
             with the parameters and the ranks that made them. Costs one more pass over them.
         groups: Parameters that are reduced over other ranks, by name, such as experts over the
-            ranks that have the same ones. Each group's ranks have the same parameters of it.
+            ranks that hold the same experts. All ranks of a group hold all its parameters.
 
     Raises:
         InvalidArgumentError: An unknown `op` or `init_sync`, a `grad_type` or

@@ -110,7 +110,7 @@ def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
 def describe(
     parameters: Iterable[tuple[str, nn.Parameter]], options: Mapping[str, object]
 ) -> list[str]:
-    """Describe what ranks must agree on: a line for the options and one for each parameter."""
+    """List facts that ranks must agree on: a line for the options and one for each parameter."""
     lines = [", ".join(f"{name}={value}" for name, value in options.items())]
     for name, parameter in parameters:
         frozen = "" if parameter.requires_grad else " frozen"

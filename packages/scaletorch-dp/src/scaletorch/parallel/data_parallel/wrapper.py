@@ -141,8 +141,8 @@ class _DataParallel(ModuleWrapper):
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:
         """Run the `backward` method of the wrapped pipeline stage, and return its result.
 
-        Unlike a plain backward, it also lets this rank take part in the synchronisation if none of
-        its parameters got a gradient. With ZeRO 2 it sums only the buckets of the wrapped module's
+        The rank joins the synchronisation even if none of its parameters got a gradient; in a plain
+        backward it would not. With ZeRO 2 it sums only the buckets of the wrapped module's
         current parameters: a pipeline has those of one of its stages at a time.
 
         Raises:
@@ -228,7 +228,7 @@ class _DataParallel(ModuleWrapper):
 
 
 def _bucket_manager(parameters: Named, reduction: Reduction, settings: Settings) -> BucketManager:
-    """Put the trainable ones of these parameters into buckets."""
+    """Put the trainable parameters into buckets."""
     trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     slots = [Slot(name, index, parameter) for index, (name, parameter) in enumerate(trainable)]
     size, dtype = settings.bucket_size, settings.grad_type

@@ -32,13 +32,13 @@ def shard_optimizer(
     parameters for an optimizer that is not known to be elementwise. Shards of 16-bit parameters are
     float32 masters. Their `grad` is the sum over the ranks when a synchronised backward returns,
     and `parameter.grad` is a placeholder. Schedulers work unchanged, gradient scalers if they agree
-    over the ranks, as `GradScaler` here does; `parameter_shards` names the shards.
+    over the ranks, as this package's `GradScaler` does; `parameter_shards` names the shards.
 
     Parameters that the optimizer does not have, and those in `model.tied_parameters` (tied across
     pipeline stages), stay as they were: summed whole, and updated on every rank.
 
     Args:
-        optimizer: Any that updates each parameter by itself, which is tested on small matrices.
+        optimizer: Any that updates parameters independently, as a trial on small matrices tests.
         model: The wrapper of its parameters.
         stage: 1 shards the optimizer's state; 2 the gradients too: each backward sums them into
             the shards, also inside `no_sync`, and none is kept whole.

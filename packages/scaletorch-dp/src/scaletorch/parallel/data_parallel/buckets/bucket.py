@@ -45,7 +45,7 @@ class Bucket:
         self.reset()
 
     def _begin(self) -> None:
-        """Wait for the gradients of another backward; those that are already here stay."""
+        """Expect the gradients of another backward; those that have arrived already stay."""
         self.launched = False
         self._missing = set(self._places)
         self._used: dict[int, int] = {}
@@ -93,7 +93,7 @@ class Bucket:
 
     @torch.no_grad()
     def launch(self, reduction: Reduction, *, check_finite: bool = False) -> None:
-        """Start reducing the buffer, with zeros for parameters without a gradient here."""
+        """Start reducing the buffer, with zeros for parameters without one on this rank."""
         for slot in self.slots:
             used = slot.take(self.place(slot))
             self._used[slot.index] = USED if used else UNUSED

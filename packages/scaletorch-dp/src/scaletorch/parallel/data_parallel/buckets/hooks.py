@@ -28,7 +28,7 @@ class GradientSync:
     The hooks hold it by weak references only, so it dies with its wrapper, and the hooks with it.
 
     A reentrant checkpoint runs a backward inside the backward. The first hook, on the module's
-    output, runs in the outermost one and queues the end there.
+    output, runs in the outermost backward and queues a callback for its end.
 
     Args:
         managers: The buckets of each group of ranks. A backward that reaches parameters of one
@@ -84,7 +84,7 @@ class GradientSync:
                 tensor.register_hook(partial(_call, this, GradientSync._enter))
 
     def finish_if_due(self) -> None:
-        """Synchronise now, whatever gradients this rank has, unless that is switched off."""
+        """Synchronise now, even if this rank has no gradient, unless synchronisation is off."""
         if self._attached and self.syncs:
             for manager in self._attached:
                 manager.open()

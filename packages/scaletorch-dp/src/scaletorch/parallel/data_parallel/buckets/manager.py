@@ -127,7 +127,7 @@ class BucketManager:
 
         Raises:
             NonFiniteError: A gradient of some rank is not finite, and `check_finite` is on.
-            MismatchError: The ranks have kept or dropped other gradients.
+            MismatchError: The ranks have kept or dropped different gradients.
             StateError: A parameter got another gradient after its bucket had left.
         """
         try:
@@ -254,8 +254,8 @@ def fill_buckets(
 ) -> list[Bucket]:
     """Divide slots, in the given order, into buckets of at most `bucket_size` elements.
 
-    A bucket has one dtype and one device, and at least one parameter, however large. There are
-    about `FEW` at least, if they do not get smaller than `SMALL`. The first has at most `SMALL`
+    A bucket has one dtype and one device, and at least one parameter, however large. At least
+    about `FEW` are made, unless they would be smaller than `SMALL`. The first has at most `SMALL`
     elements, so that its reduction begins early. Buckets are in the order of their last parameters.
     """
     slots = list(slots)

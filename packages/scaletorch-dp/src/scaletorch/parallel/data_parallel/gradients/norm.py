@@ -57,7 +57,7 @@ def norm_over(
         model: The model, whose parameters give the dtype and device of the result.
         norm_type: Order of the norm, above 0; `float("inf")` is the largest element.
 
-    Returns and raises as `global_grad_norm`.
+    Result and errors are those of `global_grad_norm`.
     """
     order = _checked_order(norm_type)
     check_module(model)
@@ -86,7 +86,7 @@ def clip_grad_norm_(
             NaN or 0, as with torch's function of this name.
 
     Raises:
-        InvalidArgumentError: `max_norm` or `norm_type` is not such a number.
+        InvalidArgumentError: `max_norm` or `norm_type` is not a number in its range.
         NonFiniteError: On every rank, with the parameters and their ranks.
         StateError: No group to be found.
     """
@@ -247,9 +247,9 @@ def found_on_ranks(
 
     Args:
         model: A data-parallel wrapper, or any module.
-        group: The ranks to ask.
+        group: The ranks to examine.
         place: This rank's name; by default its coordinates in the grid, or its number without one.
-        alone: Ask this rank only, as the others have the same gradients.
+        alone: Examine this rank only, since the others have the same gradients.
     """
     found = [
         (shard.name, _values(shard.tensor.grad).isfinite().all().cpu())

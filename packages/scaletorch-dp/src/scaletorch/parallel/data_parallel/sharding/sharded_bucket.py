@@ -58,7 +58,7 @@ class ShardedBucket(Bucket):
     def collect_if_done(self) -> bool:
         """Keep only this rank's shard of the sum, if it has arrived.
 
-        Ranks may be elsewhere in their programs, so this never waits.
+        Other ranks may be running other code, so this never waits.
         """
         if self._work is None or self._sent is None:
             return True
@@ -112,7 +112,7 @@ class ShardedBucket(Bucket):
         for shard in self.shards:
             if shard.is_master:
                 _flat_range(shard).copy_(shard.tensor.view(-1))
-        for slot in self.slots:  # tells autograd of the change
+        for slot in self.slots:  # so that autograd sees the change
             torch.autograd.graph.increment_version(slot.parameter)
         self._versions = self._current_versions()
         return self.reduction.gather(self.values, self.counts)

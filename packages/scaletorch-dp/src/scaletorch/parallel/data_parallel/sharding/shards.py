@@ -104,7 +104,7 @@ def check_module(model: object) -> None:
 
 
 class ShardedGradient(Tensor):
-    """Shows that there is a gradient, and refuses computation: no rank has the whole.
+    """A placeholder for a gradient that no rank has whole; it refuses computation.
 
     It takes no memory. `zero_()` sets the shard of this rank to zero.
     """
@@ -112,7 +112,7 @@ class ShardedGradient(Tensor):
     _shard: Tensor | None
 
     def __new__(cls, parameter: Tensor, shard: Tensor | None) -> ShardedGradient:
-        """Stand for the gradient of a parameter; `shard` is the optimizer's tensor here, if any."""
+        """Stand for a parameter's gradient; `shard` is this rank's optimizer tensor, or None."""
         whole: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
