@@ -62,7 +62,7 @@ def to_text(
 
 
 def _common_unit(timeline: Timeline) -> float | None:
-    """Return a unit of which all times are multiples (1 to 1/4 of the shortest action), or None."""
+    """Return a unit that divides all times (1, 1/2, 1/3 or 1/4 of the shortest action), or None."""
     start = min(s.start for s in timeline.spans)
     times = {t - start for s in timeline.spans for t in (s.start, s.end)}
     shortest = min(s.end - s.start for s in timeline.spans if s.end > s.start)

@@ -1,4 +1,4 @@
-"""Names for the umbrella package that builds on this one; not part of the users' API.
+"""Names for the umbrella package that builds on this one; users do not need them.
 
 They are recorded and versioned like the public names: a patch release changes none of them.
 """

@@ -93,7 +93,7 @@ def execute(
 
     If anything raises on any rank, all ranks raise. The remaining messages are still sent, without
     contents, so that no rank waits forever and none is left over for the next step. If a guard is
-    on, it tells all ranks instead, also those outside the pipeline that wait for this one.
+    on, it informs all ranks instead, also those outside the pipeline that wait for this one.
 
     Returns:
         Whether `note` returned true on any rank, once the step has ended.
@@ -133,7 +133,7 @@ class _Failure(NamedTuple):
 
 
 def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | None) -> None:
-    """Send and receive the remaining messages empty, and tell the other ranks of an error.
+    """Send and receive the remaining messages empty, and report an error to the other ranks.
 
     `rest` is the rest of the program, from the failed task or message.
     """

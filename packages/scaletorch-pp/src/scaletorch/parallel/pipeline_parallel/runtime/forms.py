@@ -132,7 +132,7 @@ def facts_of(given: Any, kwargs: Mapping[str, Any]) -> Iterator[Hashable]:
 
 
 def to_header(form: Form | None) -> Tensor:
-    """Encode a form as a tensor of `HEADER_BYTES` bytes; None says that no value will come."""
+    """Encode a form as a tensor of `HEADER_BYTES` bytes; None means that no value will come."""
     text = pickle.dumps(form)
     if len(text) > HEADER_BYTES:
         raise InvalidArgumentError(

@@ -181,7 +181,7 @@ class Mail:
         self._posts.flush()
 
     def skip(self, messages: Iterable[Message]) -> None:
-        """Complete the messages of a failed step: with zeros, or a header that says none come."""
+        """Complete the messages of a failed step: send zeros, or a header for no value."""
         self._made.clear()
         # Tensors of one form share memory, since they are never read and memory may have run out.
         empty, zeros = cache(self._empty), cache(self._zeros)

@@ -1,6 +1,6 @@
 """Schedules as data: the ordered actions and the stages of each rank, and timelines.
 
-A schedule only says what each rank computes and in which order; messages are derived from it.
+A schedule lists each rank's computations in order; messages are derived from it.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def check(schedule: Schedule) -> Report:
     messages that a train step adds cannot cause a deadlock.
 
     Raises:
-        ScheduleError: It is not; the message says why, and on which rank.
+        ScheduleError: The schedule is invalid; the message names the reason and the rank.
     """
     tasks, _ = proven(schedule)
     kinds = [[kind for kind, _, _ in actions] for actions in schedule.ranks]

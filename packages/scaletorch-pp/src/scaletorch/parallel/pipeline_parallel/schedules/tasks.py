@@ -1,4 +1,4 @@
-"""A schedule's actions as tasks, with their inputs from and outputs for other stages; messages."""
+"""A schedule's actions as tasks, with inputs from and outputs to other stages; messages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def receiver(schedule: Schedule, key: Key) -> int:
 
 def tasks_of(schedule: Schedule) -> Tasks:
     """Return the tasks of a schedule, after checking all but deadlocks (`ScheduleError`)."""
-    known = vars(schedule)  # cached there, since a search simulates a schedule at many costs
+    known = vars(schedule)  # a cache, since a search simulates a schedule at many costs
     tasks: Tasks | None = known.get("tasks")
     if tasks is None:
         _require_stages(schedule)

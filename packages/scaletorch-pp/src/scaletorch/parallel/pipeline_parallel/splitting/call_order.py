@@ -1,8 +1,8 @@
 """The order in which a module's forward calls its children, read from its source.
 
 Most modules are registered in the order of their calls, but some are not: a final norm before the
-layers, a norm of embeddings after them. The order found here only decides which stage such modules
-go to. If it is wrong, the first forward raises.
+layers, a norm of embeddings after them. The inferred order only decides the stage of such
+modules. If it is wrong, the first forward raises.
 """
 
 from __future__ import annotations

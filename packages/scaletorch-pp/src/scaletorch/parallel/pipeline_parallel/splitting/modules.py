@@ -127,7 +127,7 @@ def find_parts(model: nn.Module) -> Parts:
 def find_stacks(model: nn.Module) -> list[list[str]]:
     """Return the layers of an encoder and a decoder in order, each with its neighbouring modules.
 
-    The list is empty if the model does not have both stacks beside one another (`get_encoder` and
+    The list is empty if the model does not have both stacks side by side (`get_encoder` and
     `get_decoder`, as in models of transformers, and an argument `encoder_hidden_states` of the
     decoder), or if either has none or several lists of layers.
     """

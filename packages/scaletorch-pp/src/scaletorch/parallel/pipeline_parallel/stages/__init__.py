@@ -10,7 +10,7 @@ a single process, `input_ids` included (`stage`), but computes only its own modu
    attribute of another stage's module, its twin answers: a module of the same class whose tensors
    are stand-ins.
 3. `passage`: the last module of the previous stage returns the hidden states received from that
-   stage. From there the model's code runs on real values, up to the stage's last module. The output
+   stage. After that the model's code runs on real values, up to the stage's last module. The output
    of that module is sent to the next stage, and the code after it runs on a copy. If the model's
    output depends on this stage's layers in any other way, it is refused.
 4. `calls`: each module of the stage gets a subclass of its class that wraps its calls, outside all

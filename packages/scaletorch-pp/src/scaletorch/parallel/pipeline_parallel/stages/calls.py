@@ -251,7 +251,7 @@ class _Gate:
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
         passage.extras.inside -= 1
-        if stands(output):  # the module read it other than from an argument
+        if stands(output):  # read from outside the module's arguments
             raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_BESIDE}")
         if not last:
             passage.left = output

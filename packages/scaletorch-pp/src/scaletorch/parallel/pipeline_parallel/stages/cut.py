@@ -70,7 +70,7 @@ class PassThrough(nn.Module):
         self._passages = passages or Passages()
         self._counts = has_parameters(replaced)
         self._kind = kind_of(replaced)
-        # SyncBatchNorm communicates, so its forward cannot run here to find the output's form.
+        # SyncBatchNorm communicates, so its forward is not run to find the output's form.
         self._plain = is_plain_layer(replaced) and not isinstance(replaced, nn.SyncBatchNorm)
         self._where, self._name = where, where.partition(" ")[0]
         self._embeds = hasattr(replaced, "num_embeddings") and hasattr(replaced, "embedding_dim")
@@ -268,7 +268,7 @@ class Chunks:
             self._switches[index] = siblings, name, home, siblings[name], passing
 
 
-# The dict that registers a module, its name there, its stage, the module and its `PassThrough`.
+# The dict that registers a module, its key in it, its stage, the module and its `PassThrough`.
 _Switch = tuple[dict[str, nn.Module | None], str, int, nn.Module | None, PassThrough]
 
 

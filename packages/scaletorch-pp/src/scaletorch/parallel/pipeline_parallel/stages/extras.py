@@ -45,7 +45,7 @@ class Passed(NamedTuple):
     hidden: Any
     tensors: list[Tensor]  # the extra tensors; those of the same form are stacked
     places: dict[Place, tuple[int, int]]  # an argument's stack, and its index in the stack
-    forms: Form = NOTHING  # what layers of other lists return, such as an encoder's, by list
+    forms: Form = NOTHING  # outputs of layers of other lists, such as an encoder's, by list
 
 
 class Extras:

@@ -29,7 +29,7 @@ class Findings:
 
 
 class Passages:
-    """The forwards of a rank's stages, of which one runs at a time.
+    """The forwards of a rank's stages; one runs at a time.
 
     Args:
         names: The modules of all stages, in order.
@@ -92,7 +92,7 @@ class Passage:
         extras: The tensors that are sent along with the hidden states.
         examines: Whether this is the first forward of its kind.
         first: The first argument of the model's forward.
-        furthest: The latest stage of which a module was called, whether it is here or not.
+        furthest: The latest stage with a module that was called, on this rank or another one.
         delivered: Whether the received hidden states were returned to the model's code.
         copy: The copy that was returned, if the model's code may write to it.
         samples: The output of a layer, by the list that holds the layer.
@@ -193,7 +193,7 @@ class Passage:
                 "make new ones, put that into the layers, or recompute with use_reentrant=False"
             )
         self._refuse_collected(output, parameters)
-        # Later stages know the form of what the list of the last module returns: it is sent.
+        # The last module's output is sent, so later stages know the form of its list's outputs.
         forms = {
             name: sample
             for name, sample in self.samples.items()
@@ -203,7 +203,7 @@ class Passage:
         return value
 
     def _refuse_collected(self, output: Any, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuse an output that depends on this stage other than through what it passes on."""
+        """Refuse an output that depends on this stage except through the value passed on."""
         passed = [*tensors_in(self._passed), *self.extras.tensors()]
         own: set[int] | None = None
         for tensor in tensors_in(output):
@@ -246,7 +246,7 @@ def _changes(value: Any) -> list[tuple[int, int]]:
 
 
 def _other_leaves(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the leaves (mostly parameters) that outputs depend on other than through inputs."""
+    """Yield the leaves (mostly parameters) that outputs depend on except through inputs."""
     seen = {get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad}
     todo = [get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad]
     while todo:

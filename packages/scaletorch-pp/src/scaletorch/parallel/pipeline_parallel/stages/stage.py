@@ -42,13 +42,13 @@ class RuntimeState:
     """The state of a `PipelineParallel` that the train steps use; not for users.
 
     Attributes:
-        chunks: The rank's stages in the model, of which one can be selected.
+        chunks: The rank's stages in the model; one can be selected.
         passages: The forwards of its stages.
         gates: The wrappers of each stage's modules.
         tied: The parameters that several ranks hold.
         deferral: The collector of the linear layers' postponed weight gradients.
         parameters: The rank's parameters when the running step began.
-        trained: For each rank, a hash of which parameters it trained in the last step.
+        trained: For each rank, a hash of the parameters that it trained in the last step.
         forms: The forms of hidden states that `Mail` knows from earlier steps.
         reached: Stage and micro-batch signature of each input that has received a gradient.
         ids: The `input_ids` of the next forward, on any stage; None if they are not a tensor.
@@ -98,11 +98,11 @@ class PipelineParallel(ModuleWrapper):
     `model` is changed in place: modules of other ranks become `PassThrough`, and their parameters
     are freed. Parameter names stay: `layers.5.mlp.up_proj.weight` keeps this name on its rank. The
     module's own forward runs on each stage. On later stages it gets the step's `input_ids` too, or
-    a stand-in if there are none (as `inputs_embeds` if it takes these). Build the optimizer
+    a stand-in without them (as `inputs_embeds` if it takes these). Build the optimizer
     afterwards.
 
     Every rank of the pipeline passes the same whole model; the ranks compare names, shapes, dtypes
-    and the split here. A parameter shared by modules of several ranks starts from the first owner's
+    and the split. A parameter shared by modules of several ranks starts from the first owner's
     values.
 
     Args:
@@ -314,7 +314,7 @@ class PipelineParallel(ModuleWrapper):
         parameters, into = self.runtime.parameters, self.runtime.deferral.into
         before = [parameter.grad for parameter in parameters]
         outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
-        if outputs:  # none if everything up to here is frozen
+        if outputs:  # none if all layers so far are frozen
             gradients = None if output_tensor_grad is None else list(tensors_in(output_tensor_grad))
             torch.autograd.backward(outputs, gradients)
         passed_back = [

@@ -37,7 +37,7 @@ class UnknownValueError(Exception):
 
 
 class Forward(Protocol):
-    """The forwards of a rank, of which one runs at a time."""
+    """The forwards of a rank's stages; one runs at a time."""
 
     @property
     def source(self) -> tuple[int, Any]:

@@ -41,7 +41,7 @@ class WeightGradients:
 
 
 class Deferral:
-    """Says where weight gradients of the running forward go; None in `into` postpones none."""
+    """The destination of the running forward's weight gradients; None in `into` postpones none."""
 
     def __init__(self) -> None:
         self.into: WeightGradients | None = None
@@ -95,7 +95,7 @@ class _Linear(torch.autograd.Function):
         root: Tensor,  # requires grad, so that the output does even if inputs and bias do not
         later: tuple[Tensor, WeightGradients],
     ) -> Tensor:
-        # Code that walks the graph for parameters (tensor parallelism) finds the weight here.
+        # Code that walks the graph for parameters (tensor parallelism) reads these attributes.
         ctx.later, ctx.trained_later = later, later[:1]
         # The weight is saved for its version too: autograd raises if it was changed in place.
         ctx.save_for_backward(inputs, later[0])
@@ -155,6 +155,6 @@ def give_own_memory(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor]) 
     for parameter in parameters:
         gradient = parameter.grad
         if type(gradient) is not Tensor or gradient.layout != torch.strided:
-            continue  # none, or a placeholder for shards that are elsewhere
+            continue  # no gradient, or a placeholder for sharded ones
         if gradient.untyped_storage().data_ptr() in memory:
             parameter.grad = gradient.clone()

@@ -82,7 +82,7 @@ class MicroBatches:
         return lines
 
     def checked(self, output: Hidden) -> Hidden:
-        """Return a stage's output, checked against what was announced and ready to be sent.
+        """Return a stage's output, checked against the announced shape and dtype, to be sent.
 
         Under autocast it is cast to `dtype`, and its gradient comes back through the cast.
         """
@@ -118,8 +118,8 @@ def read(
         first: The entry that each needs: the first argument of the model's forward.
 
     Raises:
-        InvalidArgumentError: There are none, or one is no mapping, lacks an entry, has labels that
-            are no tensor, or has an entry that requires grad.
+        InvalidArgumentError: There is no micro-batch, or one is not a mapping, lacks an entry, has
+            labels that are not a tensor, or has an entry that requires grad.
     """
     batches = list(data_loader)
     if not batches:
@@ -134,7 +134,7 @@ def read(
 
 
 def _problem(batch: Any, needed: Sequence[str], index: int) -> str:
-    """Return why a micro-batch cannot be used, or nothing."""
+    """Return the reason why a micro-batch cannot be used, or ""."""
     if not isinstance(batch, Mapping):
         return f"micro-batch {index} must be a mapping, got {type(batch).__name__}"
     missing = [name for name in needed if name not in batch]
@@ -154,7 +154,7 @@ def _problem(batch: Any, needed: Sequence[str], index: int) -> str:
 
 
 def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return `shape` as a tuple; refuse what is no sequence of positive ints."""
+    """Return `shape` as a tuple; refuse anything but a sequence of positive ints."""
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise InvalidArgumentError(
@@ -165,7 +165,7 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def checked_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return `dtype`; refuse what is no floating point dtype."""
+    """Return `dtype`; refuse anything but a floating point dtype."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         message = f"dtype is that of the hidden states, such as torch.bfloat16, got {dtype!r}"
         raise InvalidArgumentError(message)

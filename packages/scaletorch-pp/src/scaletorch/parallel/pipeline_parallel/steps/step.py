@@ -223,7 +223,7 @@ def pipeline_forward(
             the output. None returns the output's logits [B, L, V], or its first tensor.
 
     Returns:
-        One tensor for each micro-batch, on the rank of the last stage; an empty list elsewhere.
+        One tensor for each micro-batch, on the rank of the last stage; an empty list on others.
 
     Raises:
         InvalidArgumentError: A bad argument, or a stage's output of another shape, dtype or device

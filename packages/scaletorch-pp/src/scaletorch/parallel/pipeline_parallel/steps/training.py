@@ -60,7 +60,7 @@ def train_step_pipeline(
         schedule: Another schedule of the same stages; None is the model's own.
 
     Returns:
-        The sum of the micro-batches' losses on the rank of the last stage, and zero elsewhere: 0-d,
+        The sum of the micro-batches' losses on the rank of the last stage, zero on the others: 0-d,
         detached, in the losses' dtype but at least float32, on every rank. With the default loss,
         sums over the CP x DP group give the global batch's loss.
 
@@ -247,7 +247,7 @@ def _deferred_sync(wrappers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, bo
 
 
 def _checked_loss(loss: Any) -> Tensor:
-    """Return a micro-batch's loss as a 0-d tensor; refuse what is no loss with a gradient."""
+    """Return a micro-batch's loss as a 0-d tensor; refuse anything but a loss with a gradient."""
     check_output(loss)
     one = isinstance(loss, Tensor) and loss.numel() == 1
     if one and loss.requires_grad and loss.is_floating_point():
