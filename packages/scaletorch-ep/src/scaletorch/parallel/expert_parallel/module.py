@@ -1,4 +1,4 @@
-"""The module class of divided experts: the model's own class, with other ranks' experts."""
+"""Divided experts: a subclass of the model's own class that also uses other ranks' experts."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _over_tokens(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
 
 
 def _over_experts(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
-    """Send tokens to the ranks of their experts, compute there, and send results back."""
+    """Send tokens to the ranks of their experts, run the experts, and send results back."""
     division, counts = module._division, module._division.counts
     if len(counts) == 1:
         whole: Tensor = run(*call)
