@@ -52,7 +52,7 @@ class Mask:
 
     causal: bool  # only keys with j <= i
     window: int | None = None  # only i - j < window, and j - i < window if not causal
-    documents: Documents | None = None  # a row sees keys of its own one; None is one document
+    documents: Documents | None = None  # a row sees keys of its own document; None is one document
 
     def __post_init__(self) -> None:
         window = self.window

@@ -1,6 +1,6 @@
 """PyTorch's fused attention on CPU, as a kernel for FULL blocks and CAUSAL squares.
 
-Properties of the operator, and their treatment here:
+Properties of the operator, and their treatment:
 
 - It ends the process at length 0, and takes one head dim and dtype: `fits` refuses others.
 - It assumes stride 1 in the last dim without a check: tensors with another stride are copied.
@@ -62,7 +62,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
 
 
 def backward(x: Operands, scale: float, band: Band) -> Gradients:
-    """Return one block's share of the gradients: see `backward` of the package."""
+    """Return one block's term of the gradients: see `backward` of the package."""
     if scale <= 0:
         return tile.backward(x, scale, band)
     kv_heads = x.k.shape[1]
