@@ -1,4 +1,4 @@
-"""Random numbers under tensor parallelism: common for replicated activations, own for shards.
+"""Random numbers under tensor parallelism: one common stream, and one per rank for shards.
 
 Ranks of the axis share a seed, so their default generators are one common stream. A module that
 works on shards (attention over this rank's heads) must draw from a stream of its own rank.
