@@ -66,8 +66,8 @@ class ShardedSequences:
             raise InvalidArgumentError(
                 f"{describe_rank()}: sequences need a length of at least 1; it is {length}"
             )
-        self.ring = ring_of(group)  # the ranks
-        self.layout = named_layout(layout, length, self.ring.size)  # the positions of each rank
+        self.ring = ring_of(group)
+        self.layout = named_layout(layout, length, self.ring.size)
         # First positions of packed documents, and the length: (0, a, ..., length), or None.
         self.documents = None if cu_seqlens is None else read_documents(cu_seqlens, length)
 

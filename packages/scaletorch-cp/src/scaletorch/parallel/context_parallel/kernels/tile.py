@@ -40,7 +40,7 @@ DEVICE_SIZE = Size(1024, 1 << 25)
 
 
 class _Tile(NamedTuple):
-    """Query rows of some key/value heads' groups, and the keys that one of these rows sees."""
+    """Query rows of some key/value heads' groups, and the keys that any of these rows sees."""
 
     heads: slice
     rows: slice

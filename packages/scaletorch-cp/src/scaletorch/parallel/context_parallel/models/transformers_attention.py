@@ -143,7 +143,7 @@ def _require_supported(mask: Any, dropout: float, options: Mapping[str, Any]) ->
 
 
 def _require_known_positions(module: nn.Module, length: int) -> None:
-    """Refuse Llama 4's scaling of queries by local positions, if it begins within the shard."""
+    """Refuse a sequence so long that Llama 4 scales its queries by positions it counts itself."""
     floor = getattr(module, "floor_scale", None)
     counts = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
     if counts and isinstance(floor, int | float) and length >= floor:
