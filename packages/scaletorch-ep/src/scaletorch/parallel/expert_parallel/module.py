@@ -90,7 +90,7 @@ class RoutedCall(NamedTuple):
 def _read_call(
     forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arguments of a call of a module's own forward, whatever their names."""
+    """Return the three arguments of a call of a module's own forward, under any names."""
     given = list(args)
     if kwargs or len(given) != 3:
         given = list(inspect.signature(forward).bind(*args, **kwargs).arguments.values())
