@@ -75,7 +75,7 @@ class DividedExperts(nn.Module):
 
 
 def share_tokens(experts: DividedExperts, group: ProcessGroup | None) -> None:
-    """Let ranks that hold the same tokens each send a share of them, from now on."""
+    """Set the ranks that hold the same tokens and each send a share of them."""
     vars(experts)["_division"] = replace(experts._division, tokens=group)
 
 

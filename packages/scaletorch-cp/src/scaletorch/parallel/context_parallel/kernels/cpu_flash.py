@@ -12,10 +12,10 @@ bfloat16 is computed in bfloat16 if that is faster than float32: always forward,
 large blocks; dk, dv of short blocks would lose 1.4 times as much as in one process. float16 is
 computed in float32, which is never slower.
 
-Compared with one process in bfloat16, on 2 to 8 ranks with 256 to 4096 causal zigzag positions,
-`out`, rounded in each block and once merged, loses 1.06 to 1.18 times as much, and 1.32 with scores
-four times as sharp; dq, dk, dv at most 1.1 and 1.28. If all blocks had the same weight, `out` would
-lose 1.2 to 1.4 times as much: `methods.call` passes such blocks in float32.
+Rounding errors relative to one process in bfloat16, on 2 to 8 ranks with 256 to 4096 causal zigzag
+positions: 1.06 to 1.18 for `out`, which is rounded in each block and once merged, and at most 1.1
+for dq, dk, dv. With scores four times as sharp: 1.32 and 1.28. If all blocks had the same weight,
+`out` would reach 1.2 to 1.4: `methods.call` passes such blocks in float32.
 """
 
 from __future__ import annotations

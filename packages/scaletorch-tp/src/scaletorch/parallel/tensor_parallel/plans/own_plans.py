@@ -288,7 +288,7 @@ _CHILDREN: Mapping[str, Style] = {
 def find_torch_layers(
     model: nn.Module, divided: Collection[nn.Module] = ()
 ) -> tuple[list[Match], list[str]] | None:
-    """Match the encoder and decoder layers of `torch.nn` in a model; return None without any.
+    """Match the encoder and decoder layers of `torch.nn` in a model, or return None without any.
 
     A subclass with its own forward does not count, and modules in `divided` are left out.
     """

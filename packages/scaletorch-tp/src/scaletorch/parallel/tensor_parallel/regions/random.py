@@ -104,7 +104,7 @@ def refused_again(name: str) -> Iterator[None]:
 
 @uncompiled
 def end_sharded_random() -> None:
-    """Switch back to the common stream; do nothing if it is in use."""
+    """Switch back to the common stream if this rank's own stream is in use."""
     common = _common.get()
     if common is not None:
         _set_states(common)
