@@ -77,7 +77,7 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
 
 
 def pad_head_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad q, k and v to the larger head dim, as fused kernels take one; zeros change no score."""
+    """Pad q, k and v to the larger head dim, for fused kernels; zeros change no score."""
     dim = max(q.shape[3], v.shape[3])
     q, k, v = (x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in (q, k, v))
     return q, k, v
@@ -116,7 +116,7 @@ def require_agreement(
 ) -> None:
     """Compare the ranks' calls, with tensors on `device`; if they differ, every rank raises.
 
-    Other ranks learn of the `error` of this rank's call, if they compare every call.
+    If every call is compared, the other ranks also raise for the `error` of this rank's call.
     """
     if ring.group is None or ring.size == 1:
         agreed = {mine}

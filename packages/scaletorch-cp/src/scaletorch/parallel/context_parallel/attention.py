@@ -32,7 +32,7 @@ from .methods import METHODS, Method, choose_method
 from .methods.call import Call, subgroups_for
 from .sharding import resolve_layout
 
-# A mask checks itself when built, and every layer builds the same one. 1 is not True here.
+# A mask checks itself when built, and every layer builds the same one. `typed`: 1 is not True.
 _mask = lru_cache(maxsize=64, typed=True)(Mask)
 
 
@@ -183,7 +183,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request, ring: Ring) -> Ten
 def _checked_call(
     q: Tensor, k: Tensor, v: Tensor, request: Request, ring: Ring
 ) -> tuple[str, Call]:
-    """Return the method and the call, with all checks that one rank can make alone."""
+    """Return the method and the call, after all checks that need no other rank."""
     method, scale, window, chunk = request.method, request.scale, request.window, request.chunk
     require_method(method)
     _check_types(request)
@@ -205,7 +205,7 @@ def _checked_call(
 
 
 def _layout(request: Request, ring: Ring) -> Layout | str:
-    """Return the layout of the shards; if every position sees all others, any one is right."""
+    """Return the layout of the shards; any layout is right if every position sees all others."""
     limits = request.window, request.cu_seqlens, request.chunk, request.layout
     if not request.causal and all(limit is None for limit in limits):
         return "contiguous"

@@ -1,4 +1,4 @@
-"""Names for `scaletorch.compose`, beside the public ones.
+"""Names for `scaletorch.compose`, in addition to the public ones.
 
 They are recorded in building.txt and versioned: a patch release changes none of them.
 """

@@ -112,7 +112,7 @@ def apply_context_parallel(
     Modules of transformers that pass a state along (depthwise convolutions, linear attention) see
     whole sequences of some rows. OTHER MODULES ARE NOT CHECKED: a module that mixes or counts
     positions otherwise sees its shard alone. `parallelize` of `scaletorch.compose` refuses it. The
-    README lists what is refused here and in a call.
+    README lists the refused models and calls.
 
     Args:
         model: Any module; plain `nn.Module` code without changes.
@@ -128,7 +128,7 @@ def apply_context_parallel(
         NotInGroupError: This rank is outside `group`.
     """
     ring = ring_of(group)
-    if layout is not None:  # refused here, before the model runs
+    if layout is not None:  # refused before the model runs
         require_name(layout)
     require_method(method)
     require_unmarked(model)

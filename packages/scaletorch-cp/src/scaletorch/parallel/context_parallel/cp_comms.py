@@ -81,7 +81,7 @@ def connect_ring(ring: Ring, method: str, *, all_pairs: bool) -> None:
 
 
 class ContextCommunicate:
-    """Pass tensors one place on around the ring: queue them, launch one batch, wait for it.
+    """Send tensors to the next rank of the ring: queue them, launch one batch, wait for it.
 
     Every rank of the group makes the same calls with tensors of the same shapes and dtypes.
     Messages are matched by the order in which they were queued. In a ring of one rank the message

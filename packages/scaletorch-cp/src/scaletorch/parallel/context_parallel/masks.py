@@ -52,7 +52,7 @@ class Mask:
 
     causal: bool  # only keys with j <= i
     window: int | None = None  # only i - j < window, and j - i < window if not causal
-    documents: Documents | None = None  # a row sees keys of its own one; None is one document
+    documents: Documents | None = None  # a row sees keys of its own document; None is one document
 
     def __post_init__(self) -> None:
         window = self.window
@@ -135,7 +135,7 @@ def blocks(mask: Mask, rows: Sequence[range], keys: Sequence[range], length: int
 
     Each visible pair is in exactly one block; there are at most three blocks for each pair of runs
     and each document that both hold. `rows` and `keys` are runs of positions of one step, in local
-    order. Positions from `length` on are padding, which sees nothing and is seen by nothing.
+    order. Positions from `length` on are padding: they see no position, and none sees them.
     """
     steps = {run.step for run in (*rows, *keys)}
     if len(steps) > 1 or min(steps, default=1) < 1:
@@ -208,7 +208,7 @@ def visible_rows(band: Band, rows: int, keys: int) -> range:
 
 
 def visible_keys(band: Band, rows: range, keys: int) -> range:
-    """Return the keys from the first to the last that one of these visible rows sees."""
+    """Return the keys from the first to the last that any of these visible rows sees."""
     lower, upper = band
     left = 0 if lower is None else max(0, rows.start + lower)
     return range(left, keys if upper is None else min(keys, rows.stop + upper))

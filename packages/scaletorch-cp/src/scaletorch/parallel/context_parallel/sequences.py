@@ -33,8 +33,8 @@ from .sharding import (
 class ShardedSequences:
     """The sequences of a batch, sharded over the ranks, with their layout and documents.
 
-    Lengths that do not divide are padded internally. Nothing sees padding; it has no targets and is
-    removed from results.
+    Lengths that do not divide are padded internally. Attention ignores the padding, the targets
+    exclude it, and results are returned without it.
 
     Example:
         >>> sequences = ShardedSequences(input_ids.shape[1])
@@ -66,8 +66,8 @@ class ShardedSequences:
             raise InvalidArgumentError(
                 f"{describe_rank()}: sequences need a length of at least 1; it is {length}"
             )
-        self.ring = ring_of(group)  # the ranks
-        self.layout = named_layout(layout, length, self.ring.size)  # the positions of each rank
+        self.ring = ring_of(group)
+        self.layout = named_layout(layout, length, self.ring.size)
         # First positions of packed documents, and the length: (0, a, ..., length), or None.
         self.documents = None if cu_seqlens is None else read_documents(cu_seqlens, length)
 
@@ -194,7 +194,7 @@ def _positions_within(documents: Documents, device: torch.device) -> Tensor:
 def _next_labels(labels: Tensor, documents: Documents) -> Tensor:
     """Return the next label of each position's document, [B, length]; -100 at a document's end."""
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    for end in documents[1:]:  # one at a time: a list as an index would be copied to the device
+    for end in documents[1:]:  # one at a time: an index list would be copied to the device
         if end:
             targets[:, end - 1] = IGNORED
     return targets

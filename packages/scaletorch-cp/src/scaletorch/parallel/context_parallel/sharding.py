@@ -212,7 +212,7 @@ class _Record:
 
     calls: dict[str, str] = field(default_factory=dict)  # layout -> the call that sharded in it
     padded: bool = False  # whether any sequence had padding
-    used: bool = False  # a call has taken these shards; the next one that shards starts anew
+    used: bool = False  # a call has taken these shards; the next sharding call starts a new record
 
     def __str__(self) -> str:
         """List the layouts with the calls that sharded in them."""
@@ -254,7 +254,7 @@ def resolve_layout(
     """Return the layout of the shards that `call` takes: the one named, or the recorded one.
 
     `default` is the layout of unrecorded shards; None if the caller must name it. With `consume`
-    the call uses the shards up: sequences that are sharded next are new ones.
+    the next sharding call starts a new record.
     """
     if not isinstance(layout, Layout | None):
         require_name(layout)

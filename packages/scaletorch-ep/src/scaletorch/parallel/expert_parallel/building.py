@@ -1,4 +1,4 @@
-"""Names for compose, checkpoints and verify, beside the public ones.
+"""Names for compose, checkpoints and verify, in addition to the public ones.
 
 They are recorded in building.txt and versioned: a patch release changes none of them.
 """

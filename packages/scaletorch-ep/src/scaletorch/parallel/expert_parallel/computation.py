@@ -1,4 +1,4 @@
-"""A model's own experts on received rows: pairs of a row and one expert, results added up."""
+"""Run a model's own experts on received rows, one row per pair of row and expert."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def compute(
     count: int,
     parameters: Sequence[Tensor],
 ) -> tuple[Tensor, InvalidArgumentError | None]:
-    """Return the results of the received rows, [R, H], and the error of the experts' own results.
+    """Return the results of the received rows, [R, H], and an error if the experts' are invalid.
 
-    Experts are called with top-k 1: one row for each pair of a received row and one of the `count`
-    experts here, in expert order. So they compute nothing for remote experts. If no row was
+    Experts are called with top-k 1: one row for each pair of a received row and one of this rank's
+    `count` experts, in expert order. They compute nothing for remote experts. If no row was
     received, their stacked `parameters` get a gradient of zeros.
     """
     hidden, index, weights, route = received
@@ -61,7 +61,7 @@ def _result_error(results: Any, inputs: Tensor) -> InvalidArgumentError | None:
 
 
 class _NoRows(Function):
-    """No rows: nothing is computed, and the graph continues as on the other ranks."""
+    """Compute nothing, but continue the autograd graph as on ranks that received rows."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
@@ -79,13 +79,13 @@ class _NoRows(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return zeros for each input that needs a gradient."""
-        _ = ctx.saved_tensors  # recomputed here by all ranks
+        _ = ctx.saved_tensors  # all ranks recompute now
         needed = zip(ctx.like, ctx.needs_input_grad, strict=True)
         return tuple(torch.zeros_like(each) if needs else None for each, needs in needed)
 
 
 class _Spread(Function):
-    """A row and its weight for each pair; backward adds up rows by `add_up`."""
+    """Copy a row and its weight for each pair; backward adds up the rows' gradients."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,7 @@ class _Spread(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Add up the gradients of each row, and put those of weights in place."""
+        """Add up the gradients of each row, and return each weight's gradient at its index."""
         weights = grads[1].new_zeros(ctx.weights)
         weights.view(-1).index_copy_(0, ctx.order, grads[1].view(-1))
         rows = add_up(grads[0], ctx.row, ctx.rows, ctx.most)
@@ -114,7 +114,7 @@ class _Spread(Function):
 
 
 class _Fold(Function):
-    """The results of each row added up by `add_up`; backward copies the gradient to each result."""
+    """Add up the results of each row; backward copies the gradient to each result."""
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, row: Tensor, rows: int, most: int) -> Tensor:
@@ -131,5 +131,5 @@ class _Fold(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradient of each result."""
-        (row,) = ctx.saved_tensors  # recomputed here by all ranks: see `_Synchronise`
+        (row,) = ctx.saved_tensors  # all ranks recompute now: see `_Synchronise`
         return grads[0].index_select(0, row), None, None, None

@@ -48,11 +48,11 @@ def apply_expert_parallel(
         plan: Pattern of module names -> `"experts"`. `*` stands for any text inside one component
             of a name, a component `**` for any number of components. None is the model's own
             (`base_model_ep_plan`), or else modules called `experts`.
-        group: The ranks that share the experts, in contiguous ranges, the first ranks one more;
+        group: The ranks that share the experts, in contiguous ranges, one more on the first ranks;
             None is the `ep` axis of the current manager.
-        tp_group: Ranks that hold the same tokens, of which each then sends a share, even if each
-            of them has all experts; None is the tp axis of the current manager if experts are
-            not cut over it (etp = 1).
+        tp_group: Ranks that hold the same tokens. Each sends a share of them, even if every rank
+            has all experts. None is the tp axis of the current manager if experts are not cut
+            over it (etp = 1).
         sequence_parallel: Each rank of `tp_group` has its own tokens where experts are called, and
             sends all of them.
 

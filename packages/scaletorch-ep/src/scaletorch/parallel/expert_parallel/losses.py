@@ -129,7 +129,7 @@ def global_balance_loss(
 
 
 def move_bias(bias: Tensor, total: Tensor, rate: float) -> None:
-    """Move a bias [N] by the counts of all ranks, int64 [N], in place.
+    """Adjust a bias [N] in place by the experts' token counts on all ranks, int64 [N].
 
     b_i <- b_i + rate * sign(mean of c - c_i). Source: arXiv 2408.15664, algorithm 1.
     """

@@ -1,4 +1,4 @@
-"""The module class of divided experts: the model's own class, with other ranks' experts."""
+"""Divided experts: a subclass of the model's own class that also uses other ranks' experts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class DividedExperts(nn.Module):
 
 
 def share_tokens(experts: DividedExperts, group: ProcessGroup | None) -> None:
-    """Let ranks that hold the same tokens each send a share of them, from now on."""
+    """Set the ranks that hold the same tokens and each send a share of them."""
     vars(experts)["_division"] = replace(experts._division, tokens=group)
 
 
@@ -90,7 +90,7 @@ class RoutedCall(NamedTuple):
 def _read_call(
     forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the arguments of a call of a module's own forward, whatever their names."""
+    """Return the three arguments of a call of a module's own forward, under any names."""
     given = list(args)
     if kwargs or len(given) != 3:
         given = list(inspect.signature(forward).bind(*args, **kwargs).arguments.values())
@@ -147,7 +147,7 @@ def _over_tokens(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
 
 
 def _over_experts(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
-    """Send tokens to the ranks of their experts, compute there, and send results back."""
+    """Send tokens to the ranks of their experts, run the experts, and send results back."""
     division, counts = module._division, module._division.counts
     if len(counts) == 1:
         whole: Tensor = run(*call)

@@ -22,8 +22,8 @@ class ModuleExperts:
     module: nn.Module
     experts: int
     stacked: tuple[str, ...]  # parameters with a row for each expert along dim 0
-    buffers: tuple[str, ...]  # such buffers
-    numbers: tuple[tuple[nn.Module, str], ...]  # attributes that hold the number: owners and names
+    buffers: tuple[str, ...]  # buffers with a row for each expert
+    numbers: tuple[tuple[nn.Module, str], ...]  # owners and names of attributes with the number
 
 
 def find_experts(name: str, module: nn.Module) -> ModuleExperts:

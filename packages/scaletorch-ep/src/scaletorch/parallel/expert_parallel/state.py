@@ -22,7 +22,7 @@ class ExpertCut(NamedTuple):
 
     whole: int  # number of rows of the whole stack along dim 0, one for each expert
     ranges: tuple[range, ...]  # the rows of each rank of the group
-    group: ProcessGroup | None  # the ranks; None is this one alone
+    group: ProcessGroup | None  # the ranks; None is one process
 
     @property
     def own(self) -> range:

@@ -14,7 +14,7 @@ from ..pg_manager import describe_rank
 from ..pg_manager.building import Scope, update_scope
 
 _models: WeakSet[nn.Module] = WeakSet()  # models with sharded layers, or the layers
-_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and its parameter count then
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # optimizer -> parameter count
 _hooks: list[Any] = []
 
 
@@ -39,8 +39,8 @@ def _check(optimizer: Optimizer) -> None:
     longest = sorted(_parameters(), key=lambda entry: len(entry[0]))
     known = {id(p): (name, shard) for name, p, shard in longest}
     for tensor in (entry for group in optimizer.param_groups for entry in group["params"]):
-        # A sharded optimizer holds stand-ins of parameters, and which stand for shards differs
-        # between ranks. So any stand-in counts: all ranks then give the same answer.
+        # A sharded optimizer holds stand-ins of parameters. Each rank has other stand-ins of
+        # shards, so any stand-in counts: all ranks then give the same answer.
         origin = getattr(tensor, "stands_for", tensor)
         name, shard = known.get(id(origin), ("", False))
         if shard or (name and origin is not tensor):

@@ -17,13 +17,13 @@ FUSABLE = ("column", "column_gather", "row")
 class Fused:
     """A style for a linear layer that packs several projections into one weight.
 
-    Each packed part is sharded over the ranks, and a rank's weight holds its shard of every part,
-    in order. So the model's own `split` or `chunk` of the output still works. For parts that are
+    Each projection is sharded over the ranks, and a rank's weight holds its shard of every one, in
+    order. So the model's own `split` or `chunk` of the output still works. For projections that are
     interleaved head by head (GPT-NeoX), use plain "column", which cuts at head boundaries.
 
     Args:
         style: "column", "column_gather" or "row".
-        parts: Length of each packed part in the full weight, or the number of equal parts.
+        parts: Length of each projection in the full weight, or the number of equal projections.
 
     Raises:
         InvalidArgumentError: The style cannot be fused, or a length is not positive.
@@ -48,7 +48,7 @@ class Fused:
             object.__setattr__(self, "parts", lengths)
 
     def misfit(self, length: int) -> str | None:
-        """Return why a length cannot be split into these parts, or None if it can."""
+        """Return why a length cannot be split into these projections, or None if it can."""
         if isinstance(self.parts, int):
             uneven = length % self.parts
             return f"its {length} features are not {self.parts} equal parts" if uneven else None
@@ -58,7 +58,7 @@ class Fused:
         return f"its parts add up to {total} features, but it has {length}"
 
     def lengths(self, length: int) -> tuple[int, ...]:
-        """Return the length of each part, for a `length` that fits."""
+        """Return the length of each projection, for a `length` that fits."""
         if isinstance(self.parts, int):
             return (length // self.parts,) * self.parts
         return self.parts
@@ -122,7 +122,7 @@ class Slices:
 
     Args:
         dim: The dim of the stack whose length is `parts` * `unit` * width.
-        parts: Number of equal packed parts along `dim`: 2 for [gate | up] in one weight. A rank
+        parts: Number of equal matrices packed along `dim`: 2 for [gate | up] in one weight. A rank
             gets its shard of each.
         unit: Number of adjacent features for one index of the width: 2 for interleaved gate and up.
 
@@ -243,7 +243,7 @@ class SharedTail:
             )
 
     def misfit(self, module: nn.Module) -> str | None:
-        """Return why a module has no such features, or None if it has."""
+        """Return why a module does not fit this style, or None if it does."""
         out = getattr(module, "out_features", None)
         if not isinstance(out, int) or out <= self.features:
             return f"it has no more than {self.features} output features ({out})"
@@ -274,7 +274,7 @@ def _require_names(what: str, names: tuple[str, ...]) -> None:
 
 
 def misfit_of(module: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:
-    """Return why a module's parameters cannot be sharded, whatever their shapes, or None."""
+    """Return why a module's parameters of any shape cannot be sharded, or None if they can."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     for name, parameter in parameters.items():

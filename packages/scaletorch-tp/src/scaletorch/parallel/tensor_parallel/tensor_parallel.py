@@ -1,4 +1,4 @@
-"""Shard a whole model in place; the layers can be imported from here too."""
+"""Shard a whole model in place; the layers can be imported from this module too."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def apply_tensor_parallel(
     parameters are replaced: create the optimizer afterwards. Tied parameters stay tied. Low-rank
     adapters of peft are sharded like their layers, which the plan names as in the plain model.
     The autograd graph of a forward shows which gradients of replicated parameters are partial and
-    need a sum over the ranks; the plan does not say it.
+    need a sum over the ranks; the plan does not list them.
 
     Args:
         model: The whole model, the same on every rank.

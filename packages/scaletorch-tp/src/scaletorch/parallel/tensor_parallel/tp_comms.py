@@ -117,7 +117,7 @@ def linear_with_all_reduce(
 def linear_with_async_all_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, group: ProcessGroup | None = None
 ) -> Tensor:
-    """A `linear_with_all_reduce` whose backward overlaps communication and computation.
+    """Apply `linear_with_all_reduce` with a backward that overlaps sending and computing.
 
     The input's gradient is all-reduced while the weight's gradient is computed. Values are those of
     `linear_with_all_reduce`, also under `torch.autocast`.

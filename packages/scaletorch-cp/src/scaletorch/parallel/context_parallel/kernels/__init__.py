@@ -63,9 +63,9 @@ def forward(
 
 
 def backward(x: Operands, scale: float, band: Band, cap: float | None = None) -> Gradients:
-    """Return one block's share of the gradients of attention over several blocks.
+    """Return one block's term of the gradients of attention over several blocks.
 
-    With `out` and `lse` of the *merged* result, the sum of all blocks' shares is exact.
+    With `out` and `lse` of the *merged* result, the sum of all blocks' terms is exact.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v, in float32 (float64 for float64), or as `forward`.

@@ -52,7 +52,7 @@ def same_sizes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def is_causal(q: Tensor, k: Tensor, band: Band) -> bool:
-    """Return whether a band is CAUSAL on a square, which operators have an option for."""
+    """Return whether a band is CAUSAL on a square: operators have an option for that."""
     return band == CAUSAL and q.shape[2] == k.shape[2]
 
 

@@ -1,6 +1,6 @@
 """PyTorch's fused attention on CPU, as a kernel for FULL blocks and CAUSAL squares.
 
-Properties of the operator, and their treatment here:
+Properties of the operator, and their treatment:
 
 - It ends the process at length 0, and takes one head dim and dtype: `fits` refuses others.
 - It assumes stride 1 in the last dim without a check: tensors with another stride are copied.
@@ -12,10 +12,10 @@ bfloat16 is computed in bfloat16 if that is faster than float32: always forward,
 large blocks; dk, dv of short blocks would lose 1.4 times as much as in one process. float16 is
 computed in float32, which is never slower.
 
-Compared with one process in bfloat16, on 2 to 8 ranks with 256 to 4096 causal zigzag positions,
-`out`, rounded in each block and once merged, loses 1.06 to 1.18 times as much, and 1.32 with scores
-four times as sharp; dq, dk, dv at most 1.1 and 1.28. If all blocks had the same weight, `out` would
-lose 1.2 to 1.4 times as much: `methods.call` passes such blocks in float32.
+Rounding errors relative to one process in bfloat16, on 2 to 8 ranks with 256 to 4096 causal zigzag
+positions: 1.06 to 1.18 for `out`, which is rounded in each block and once merged, and at most 1.1
+for dq, dk, dv. With scores four times as sharp: 1.32 and 1.28. If all blocks had the same weight,
+`out` would reach 1.2 to 1.4: `methods.call` passes such blocks in float32.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
 
 
 def backward(x: Operands, scale: float, band: Band) -> Gradients:
-    """Return one block's share of the gradients: see `backward` of the package."""
+    """Return one block's term of the gradients: see `backward` of the package."""
     if scale <= 0:
         return tile.backward(x, scale, band)
     kv_heads = x.k.shape[1]

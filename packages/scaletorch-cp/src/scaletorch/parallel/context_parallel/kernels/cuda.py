@@ -5,8 +5,8 @@ Flash takes windows; the others take FULL blocks and CAUSAL squares only. On an 
 query and 8 key/value heads of 128: it is tried first from compute capability 9.0 on.
 
 They return `out` and gradients in the inputs' dtype; those of several blocks are merged, or added
-up, in float32. For an operator without grouped heads K and V are expanded here, not before they are
-stored or sent, so that a group's gradients are summed in float32.
+up, in float32. For an operator without grouped heads K and V are expanded just before the call, not
+before they are stored or sent, so that a group's gradients are summed in float32.
 
 Gradients of the flash and the efficient operator repeat bit for bit only under
 `torch.use_deterministic_algorithms(True)`.
@@ -83,8 +83,8 @@ def _backward(operator: Operator, x: Operands, scale: float, band: Band) -> Grad
 def window_of(q: Tensor, k: Tensor, band: Band) -> tuple[int, int] | None:
     """Return the number of keys that a row sees to the left and to the right of its own.
 
-    Flash counts from the last row and the last key. -1 is all keys; None if a row does not see its
-    own.
+    Flash aligns the last row with the last key. -1 means all keys. Return None if a row does not
+    see its own key.
     """
     (lower, upper), shift = band, k.shape[2] - q.shape[2]
     left = -1 if lower is None else shift - lower
@@ -94,13 +94,13 @@ def window_of(q: Tensor, k: Tensor, band: Band) -> tuple[int, int] | None:
 
 
 def sdpa_params(q: Tensor, k: Tensor, v: Tensor, band: Band) -> cuda.SDPAParams:
-    """Return the arguments of PyTorch's own tests of its kernels."""
+    """Return the arguments of PyTorch's checks that a kernel supports its inputs."""
     grouped = q.shape[1] != k.shape[1]
     return cuda.SDPAParams(q, k, v, None, 0.0, is_causal(q, k, band), grouped)
 
 
 def empty_seed(q: Tensor) -> Tensor:
-    """Return a seed or offset of dropout, which is required and not used."""
+    """Return a dropout seed or offset: operators require it but do not use it."""
     return torch.zeros((), dtype=torch.int64, device=q.device)
 
 

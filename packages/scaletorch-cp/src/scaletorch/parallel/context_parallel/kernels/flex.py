@@ -1,4 +1,4 @@
-"""PyTorch's flex_attention, for what fused operators refuse: caps, any band, other head dims.
+"""PyTorch's flex_attention, for inputs that fused operators refuse: caps, any band, head dims.
 
 It takes capped scores, windows in float32, values with another head dim, and grouped heads without
 expansion. IT HAS NOT BEEN RUN COMPILED ON A DEVICE: tests run the same code on CPU, uncompiled. If
@@ -60,7 +60,7 @@ def forward(
 
 
 def backward(x: Operands, scale: float, band: Band, cap: float | None = None) -> Gradients:
-    """Return one block's share of the gradients: see `backward` of the package."""
+    """Return one block's term of the gradients: see `backward` of the package."""
     return _with_fallback(
         _kind(x.q, x.v),
         lambda: _backward(x, scale, band, cap),
@@ -118,7 +118,7 @@ def _flex(
 
 
 class NotCompiledError(RuntimeError):
-    """Without compilation flex_attention would compute all scores at once."""
+    """flex_attention was not compiled; it would compute all scores at once."""
 
 
 @lru_cache(maxsize=32)
@@ -149,7 +149,7 @@ def _block_ends(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of selected blocks of each row, and the blocks' indices, these first."""
+    """Return each row's number of selected blocks, and its block indices, selected ones first."""
     order = blocks.byte().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 

@@ -40,7 +40,7 @@ DEVICE_SIZE = Size(1024, 1 << 25)
 
 
 class _Tile(NamedTuple):
-    """Query rows of some key/value heads' groups, and the keys that one of these rows sees."""
+    """Query rows of some key/value heads' groups, and the keys that any of these rows sees."""
 
     heads: slice
     rows: slice
@@ -65,7 +65,7 @@ def forward(
 
 
 def backward(x: Operands, scale: float, band: Band, cap: float | None = None) -> Gradients:
-    """Return one block's share of the gradients: see `backward` of the package."""
+    """Return one block's term of the gradients: see `backward` of the package."""
     grad_out, q, k, v, out, lse = x
     queries, keys, values = _grouped(q, k), _flat(k), _flat(v)
     grads, lses = _grouped(grad_out, k), _grouped(without_empty_rows(lse).unsqueeze(-1), k)
@@ -143,12 +143,12 @@ def _mask_scores(scores: Tensor, band: Band, shift: int) -> None:
     """Write −inf into a tile's scores; `shift` is its first row minus its first key."""
     lower, upper = band
     if upper is not None:
-        # Keys from here on lie beyond those that the first row sees.
+        # Keys from `first` on lie beyond those that the first row sees.
         first = max(0, shift + upper + 1)
         edge = scores[..., first:]
         edge.masked_fill_(_ones(edge).triu_(shift + upper + 1 - first), -torch.inf)
     if lower is not None:
-        # Keys up to here lie before those that the last row sees.
+        # Keys of this edge lie before those that the last row sees.
         edge = scores[..., : max(0, shift + lower + scores.shape[-2] - 1)]
         edge.masked_fill_(_ones(edge).tril_(shift + lower - 1), -torch.inf)
 

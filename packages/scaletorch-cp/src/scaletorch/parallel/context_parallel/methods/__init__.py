@@ -11,7 +11,7 @@ from ....dist.errors import InvalidArgumentError
 from . import all_gather, ring, ulysses
 from .call import Call, Saved, WithSinks, ulysses_size
 
-FEW = 256  # positions on a rank; with fewer, a hop around the ring takes longer than its block
+FEW = 256  # positions on a rank; with fewer, a hop of the ring takes longer than its block
 
 
 class Method(Protocol):

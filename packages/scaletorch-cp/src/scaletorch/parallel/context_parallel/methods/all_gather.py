@@ -1,6 +1,6 @@
 """All-gather attention: every rank gathers all keys and values, and attends with its own queries.
 
-Simple, and fast if K and V are small beside Q (grouped heads) or shards are short. K and V take the
+Simple, and fast if K and V are smaller than Q (grouped heads) or shards are short. K and V take the
 memory of the whole sequence. They are in flight while a rank attends to its own keys. Backward
 gathers them again, and reduce-scatters the gradients of K and V in float32 at least.
 
@@ -37,7 +37,7 @@ def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
 
 
 def _gather(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each rank's index, keys and values; the others are in flight during its own."""
+    """Yield each rank's index, keys and values, its own first while the others are in flight."""
     k, v = k.contiguous(), v.contiguous()
     works = [all_gather(x, ring.group, async_op=True) for x in (k, v)] if ring.size > 1 else []
     yield ring.index, k, v

@@ -60,8 +60,8 @@ class Call:
         self, source: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> None:
         """Merge attention over the keys of rank index `source` into `out` and `lse`, in place."""
-        # Blocks of similar weights: rounding each would lose up to 1.4 times as much. The fastest
-        # kernels of other devices take half precision only.
+        # Rounding blocks of similar weights would lose up to 1.4 times as much. The fastest kernels
+        # of other devices take half precision only.
         strided = self.layout.ranks[0][0].step > 1
         similar = self.ring.size > 1 and (strided or not self.mask.causal)
         if similar and q.device.type == "cpu":
@@ -136,12 +136,12 @@ def attend_single_backward(grad_out: Tensor, saved: Saved, band: Band, call: Cal
 
 
 def ulysses_size(kv_heads: int, size: int) -> int:
-    """Return over how many of `size` ranks "hybrid" divides heads without replicating any."""
+    """Return the number of ranks, of `size`, over which "hybrid" divides heads without replicas."""
     return gcd(kv_heads, size)
 
 
 def subgroups_for(method: str, q: Tensor, k: Tensor, ring: Ring) -> Subgroups:
-    """Divide the ranks into those that exchange heads and the ring across such subgroups.
+    """Divide the ranks into subgroups that exchange heads, and rings across the subgroups.
 
     Heads that do not divide over all ranks are divided as in "hybrid".
     """

@@ -3,7 +3,7 @@
 In step s rank r holds the keys and values of rank r − s, and the next ones are in flight while it
 computes. The results of the blocks are merged by their log-sum-exp. In backward keys and values
 travel again, and each block's gradients travel one step behind them. They start on the rank after
-the owner and arrive there after N − 1 hops; the owner adds its own contribution at the end.
+the owner and reach the owner after N − 1 hops; the owner adds its own contribution at the end.
 
 Sent per rank and call, with M bytes of K and V on a rank and elements of e bytes: (N − 1)·M
 forward, (N − 1)·M·(1 + 4/e) backward (8/e in float64).

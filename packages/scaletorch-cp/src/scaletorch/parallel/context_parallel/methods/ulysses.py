@@ -1,8 +1,8 @@
 """Ulysses attention: ranks exchange positions for heads; each then has all positions of some heads.
 
 A rank of a subgroup of U neighbours gets all the subgroup's positions of H / U query heads and of
-the key/value heads that they use, and gives the output back the same way. If the subgroup is all
-ranks, that is attention of whole sequences, and any kernel will do. Otherwise ("hybrid") a ring
+the key/value heads that they use, and sends the output back the same way. If the subgroup is all
+ranks, each attends to whole sequences, with any kernel. Otherwise ("hybrid") a ring
 across the N / U subgroups continues with the positions of each, and fewer heads than ranks suffice.
 If there are fewer key/value heads than ranks in a subgroup, each goes to several ranks, whose
 gradients are summed.
@@ -61,13 +61,13 @@ class _Swap:
 
     ranks: Ring  # the subgroup, U ranks
     shards: tuple[Shard, ...]  # the positions of each rank
-    whole: Shard  # the positions of all, in the order in which the subgroup holds them together
+    whole: Shard  # the positions of the subgroup, in its common order
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Exchange all heads of this rank's positions for all positions of this rank's heads.
 
-        Each [B, H, L, D] becomes [B, max(1, H / U), U · L, D]: with fewer heads than ranks, each
-        goes to several.
+        Each [B, H, L, D] becomes [B, max(1, H / U), U · L, D]. If there are fewer heads than ranks,
+        each head goes to several ranks.
         """
         sends, recvs, results = [], [], []
         for x in tensors:
@@ -116,7 +116,7 @@ class _Swap:
 
 
 def _places(shard: Shard, whole: Shard) -> list[tuple[slice, slice]]:
-    """Return for each run of a shard its place in the shard and its place in the whole."""
+    """Return the slices of each run of a shard in the shard and in the whole."""
     places, local = [], 0
     for run in shard:
         top = 0

@@ -61,7 +61,7 @@ def install(model: nn.Module) -> None:
 
 
 class AttentionOverride(TorchFunctionMode):
-    """While it is on, attention is over the whole sequence."""
+    """Mode under which attention is over the whole sequence."""
 
     def __init__(self, settings: Settings, given: Mapping[str, Any]) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
 
 
 def _without_weights(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that asks for no attention weights, for a subclass of MultiheadAttention.
+    """Return a forward that requests no attention weights, for a subclass of MultiheadAttention.
 
     Its own forward, as under tensor parallelism, would attend by matrix products to return weights.
     """

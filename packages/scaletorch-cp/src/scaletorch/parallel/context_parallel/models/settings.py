@@ -29,7 +29,7 @@ _NAME = "_scaletorch_context_parallel"
 
 
 class ActiveBatch(NamedTuple):
-    """The batch that a model runs inside of."""
+    """The batch that a model is running on."""
 
     layout: Layout
     documents: Documents  # (0, length) if there is one document
@@ -43,9 +43,9 @@ class Settings:
         self.requested_layout = requested_layout  # a name of `LAYOUTS`, or None
         self.method = method
         self.ring = ring
-        self.batch: ActiveBatch | None = None  # the batch that the model runs inside of
-        # Whether a forward without attention is refused. Apart from a rehearsal, nothing else finds
-        # attention that a model computes itself.
+        self.batch: ActiveBatch | None = None  # the batch that the model is running on
+        # Whether a forward without attention is refused. Only this and a rehearsal find attention
+        # that a model computes itself.
         self.must_attend = True
         self._backward: tuple[int, ActiveBatch | None] | None = None
 
@@ -65,7 +65,7 @@ class Settings:
         return str(resolve_layout(requested, ring, _CALL, consume=True, default="contiguous"))
 
     def begin_backward(self, batch: ActiveBatch | None, _grads: object) -> None:
-        """Note the batch of the forward whose backward begins."""
+        """Record the batch of the forward whose backward begins."""
         self._backward = torch._C._current_graph_task_id(), batch
 
     def require_forward_batch(self) -> None:
@@ -121,7 +121,7 @@ class Settings:
 
 
 def note_backward(output: Any, settings: Settings) -> None:
-    """Hook a model's output, so that its backward knows the batch of its forward."""
+    """Hook a model's output, so that its backward finds the batch of its forward."""
     if torch.is_grad_enabled():
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:  # a hook of the tensor itself could change gradients
@@ -170,7 +170,7 @@ def mark(model: nn.Module, settings: Settings) -> None:
 
 @contextmanager
 def use_batch(model: nn.Module, batch: ActiveBatch, ring: Ring) -> Iterator[None]:
-    """Let every context-parallel module of `model` attend within a batch for a while."""
+    """Make every context-parallel module of `model` attend within a batch in this context."""
     where = f"ShardedSequences.inside on {describe_rank()}: {type(model).__name__}"
     every = {id(found): found for each in model.modules() if (found := settings_of(each))}
     if not every:

@@ -41,8 +41,8 @@ Previous = list[tuple[Any, str | None]]  # each config, and the name of its atte
 def replace_attention(model: nn.Module) -> Previous:
     """Make the models of transformers in `model` attend by `context_attention`.
 
-    Their configs become copies, as other models may share them. A vision or audio tower numbers its
-    own positions: one that cannot be sharded is refused when it is called, not with the model.
+    Their configs become copies, as other models may share them. A vision or audio tower that cannot
+    be sharded is refused when it is called, since it numbers its own positions.
     Return the configs, each with the name of its previous attention.
     """
     library = sys.modules.get("transformers.modeling_utils")
@@ -143,7 +143,7 @@ def _require_supported(mask: Any, dropout: float, options: Mapping[str, Any]) ->
 
 
 def _require_known_positions(module: nn.Module, length: int) -> None:
-    """Refuse queries scaled by positions that Llama 4 counts itself, from `floor_scale` on."""
+    """Refuse a sequence so long that Llama 4 scales its queries by positions it counts itself."""
     floor = getattr(module, "floor_scale", None)
     counts = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
     if counts and isinstance(floor, int | float) and length >= floor:
@@ -223,7 +223,7 @@ def _require_shardable(model: Any) -> None:
 def _takes(module: nn.Module, *names: str) -> bool:
     """Return whether a module's forward names one of these arguments.
 
-    If a subclass passes on *args, **kwargs, its base is asked.
+    If a subclass passes on *args, **kwargs, its base is checked.
     """
     passing = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     bases: tuple[Any, ...] = type(module).__mro__

@@ -1,4 +1,4 @@
-"""Masks that models of `transformers` request: their meaning, and checks of what they are given.
+"""Masks that models of `transformers` request: their meaning, and checks of their inputs.
 
 No mask tensor is built.
 """
@@ -149,7 +149,7 @@ def _require_positions(ids: Any, length: int, settings: Settings, given: Mapping
 
 
 def _pattern(mask_function: Any) -> Pattern:
-    """Read a mask function of transformers, without packing, which it guesses from positions."""
+    """Read a mask function of transformers, except packing, which it guesses from positions."""
     causal, window, chunk = False, None, None
     for name, held in _components(mask_function):
         if name == "causal_mask_function":

@@ -29,7 +29,7 @@ from ..layouts import layout_for_shards
 from .override import is_pretrained, running_override, unbound_forward
 from .settings import Settings, refusal, settings_of
 
-# Classes of transformers, beside those that have a depthwise convolution.
+# Classes of transformers that pass a state along without a depthwise convolution.
 _WITHOUT_CONVOLUTION = (
     "MiniMaxLightningAttention", "RwkvFeedForward", "RwkvSelfAttention", "xLSTMLayer",
 )  # fmt: skip

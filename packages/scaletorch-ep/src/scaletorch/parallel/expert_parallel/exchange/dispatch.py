@@ -25,7 +25,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Dispatched(NamedTuple):
     """The rows that this rank received, each with at least one of this rank's experts.
 
-    Indices count from this rank's first expert; another rank's has the number of experts here.
+    Indices count from this rank's first expert; a remote expert's is the number of local ones.
     """
 
     hidden: Tensor  # [R, H]
@@ -43,17 +43,17 @@ def dispatch(
 ) -> Dispatched:
     """Send every token to the ranks that have its experts, once to each; all ranks call it.
 
-    Nothing is dropped, whatever the imbalance; ranks may send or receive no tokens. Counts travel
-    first, then rows: one small all-to-all and two that run together. A backward sends gradients
-    the other way by the same counts. It is run by all ranks or by none, so if one rank needs
+    No token is dropped, whatever the imbalance; ranks may send or receive no tokens. One small
+    all-to-all sends the counts, then two concurrent ones send the rows. Backward sends gradients
+    the other way with the same counts. Either all ranks or none run it, so if one rank needs
     gradients, all compute them.
 
     Args:
         hidden: Tokens of this rank, float [T, H]; T may be 0.
         top_k_index: Experts of each token, integers [T, K] from 0.
         top_k_weights: The router's weights for them, float [T, K].
-        experts: Number of experts, shared out in contiguous ranges, the first ranks one more; or
-            their number on each rank.
+        experts: Number of experts, divided into contiguous ranges, one more on the first ranks; or
+            the number on each rank.
         group: The ranks; None is the manager's `ep` axis.
 
     Raises:
@@ -91,7 +91,7 @@ def dispatch_along(
 
 
 def combine(rows: Tensor, route: Route) -> Tensor:
-    """Send results back and add those of each token: two in their dtype, more in float32 at least.
+    """Send results back and add those of each token, more than two in float32 at least.
 
     Args:
         rows: Weighted results of the received rows, [R, H].
@@ -128,7 +128,7 @@ def apply(function: type[Function], *args: Any) -> Any:
 
 
 class _Dispatch(Function):
-    """Rows to the ranks of their experts, with their routing; backward sends gradients back."""
+    """Send rows and their routing to the ranks of their experts; backward sends gradients back."""
 
     @staticmethod
     def forward(
@@ -173,7 +173,7 @@ class _Dispatch(Function):
 
 
 class _Combine(Function):
-    """Results back to their tokens and added up; backward sends the gradient of each result."""
+    """Send results back to their tokens and add them up; backward sends each result's gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
@@ -196,11 +196,11 @@ class _Combine(Function):
 
 
 class _Synchronise(Function):
-    """The identity, before a call that all ranks make, so that all recompute at the same time.
+    """Identity before a call that all ranks make, so that all recompute at the same time.
 
     `torch.utils.checkpoint` recomputes when backward first unpacks a saved tensor, and only up to
-    the last one. A rank that received no rows saves less than others. So every rank saves and
-    unpacks a tensor here: otherwise it would dispatch again at another time, or not at all.
+    the last one. A rank that received no rows saves fewer tensors than others. It would recompute
+    the dispatch at another time, or not at all. So this function makes all save and unpack one.
     """
 
     @staticmethod

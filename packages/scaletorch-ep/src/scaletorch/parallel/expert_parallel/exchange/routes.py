@@ -68,18 +68,18 @@ def ranges_of(counts: Sequence[int]) -> tuple[range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The rows of one exchange; the way back and backward use the same.
+    """The rows of one dispatch, and of its `combine` and backward.
 
-    A row is a token sent to one rank, once for all of its experts there.
+    A row is a token sent to one rank, once for all of its experts on that rank.
     """
 
-    group: ProcessGroup | None  # the ranks; None is this one alone
+    group: ProcessGroup | None  # the ranks; None is one process
     tokens: int  # T, the tokens of this rank
     rows: Tensor  # int64 [S], the token of each row sent, those for the first rank first
     most: int  # maximum rows of a token: the smaller of K and the number of ranks
     sends: tuple[int, ...]  # rows for each rank; their sum is S
     receives: tuple[int, ...]  # rows from each rank; their sum is R, the rows received
-    pairs: int  # of a received row and one of its experts here: R at least
+    pairs: int  # of a received row and one of its local experts: R at least
     backward: bool  # whether a rank of the group needs gradients of hidden states or weights
 
 
@@ -189,7 +189,7 @@ def _needs_gradients(hidden: Tensor, weights: Tensor) -> bool:
 
 
 def _refuse(index: Tensor, experts: int, group: ProcessGroup | None) -> None:
-    """Raise on every rank, as one of them has indices out of range."""
+    """Raise an error on every rank that names the rank with indices out of range."""
     wrong = index[(index < 0) | (index >= experts)].unique().tolist()
     error = InvalidArgumentError(
         f"{describe_rank()}: rank {get_rank(group)} of the group routes tokens to experts "

@@ -34,7 +34,7 @@ class TensorParallelLayer(nn.Module):
     plain_class: ClassVar[type[nn.Module]]  # the class that it shards
     sharded_size: ClassVar[str]  # the attribute of that class that is divided over the ranks
     shard_dims: ClassVar[Mapping[str, int]]  # parameter -> shard dim; others are replicated
-    packed: ClassVar[Mapping[str, int]] = {}  # parameter -> number of equal packed parts, if > 1
+    packed: ClassVar[Mapping[str, int]] = {}  # parameter -> number of packed projections
     replicable: ClassVar[bool] = False  # whether several ranks may hold the same shard
     options: ClassVar[Mapping[str, Any]]  # further attributes and their defaults
 
@@ -85,7 +85,7 @@ class TensorParallelLayer(nn.Module):
     ) -> Self:
         """Convert a plain module to this rank's shard in place, so references and hooks stay.
 
-        The arguments are those of `from_plain`; `cut` is None for an even one.
+        The arguments are those of `from_plain`; `cut` None means an even cut.
         """
         layer, size = cls._taken(module, group, options, even=cut is None)
         layer._shard(group, memo, options, cut or share_cut(size, get_world_size(group)))
@@ -146,7 +146,7 @@ class TensorParallelLayer(nn.Module):
     def _build(
         self, draw: Callable[[], nn.Module], size: int, group: Group, options: Options
     ) -> None:
-        """Initialise this rank's shard of a new layer, of which `draw` creates the full one."""
+        """Initialise this rank's shard of a new layer; `draw` creates the full layer."""
         super().__init__()
         group = axis_group("tp", group)
         self._require_shares(size, group)
@@ -177,7 +177,7 @@ class TensorParallelLayer(nn.Module):
 
     @classmethod
     def cut_of_parts(cls, cut: Cut, name: str) -> Cut:
-        """Return the cut of the parameter `name`, given the cut of each of its packed parts."""
+        """Return the cut of the parameter `name`, given the cut of each packed projection."""
         return fuse([cut] * cls.packed.get(name, 1))
 
     def _shard_parameter(

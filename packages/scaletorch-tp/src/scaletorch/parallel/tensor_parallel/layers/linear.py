@@ -128,7 +128,7 @@ class RowParallelLinear(_Linear):
         out_features: Size of the output's last dim.
         bias: Whether there is a bias: replicated, added once.
         input_is_parallel: Whether the input is this rank's shard, as from a column-parallel layer;
-            otherwise it is full and cut here.
+            otherwise it is full and the layer cuts it.
         group: As in `ColumnParallelLinear`, and so are `device` and `dtype`.
 
     Raises:
@@ -169,7 +169,7 @@ class RowParallelLinear(_Linear):
         out = self._leave(functional.linear(x, self._matrix()))
         bias: Tensor | None = self.bias
         if self.sequence is None:
-            end_sharded_random()  # from here on activations are full
+            end_sharded_random()  # activations are full after this layer
         # Under autocast the output has a narrower dtype than the bias; keep it.
         return out if bias is None else out + bias.to(out.dtype)
 

@@ -23,7 +23,7 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
 
     Each rank holds the rows of the packed projection for the queries, keys and values of its heads.
     `out_proj` becomes a row-parallel layer. `embed_dim` and `num_heads` keep their full values.
-    Unlike torch's, this forward calls `out_proj` and has no fast path.
+    This forward calls `out_proj` and has no fast path, in contrast to torch's.
     """
 
     plain_class = nn.MultiheadAttention
@@ -171,7 +171,7 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
 
 
 def leave_fast_paths(view: ModelView) -> None:
-    """Disable the fast path of torch's encoder layers, which in eval mode would not sum."""
+    """Disable the fast path of torch's encoder layers, which would skip the sum in eval mode."""
     for module in view.names:
         slow = {nn.TransformerEncoderLayer: "activation_relu_or_gelu",
                 nn.TransformerEncoder: "use_nested_tensor"}  # fmt: skip

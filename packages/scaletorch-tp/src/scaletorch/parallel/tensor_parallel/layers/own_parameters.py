@@ -23,7 +23,7 @@ _SET = ("group", "tp_size", "tp_rank", "cut", "shard_sizes", "shard_dims")  # by
 
 
 class OwnParameters(TensorParallelLayer, Surrounded):
-    """Mixin put before a module's own class; the style says how to shard its parameters."""
+    """Mixin put before a module's own class; the style defines its parameters' shards."""
 
     plain_class = nn.Module
     shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
@@ -33,7 +33,7 @@ class OwnParameters(TensorParallelLayer, Surrounded):
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
-        """Return why `module` cannot become one, whatever its style, or None if it can."""
+        """Return why `module` cannot become one with any style, or None if it can."""
         return None
 
     @classmethod
@@ -60,7 +60,7 @@ class HeadParameters(OwnParameters):
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
-        """Return why `module` cannot become one (a name of it collides with a shard's), or None."""
+        """Return the name collision that prevents `module` from becoming one, or None."""
         bases = type(module).__mro__
         names = {name for kind in bases[: bases.index(nn.Module)] for name in vars(kind)}
         names |= {*vars(module), *module._modules, *module._buffers}
@@ -134,7 +134,7 @@ class ParallelExperts(OwnParameters):
             return x
         if sizes is not None:  # the rows of all ranks, concatenated
             entered = convert(x.flatten(0, -2), Shard(0, sizes), Replicate(), self.group)
-            return entered if x.ndim == 2 else entered[None]  # as one sequence
+            return entered if x.ndim == 2 else entered[None]  # [1, rows, H]
         # Integer indices have no gradient.
         enters = x.is_floating_point()
         return convert(x, Invariant(), Replicate(), self.group) if enters else x

@@ -39,7 +39,7 @@ class Attention:
     head_dim: int
     query: int  # number of query heads
     key_value: int  # number of key/value heads
-    lengths: Mapping[nn.Module, tuple[int, ...]]  # divided, of each packed part of a projection
+    lengths: Mapping[nn.Module, tuple[int, ...]]  # divided lengths of packed projections
     gated: bool = False  # one projection is a gate with one feature for each query head
 
     def cuts(self, tp_size: int) -> dict[nn.Module, Cut]:
@@ -63,7 +63,7 @@ class Attention:
         query, key_value = (cut.sizes for cut in head_cuts(self.query, self.key_value, tp_size))
         if attribute == _GROUPS:
             return tuple(q // kv for q, kv in zip(query, key_value, strict=True))
-        # The value may be a number of heads or their total length; the name tells which.
+        # The value may be a number of heads or their total length, depending on the name.
         units = (1, self.head_dim) if "head" in attribute else (self.head_dim, 1)
         for unit in units:
             for count, shares in ((self.query, query), (self.key_value, key_value)):

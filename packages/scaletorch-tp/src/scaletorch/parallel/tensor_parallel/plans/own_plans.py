@@ -1,4 +1,4 @@
-"""Read the tensor-parallel plan that a model brings along, of transformers or of `torch.nn`.
+"""Read a model's own tensor-parallel plan: of transformers, or for layers of `torch.nn`.
 
 A plan of transformers names the modules to shard but not the head boundaries. As for any plan,
 these come from the attention modules and their config.
@@ -16,7 +16,7 @@ from ..styles import Divide, Fused, PerHead, SharedTail, Slices, Stacked
 from .attention import SHARED_KEYS, has_heads, latent_heads
 from .plan import Match, Matches, Style, children_of, look_up, with_outputs
 
-PER_HEAD = "local_params"  # the style of a module whose single parameters have styles
+PER_HEAD = "local_params"  # the style of a module whose parameters have their own styles
 SHARED_TAIL = "mla_kv_a_proj"
 
 # Replicated modules of latent attention.
@@ -27,9 +27,9 @@ SUMMED = "all_reduce"  # stacked shared experts
 GATHERED = "gather"  # transformers 5.0: experts whose parameters have a style of `_LOCAL`
 ROUTER = "ep_router"  # until 5.2 also in these plans; a router is replicated
 APART = "grouped_gemm"  # 5.0: expert parallelism, not tensor parallelism
-_LOCAL = ("local_colwise", "local_rowwise")  # these do not tell which dim is the width
+_LOCAL = ("local_colwise", "local_rowwise")  # these leave the width dim open
 
-# A parameter's style -> its shard dim of [experts, out, in], and the number of packed parts.
+# A parameter's style -> its shard dim of [experts, out, in], and the number of packed matrices.
 # Plans give transposed stacks the style of the other dim.
 _SLICES: Mapping[str, tuple[int, int]] = {
     "colwise": (1, 1),
@@ -110,11 +110,11 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
 def find_own_plan(
     model: nn.Module, divided: Collection[nn.Module] = ()
 ) -> tuple[list[Match], list[str]] | None:
-    """Match the model's own plan, and name its attention; None if it has none that shards layers.
+    """Match the model's own plan, and name its attention; None if no plan shards layers.
 
     Modules in `divided`, such as experts of another strategy, are left out. A plan for only the
-    head or for expert parallelism (`APART`), or with attention that has two row layers, does not
-    count: there the rest of the module would get only this rank's heads of the first one's output.
+    head or for expert parallelism (`APART`) does not count. Nor does one with two row layers in an
+    attention module, which would use only this rank's heads of the first one's output.
     """
     plan = own_plan(model)
     if APART in plan.values():
@@ -133,7 +133,7 @@ def find_own_plan(
         if name in modules:  # replicated in latent attention
             matches.setdefault(modules[name], look_up(name, modules[name], name, "replicate"))
     _add_tied(modules, matches)
-    for name in heads:  # dropout there acts on this rank's heads
+    for name in heads:  # their dropout acts on this rank's heads
         matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
     ordered = [matches[module] for module in model.modules() if module in matches]
     return ordered, heads
@@ -142,7 +142,7 @@ def find_own_plan(
 def _refuse_single_parameters(
     model: nn.Module, plan: Mapping[str, Style], modules: Mapping[str, nn.Module], matches: Matches
 ) -> None:
-    """Refuse a plan that shards a parameter of a module that it does not shard."""
+    """Refuse a plan that shards a parameter of a module but not the module."""
     for prefix, module in modules.items():
         match = matches.get(module)
         if match is not None and isinstance(match.style, Stacked | PerHead):
@@ -206,7 +206,7 @@ def _style(
 
 
 def _unknown(place: str, style: str | None, known: Collection[str]) -> InvalidArgumentError:
-    """Return the error for a style of transformers that is none of the known ones."""
+    """Return the error for an unknown style of transformers."""
     return InvalidArgumentError(
         f"the model's own plan (_tp_plan) gives '{place}' the style {style!r}, which is none of "
         f"{', '.join(map(repr, known))}; pass a plan of your own"
@@ -225,7 +225,7 @@ def _attentions(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[
 
 
 def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:
-    """Add the other of a tied embedding and head, or drop both if its class cannot be sharded."""
+    """Add the layer tied to a matched embedding or head, or drop both if it cannot be sharded."""
     sharded = {m.module._parameters.get("weight") for m in matches.values() if m.layer is not None}
     styles: dict[type[nn.Module], Style] = {nn.Embedding: "vocab", nn.Linear: "column_gather"}
     for name, module in modules.items():
@@ -288,7 +288,7 @@ _CHILDREN: Mapping[str, Style] = {
 def find_torch_layers(
     model: nn.Module, divided: Collection[nn.Module] = ()
 ) -> tuple[list[Match], list[str]] | None:
-    """Match the encoder and decoder layers of `torch.nn` in a model; return None without any.
+    """Match the encoder and decoder layers of `torch.nn` in a model, or return None without any.
 
     A subclass with its own forward does not count, and modules in `divided` are left out.
     """

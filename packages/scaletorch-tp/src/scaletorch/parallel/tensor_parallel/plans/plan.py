@@ -64,7 +64,7 @@ VARIANTS: Mapping[type[TensorParallelLayer], tuple[type[TensorParallelLayer], ..
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A module of the model and everything that the plan says about it."""
+    """A module of the model with its style, layer and options in the plan."""
 
     name: str  # the module's first one
     module: nn.Module
@@ -73,7 +73,7 @@ class Match:
     layer: type[TensorParallelLayer] | None = None  # the class that the module becomes
     options: Mapping[str, Any] = field(default_factory=dict)  # of the layer or the mixin
     mixin: type[Surrounded] | None = None  # the class put before the module's own one
-    lengths: tuple[int, ...] = ()  # divided over the ranks: of each packed part if it is fused
+    lengths: tuple[int, ...] = ()  # divided over the ranks, one for each packed projection
     misfit: str | None = None  # why the module cannot become that layer
     cut: Cut | None = None  # of all lengths, after `resolve`
 
@@ -144,7 +144,7 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
 
 
 def _of_multihead(module: nn.Module) -> str | None:
-    """Return why the out_proj of torch's attention cannot be sharded by itself, else None."""
+    """Return why the out_proj of torch's attention cannot be sharded alone, or None."""
     if type(module) is not NonDynamicallyQuantizableLinear:
         return None
     return (
@@ -205,8 +205,8 @@ def with_mixins(matches: Sequence[Match]) -> list[Match]:
     """Return the matches with the mixins that follow from the positions of modules.
 
     A module with `Divide` works on this rank's heads and draws its own random numbers, unless
-    sharded layers are deeper inside than its children, as in a block or model. A replicated module
-    inside it draws the same random numbers on all ranks.
+    sharded layers lie deeper than its children, as in a block or model. A replicated module inside
+    it draws the same random numbers on all ranks.
     """
     layers = {match.module for match in matches if match.layer is not None}
     mixins = {match.module: match.mixin for match in matches if match.mixin is not None}

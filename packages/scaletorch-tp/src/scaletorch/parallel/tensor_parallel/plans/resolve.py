@@ -47,7 +47,7 @@ which finds one by a forward of what the model takes, or write one, such as \
 
 
 class UnplannedError(InvalidArgumentError):
-    """No plan was given, and the model has none of its own."""
+    """The caller passed no plan, and the model has no plan of its own."""
 
 
 class Resolved(NamedTuple):

@@ -66,7 +66,7 @@ def _has_other_head(model: nn.Module, matches: Sequence[Match]) -> bool:
 
 
 def _needs_full_sequences(view: ModelView, decoder: nn.Module, layers: nn.ModuleList) -> bool:
-    """Return whether layers take other values of tokens, or there are modules beside the text."""
+    """Return whether layers take other per-token inputs, or modules handle more than text."""
     given = {name for layer in layers for name in signature(layer.forward).parameters}
     if given.intersection((*OF_TOKENS, *WHOLE_IDS)):
         return True

@@ -4,7 +4,7 @@ Two linear layers are sharded together, the first over its output features ("col
 second over its input features ("row"), if each half of the first one's outputs affects only the
 same half of the second one's inputs. NaN values show this: half of the outputs are set to NaN, and
 the inputs of all other layers are checked for NaN. The operations between the two layers need not
-be known, be they an activation function, a gate, or attention over heads.
+be known. Examples are an activation function, a gate, and attention over heads.
 
 Each proposal is then tried in this process: the shards of each rank, run on the same inputs, must
 give the second layer that rank's slice of its inputs. Layers that fail stay replicated.
@@ -45,7 +45,7 @@ from .trial import (
     vocabulary_styles,
 )
 
-_MOST_TRIALS = 64  # of subsets of integer attributes that may count heads or features
+_MOST_TRIALS = 64  # subsets of integer attributes, which may count heads or features
 
 
 def suggest_plan(
@@ -200,7 +200,7 @@ def _forms(unit: Unit, name: str, row: str) -> Iterator[Style]:
 
 
 def _second_halves(linear: nn.Module, style: Style) -> Tensor:
-    """Return the indices of the second half of each packed part of a layer's outputs."""
+    """Return the indices of the second half of each packed projection in a layer's outputs."""
     out = features(linear)[1]
     lengths = style.lengths(out) if isinstance(style, Fused) else (out,)
     starts = [sum(lengths[:place]) for place in range(len(lengths))]
@@ -214,10 +214,10 @@ def _is_second_half(mask: Tensor) -> bool:
 
 
 def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]:
-    """Set output features of a layer to NaN; return the NaN masks [features] of others' inputs.
+    """Set output features of a layer to NaN; return the NaN masks [features] of reached inputs.
 
-    A layer with NaN inputs gets zeros instead, so that NaN does not spread beyond it. The key "" is
-    for the outputs of the unit.
+    A layer with NaN inputs gets zeros instead, so that NaN does not spread beyond it. The key ""
+    holds the mask of the unit's outputs.
     """
     reached: dict[str, Tensor] = {}
 
@@ -250,7 +250,7 @@ def _counts(unit: Unit, row: str, columns: Mapping[str, Style]) -> set[int]:
     """Return the numbers of features or heads that an integer attribute may stand for."""
     taken = features(unit.linears[row])[0]
     found = {taken}
-    for name in columns:  # one of its outputs affects the inputs of its head, or its key's heads
+    for name in columns:  # an output affects the inputs of its head, or of its key's heads
         reached = _probe(unit, name, slice(0, 1))
         if row in reached:
             found.add(taken // max(1, int(reached[row].sum())))

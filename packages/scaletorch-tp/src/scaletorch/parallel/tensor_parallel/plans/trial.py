@@ -42,7 +42,7 @@ class Unit:
     is_differentiated: bool = False  # the model's forward computes gradients
 
     def again(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return a copy of the first call's output, instead of calling a layer like it."""
+        """Return a copy of the first call's output, instead of calling a similar layer."""
         if self.is_differentiated:
             return forward(*args, **kwargs)
         return copy.deepcopy(self.returned)
@@ -154,7 +154,7 @@ def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bo
     Noise is added to the outputs of column layers, because equal tokens would hide a wrong order of
     heads. A first run has distinct buffer values, which reveal a wrong slice of a buffer. A second
     run has ones: in a mask such as `w * b - 1e4 * (1 - b)` distinct values would let each token
-    attend to one other only, whatever the heads are.
+    attend to one other only, whichever head it uses.
     """
     try:
         resolved = resolve(unit.module, plan, tp_size)
@@ -307,7 +307,7 @@ def structure(model: nn.Module) -> tuple[Any, ...]:
 
 
 class _Reads(TorchFunctionMode):
-    """Counts the function calls that take each parameter."""
+    """Count the function calls that take each parameter."""
 
     def __init__(self) -> None:
         super().__init__()

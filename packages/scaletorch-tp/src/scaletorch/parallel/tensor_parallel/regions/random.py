@@ -1,4 +1,4 @@
-"""Random numbers under tensor parallelism: common for replicated activations, own for shards.
+"""Random numbers under tensor parallelism: one common stream, and one per rank for shards.
 
 Ranks of the axis share a seed, so their default generators are one common stream. A module that
 works on shards (attention over this rank's heads) must draw from a stream of its own rank.
@@ -104,7 +104,7 @@ def refused_again(name: str) -> Iterator[None]:
 
 @uncompiled
 def end_sharded_random() -> None:
-    """Switch back to the common stream; do nothing if it is in use."""
+    """Switch back to the common stream if this rank's own stream is in use."""
     common = _common.get()
     if common is not None:
         _set_states(common)

@@ -59,7 +59,7 @@ class Entrance:
 class Enter(torch.autograd.Function):
     """Identity or all-gather; backward does the sum or reduce-scatter, and weight gradients.
 
-    Weights are inputs only so that their gradients can be returned here.
+    Weights are inputs only so that backward can return their gradients.
     """
 
     @staticmethod
@@ -140,7 +140,7 @@ class Multiply(torch.autograd.Function):
             if weight_needed or bias_needed:
                 ctx.waiting.append((grad, x))
             return grad.matmul(weight), None, None, None
-        # With create_graph these gradients are differentiated again, so they need a graph here.
+        # With create_graph these gradients are differentiated again, so they need a graph.
         products: Products = [(grad, x)]
         return (
             grad.matmul(weight),
@@ -177,7 +177,7 @@ def send(
 ) -> Callable[[], Tensor]:
     """Start the sum of the input's gradient; return a function that waits for the result."""
     if sizes is None:
-        # In place: only `Multiply` nodes made it, so nothing else uses it.
+        # In place: no other code uses a gradient that `Multiply` nodes returned.
         work = all_reduce(grad, group=group, async_op=True)
         return lambda: work.wait() or grad
     parts = grad.split(list(sizes), DIM)
@@ -218,7 +218,7 @@ _running: ContextVar[_Running | None] = ContextVar("_running", default=None)
 def enter(x: Tensor, group: ProcessGroup | None, sequence: SequenceShares | None = None) -> Tensor:
     """Return the full input for this rank's shards; backward sums its gradient over the ranks."""
     running = _running.get()
-    if sequence is not None:  # a region gathers before its forward, and sums there in backward
+    if sequence is not None:  # a region gathers before its forward, and sums after its backward
         return sequence.enter(x) if running is None else sequence.require_whole(x)
     return _copy(x, group) if running is None else running.once(x, _copy, group)
 

@@ -35,7 +35,7 @@ class SequenceShares:
     group: ProcessGroup | None
     length: int | None = None  # tokens of a full sequence in the last forward; None: equal shards
     batch: int = 0  # sequences in the last forward, if known
-    sharing: bool = True  # hidden states are shards now; else the forward is outside of the layers
+    sharing: bool = True  # hidden states are shards now; False outside of the sequence layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceShares:
         return replace(self)  # process groups cannot be copied: share it

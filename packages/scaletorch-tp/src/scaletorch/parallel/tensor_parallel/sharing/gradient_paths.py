@@ -103,7 +103,7 @@ class Walk:
         return Reach.WHOLE
 
     def _is_share(self, leaf: Tensor) -> bool:
-        """Return whether a leaf is a sequence shard that the model, or a stage, was called with."""
+        """Return whether a leaf is a sequence shard passed to the model or to a stage."""
         if id(leaf) in self.leaves.names or leaf.ndim < 2 or not leaf.numel():
             return False
         # A model that is called without token ids is called with sequence shards.
@@ -159,7 +159,7 @@ class Walk:
         return reach
 
     def _follow_later(self, node: Any, reach: Reach) -> None:
-        """Follow a reentrant checkpoint during backward, when its recomputation makes the graph."""
+        """Follow a reentrant checkpoint in backward, when its recomputation builds the graph."""
         run: Callable[..., Any] = node.run_function
 
         def run_and_follow(*args: Any) -> Any:
@@ -253,7 +253,7 @@ def _holds(node: Node, group: ProcessGroup | None) -> bool:
 
 
 def _leaves_of(node: Node) -> Iterator[Tensor]:
-    """Yield the leaf of a node, and leaves whose gradients its function computes later itself."""
+    """Yield the leaf of a node, and leaves whose gradients its function computes later."""
     leaf = getattr(node, "variable", None)
     if leaf is not None:
         yield leaf

@@ -1,6 +1,6 @@
 """Sum partial gradients over the tensor-parallel ranks, as found in the autograd graph.
 
-The plan need not say which gradients are partial. Inside a parallel region, or on a sequence shard,
+The plan need not list the partial gradients. Inside a parallel region, or on a sequence shard,
 the gradient of a replicated parameter is partial; outside it is full. A parameter with only
 partial gradients in the graph of a forward is summed over the ranks, one with only full gradients
 is not, and one with both is refused.
@@ -88,7 +88,7 @@ class GradientSums:
             self._follow(model, nodes)
 
     def look_again(self) -> None:
-        """Inspect the next forwards again, whatever is known."""
+        """Inspect the next forwards again, even if all kinds are known."""
         self._looked, self._seen_once = {}, False
 
     def remove(self) -> None:
@@ -114,7 +114,7 @@ class GradientSums:
         return self._reached.get(parameter, Reach.NOT)
 
     def note(self, parameter: Tensor, reach: Reach) -> None:
-        """Record the kind of a parameter's gradient, found here or on another rank."""
+        """Record the kind of a parameter's gradient, found on this or another rank."""
         self._reached[parameter] = reach = self.reach(parameter) | reach
         if reach is Reach.PARTIAL:
             self._hook(parameter)

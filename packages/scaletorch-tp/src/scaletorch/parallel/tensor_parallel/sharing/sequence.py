@@ -44,8 +44,8 @@ class SequenceLayer(Surrounded):
     """Mixin of a layer that works on this rank's shard of sequences."""
 
     _sequence: SequenceShares | None = None  # None without sequence parallelism
-    _first: bool = False  # of a list: splits its inputs
-    _last: bool = False  # gathers its output
+    _first: bool = False  # the first of a list: splits its inputs
+    _last: bool = False  # the last of a list: gathers its output
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class SequenceLayer(Surrounded):
 def _joined(out: Any, shares: SequenceShares) -> Any:
     """Return a layer's output with its hidden states gathered."""
     shares.sharing = False
-    end_sharded_random()  # from here on activations are full
+    end_sharded_random()  # activations are full after this layer
     if isinstance(out, dict):  # an output of transformers
         name = next(name for name, value in out.items() if isinstance(value, Tensor))
         out[name] = shares.whole(out[name])
@@ -203,15 +203,15 @@ def share_sequences(
 ) -> None:
     """Make a model with tensor-parallel layers sequence parallel, in place.
 
-    Modules in `whole` become `WholeSequence`; those inside them do not change, nor do those outside
-    of `SequenceLayer` modules if there are any: they work on full sequences.
+    Modules in `whole` become `WholeSequence`. Modules inside these do not change. If there are
+    `SequenceLayer` modules, those outside do not change either and work on full sequences.
     """
     shares, model = SequenceShares(group), view.model
     layers = [module for module in view.names if isinstance(module, SequenceLayer)]
     tables = [module for module in view.names if isinstance(module, nn.Embedding)]
     kept = modules_within(whole) - {*whole} | modules_within(tables) - {*tables}
     for module in modules_within(layers or [model]) - kept:
-        # `whole` comes first: such a module gathers for all of its layers.
+        # `whole` comes first: a module in it gathers for all of its layers.
         if module in whole:
             surround(module, WholeSequence, group)
         elif isinstance(module, nn.Embedding):

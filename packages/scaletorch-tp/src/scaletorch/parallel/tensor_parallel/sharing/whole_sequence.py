@@ -54,7 +54,7 @@ class WholeSequence(Surrounded):
 
 @uncompiled
 def _shared(out: Any, length: int, shares: SequenceShares) -> tuple[Any, bool]:
-    """Split the hidden states in an output; return it and whether it had any."""
+    """Split the hidden states in an output; return the output and whether it had any."""
     if isinstance(out, Tensor):
         is_hidden = out.is_floating_point() and 1 < out.ndim < 4 and out.shape[DIM] == length
         return (shares.split(out), True) if is_hidden else (out, False)
@@ -107,7 +107,7 @@ def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
 
 @uncompiled
 def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any) -> Any:
-    """Make the mask that the model asked for, but for full sequences."""
+    """Make the mask that the model requested, but for full sequences."""
     whole, shard = shares.length, shares.local
     queries = options.get("q_length")
     if queries == shard:

@@ -40,10 +40,10 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 class PiecesTensor(Tensor):
-    """A full tensor of which this rank holds pieces along one dim, only for checkpoints.
+    """A full tensor for checkpoints only; this rank holds pieces of it along one dim.
 
-    It has the full shape but takes no memory. It tells torch.distributed.checkpoint which chunks of
-    the full tensor this rank holds, and returns their data.
+    It has the full shape but takes no memory. It lists for torch.distributed.checkpoint the chunks
+    of the full tensor that this rank holds, and returns their data.
     """
 
     _local: Tensor

@@ -86,7 +86,7 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
 
 
 def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, part: str) -> None:
-    """Refuse a name whose next component a module with entries of its own does not have."""
+    """Refuse a name whose next component is missing in a module that has entries."""
     known = {**module._modules, **module._parameters, **module._buffers}
     if known and part not in known and not hasattr(module, part) and part != "_extra_state":
         names = (n for n, _ in model.named_parameters(remove_duplicate=False))
@@ -100,7 +100,7 @@ def split_by_owner(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     """Split this rank's tensors into pieces, each with its owner: the first tp rank that holds it.
 
     The owner is 0 for replicated tensors, and this rank for a piece that no other rank holds. A
-    shard is one piece, or one for each packed part of a fused weight, some of which may be
+    shard is one piece, or one piece per packed projection of a fused weight; pieces may be
     replicated. If each piece is counted only on its owner, each element is counted once.
 
     Args:
@@ -264,7 +264,7 @@ def _check_group(layer: TensorParallelLayer, group: ProcessGroup | None) -> None
 def _check_agreement(
     cuts: Mapping[str, ParameterCut], tensors: Mapping[str, Tensor], group: ProcessGroup | None
 ) -> None:
-    """Check that all ranks gather the same tensors; otherwise they would wait for ever."""
+    """Check that all ranks gather the same tensors; otherwise they would deadlock."""
     layer = next((cut.layer for cut in cuts.values() if cut.layer.tp_size > 1), None)
     if layer is None:
         return
