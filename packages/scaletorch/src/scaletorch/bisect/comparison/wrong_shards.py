@@ -1,4 +1,4 @@
-"""A wrong tensor's shards beside their right values, and words for ranks and places."""
+"""Shards of a wrong tensor with their right values, and names of ranks and places."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A wrong tensor, with everything that guesses about it are made from."""
+    """A wrong tensor, with all data that guesses need."""
 
     shards: Sequence[Shard]  # the pieces of all ranks
     wrong: Sequence[Shard]  # the pieces that differ by more than rounding explains
