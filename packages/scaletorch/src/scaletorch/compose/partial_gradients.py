@@ -38,7 +38,7 @@ class _Partial:
     names: list[str] = field(default_factory=list)  # parameters whose gradients are summed
     unknown: list[str] = field(default_factory=list)  # parameters that no rank has reached yet
     compared: bool = False  # the ranks have compared their findings
-    shards: list[Shard] | None = None  # that this rank's optimizers updated at that time
+    shards: list[Shard] | None = None  # the shards that this rank's optimizers updated then
     same: bool = True  # all tp ranks of a place have the same ranges of these shards
     pending: bool = False  # the last step was in `no_sync`, so its gradients are not summed
 
@@ -147,7 +147,7 @@ def _hidden(known: _Partial) -> list[str]:
 
 
 def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
-    """Compare how ranks reach parameters that none had reached before; all of a stage come here."""
+    """Compare how ranks reach parameters not reached before; all ranks of a stage call it."""
     late = _hidden(known)
     if not late:
         return

@@ -76,7 +76,7 @@ def small_batch(
         short = _short(whole, shape[1], min(TOKENS, tokens // _SHARE), cut.row_dims, manager)
         labels = short.get("labels")
         if isinstance(labels, Tensor) and not bool((labels != IGNORED).any()):
-            short = whole  # nothing would count
+            short = whole  # no position would count in the loss
     told = {name: dim for name, dim in cut.row_dims.items() if name in short}
     again = partial(shard_global_batch, short, row_dims=told, sequence_dims=cut.sequence_dims)
     parts = again(kept, model=model)
