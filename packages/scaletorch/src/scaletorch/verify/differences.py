@@ -9,8 +9,8 @@ to probabilistic rounding error analysis, 2019).
 In bfloat16 such a bound would let every fault pass. There a layout may lose 1.25 times what one
 process loses by rounding: one process trains in bfloat16 and another in float64, from the same
 weights, and their difference is the loss. The float64 process and the ranks send tokens to the
-experts that the bfloat16 process chose, see `expert_choices`. For a single tensor this loss is up
-to chance, so tensors of a kind are taken together.
+experts that the bfloat16 process chose, see `expert_choices`. For a single tensor this loss is
+random, so all tensors of a kind are compared together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..parallel.pg_manager.building import digest
 from ..parallel.tensor_parallel import take_own
 from .expert_choices import Choice, sizes
 
-LOW, FACTOR = "bfloat16", 1.25  # the dtype that is held to what one process loses, and how far
+LOW, FACTOR = "bfloat16", 1.25  # a dtype, and its allowed loss / one process's rounding loss
 SCORES = 4.0  # times the median error of scores
 LARGEST = 1e-3  # a larger bound would let bfloat16 pass for float32: it rounds by 1e-3 or more
 

@@ -88,7 +88,7 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
     finally:
         destroy_process_group_manager()
     found = [replace(difference, rank=get_rank()) for difference in found]
-    # The earliest failure tells most: the loss before gradients, then the largest difference.
+    # The earliest failure matters most: the loss before gradients, then the largest difference.
     failures = sorted(
         (difference for difference in found if difference.failed),
         key=lambda difference: (difference.step, difference.what != "loss", -difference.severity),
@@ -127,7 +127,7 @@ def compare_case(
 class RefusedError(ScaletorchError):
     """The library refuses a case before its first step is done.
 
-    `heard` says whether another rank found the reason and this one was only told.
+    `heard` is True if another rank found the reason and reported it.
     """
 
     def __init__(self, heard: bool, words: str) -> None:
@@ -201,7 +201,7 @@ def train_and_compare(
 ) -> Generator[Difference, None, bool]:
     """Train; compare this rank's shards after each step, and the whole weights at the end.
 
-    Stops and returns False after the first step with a fault: later steps tell nothing new.
+    Stops and returns False after the first step with a fault: later steps inherit its errors.
     """
     mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     stages, dtype = all_gather_object(mine, manager.pp_group), TORCH_DTYPES[case.dtype]
