@@ -90,8 +90,8 @@ def shard_global_batch(
         manager: The grid: dp divides rows, cp divides columns. By default the model's.
         model: The model that `parallelize` returned; it gives the order of columns. Without a model
             they are in the default order, and `train_step` raises if that is not the model's.
-            "zigzag" takes any length: sequences are padded at the end, without labels, where causal
-            attention does not look.
+            "zigzag" takes any length: sequences are padded at the end, without labels; causal
+            attention ignores the padding.
         own_rows: The batch has only this data-parallel rank's rows; see `rows_of_step`.
         row_dims: Dims of rows, by name of entry, if shapes are ambiguous; None if every
             micro-batch gets the whole entry: `{"pixels": 1, "table": None}`.

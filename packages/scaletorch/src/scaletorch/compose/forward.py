@@ -42,7 +42,7 @@ class Terms:
     counting: Counting | None = None
     recomputes: bool = False  # layers run again in backward
     router_loss: RouterLoss | None = None
-    keeps_cache: bool = False  # the config asks for a cache, and forward takes `use_cache`
+    keeps_cache: bool = False  # the config enables a cache, and forward takes `use_cache`
     real_positions: Tensor | None = None  # mask of this rank's; None if none is padding
     counts_routing: bool = False  # `count_routing` counts tokens
     looked: bool = False  # the ranks have compared their first batch

@@ -44,8 +44,8 @@ def ready(
     """Return the micro-batches as the model is called with them, and the count of the global batch.
 
     One all-reduce of 136 bytes in host memory counts tokens or losses, reports whether a rank
-    failed, and compares last step's samples. Labels on an accelerator are counted there by a second
-    one, so that the host does not wait; the count is a 0-d tensor then. If a loss_fn counts its
+    failed, and compares last step's samples. A second one counts labels on an accelerator, so
+    that the host does not wait; then the count is a 0-d tensor. If a loss_fn counts its
     losses later, the count is the size of the batch.
 
     Raises:

@@ -69,11 +69,11 @@ def train_step(
 
     Returns:
         The loss of the whole global batch: sum of token losses / number of valid tokens, or the sum
-        of a loss_fn / its count; plus the routers' auxiliary loss if the model's config asks for
+        of a loss_fn / its count; plus the routers' auxiliary loss if the model's config enables
         it. A 0-d tensor, in float32 at least, equal on every rank.
 
     Raises:
-        InvalidArgumentError: The model, the batch or what loss_fn returned does not fit.
+        InvalidArgumentError: The model, the batch or loss_fn's result does not fit.
         RehearsalError: The layout does not compute what one process computes; see `rehearse`.
         MismatchError: Batches, shared parameters, gradient scales or losses differ between ranks
             that must have the same, or another rank has failed.

@@ -179,7 +179,7 @@ def _short(
 def _most(length: int, units: int, unit: int) -> int:
     """Return the number of positions to take: up to `units` units, if possible dividing the length.
 
-    Then blocks that a model makes of positions end at ranks' borders only if the step's do.
+    Then a model's blocks of positions end at ranks' borders only if those of the step do.
     """
     whole = (n for n in range(units, max(units // 2, 2) - 1, -1) if length % (n * unit) == 0)
     return next(whole, units) * unit
