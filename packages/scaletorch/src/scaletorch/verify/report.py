@@ -29,7 +29,7 @@ class CaseResult:
         ranks: The findings of each rank; empty if the case did not run to its end.
         error: The ranks' tracebacks, if one failed.
         refused: The library's message, if it refuses this layout or option on every rank.
-        unjudged: Why rounding in this dtype would hide faults; the case did not run then.
+        unjudged: Reason why this dtype's rounding would hide faults; the case did not run then.
     """
 
     case: Case

@@ -149,7 +149,7 @@ def refusing() -> Iterator[None]:
 
 
 def refusal(error: RankFailedError, world_size: int) -> str:
-    """Return in one line why all ranks refuse a case, or '' if something else went wrong.
+    """Return the reason why all ranks refuse a case, in one line, or '' for any other error.
 
     Mismatches alone mean that ranks disagree, which is a fault.
     """
@@ -257,7 +257,7 @@ def _replayed(sent: Sequence[float], step: int, limit: float) -> Iterator[Differ
 
 
 def optimizers_of(case: Case, phase: Phase, model: DataParallelBucket) -> Sequence[Optimizer]:
-    """Return a phase's optimizers of this rank's parameters, sharded if the case says so."""
+    """Return a phase's optimizers of this rank's parameters, sharded if the case requires it."""
     optimizers = phase.make(model.parameters())
     for optimizer in optimizers:
         if options := SHARDED.get(case.data_parallel):

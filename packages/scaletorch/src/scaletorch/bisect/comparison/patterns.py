@@ -261,7 +261,7 @@ def _owners(case: Case, clusters: Sequence[Sequence[int]], over: str) -> str:
     return has(f"{'; '.join(groups[:RUNS])}{more} ({over})")
 
 
-# If two guesses explain the same number of pieces, the first of this list is chosen: it leaves less
-# to chance, or says more. A mean in place of a sum is 1/n of the right values, and n of them also
-# add up to these. Pieces that add up may be zeros if another rank's are not (a sharded embedding).
+# If two guesses explain the same number of pieces, the first of this list is chosen: it is less
+# likely by chance, or more specific. A mean in place of a sum is 1/n of the right values, and n of
+# them add up to these. Pieces that add up may be 0 if another rank's are not (sharded embedding).
 GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (scaled, sums, zeros, moved)

@@ -90,7 +90,7 @@ def candidates(root: Path) -> list[Path]:
 def latest(folder: str | Path) -> Path | None:
     """Return the newest finished checkpoint in `folder`; None if there is none.
 
-    It may be damaged; `load` finds out, and takes the one before.
+    It may be damaged; `load` detects this and takes the one before.
     """
     return next((path for path in finished(Path(folder)) if (path / METADATA).is_file()), None)
 
