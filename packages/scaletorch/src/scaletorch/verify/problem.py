@@ -33,7 +33,7 @@ STEPS = 4
 class Phase:
     """Consecutive steps with the same optimizers."""
 
-    steps: int  # number of steps
+    steps: int
     # returns the optimizers for given parameters
     make: Callable[[Iterable[Any]], Sequence[Optimizer]]
     clips: bool  # whether gradients are clipped to `MAX_NORM` before the optimizer step

@@ -30,7 +30,7 @@ from .places import Held
 class Run:
     """All ranks' recordings of all steps."""
 
-    folder: Path  # folder of the recordings
+    folder: Path
     steps: Mapping[int, Sequence[Recording]]  # the recordings of each step, in rank order
     # the ranks' shards of each tensor, in the order in which tensors were recorded
     held: dict[Key, list[Held]] = field(default_factory=dict)

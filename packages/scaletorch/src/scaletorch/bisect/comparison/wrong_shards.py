@@ -23,7 +23,7 @@ CHANCE = math.log(1e-4)  # largest probability that a guess fits by accident
 class Shard:
     """A rank's piece with its right values; everything is float64 and finite."""
 
-    piece: Piece  # the rank's piece
+    piece: Piece
     have: Tensor  # the rank's values; those of `want` if either is not finite
     want: Tensor  # the right values; 0 for those that are not finite
     odd: Tensor  # mask of elements that are not finite while the right ones are, or the reverse

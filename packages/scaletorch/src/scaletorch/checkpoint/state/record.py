@@ -18,7 +18,7 @@ class Entry:
     """A whole tensor, and the rectangles of it that this rank holds."""
 
     shape: tuple[int, ...]  # shape of the whole tensor
-    dtype: torch.dtype  # its dtype
+    dtype: torch.dtype
     parts: list[Part]  # the rectangles on this rank
     source: str = ""  # the saved entry to load from, which may have another dtype
 
