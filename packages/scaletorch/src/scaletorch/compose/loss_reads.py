@@ -149,7 +149,7 @@ def _is_number(node: Node) -> bool:
 def require_no_parameters(
     leaves: Sequence[Tensor], model: nn.Module, manager: ProcessGroupManager
 ) -> None:
-    """Refuse a penalty on the model's parameters, since a rank may have only some or shards."""
+    """Refuse a penalty on the model's parameters: a rank may hold only some of them, or shards."""
     if not leaves:
         return
     found = {id(leaf) for leaf in leaves}

@@ -156,7 +156,7 @@ def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
 
 
 def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
-    """Return the modules that add wrong terms to a gradient; else blame the summation."""
+    """Return the modules that add wrong terms to a gradient; none if its summation is wrong."""
     tied = reference.steps[key.step][0].header["tied"]
     name = tied.get(key.name, key.name)
     terms = [k for k in reference.held if k[:3] == (key.step, TERM, name)]

@@ -102,7 +102,7 @@ def description_of(given: Mapping[str, Any] | Description | None) -> Description
 def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
     """Return a tensor's local shard, its place, and whether it is a term of a sum over ranks.
 
-    Only a DTensor has a place, with None for dims that are not sharded, or can be a term.
+    Only a DTensor has a place (None for each dim that is not sharded) or can be such a term.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(tensor, module.DTensor):
