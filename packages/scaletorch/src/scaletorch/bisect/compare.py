@@ -86,7 +86,7 @@ def infer_weight(run: Run, reference: Run) -> None:
 
     DDP and FSDP2 average gradients over ranks, so some programs multiply the loss by the number of
     ranks. The factor, an integer or its inverse, is that of the gradient nearest to the loss. None
-    is noted if the loss is wrong, or ranks describe their weights, or no shard of the batch.
+    is noted if the loss is wrong, or if ranks describe their weights, or do not shard the batch.
     """
     for step, recordings in run.steps.items():
         described = all(each.header["weight"] is not None for each in recordings)

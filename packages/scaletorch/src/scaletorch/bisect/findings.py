@@ -21,7 +21,7 @@ class Found:
 
     Attributes:
         birth: The wrong tensor, and the tensors that it was computed from.
-        how: Sentences that say in which way it is wrong, surest first.
+        how: Sentences that describe the error, surest first.
     """
 
     birth: Birth

@@ -35,7 +35,7 @@ def on_first_rank(task: Callable[[], T], group: ProcessGroup | None) -> T:
 def all_or_none(prefix: str, task: Callable[[], T], group: ProcessGroup | None) -> T:
     """Run a task without communication on every rank, and raise on all ranks if it fails on one.
 
-    A rank whose own error is of another kind, such as a bad argument, raises that one.
+    A rank with an error of another type, such as a bad argument, raises its own error.
     """
     own: list[T] = []
     collect(prefix, lambda: own.append(task()), lambda _: None, group)

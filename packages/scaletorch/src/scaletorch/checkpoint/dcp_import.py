@@ -190,7 +190,7 @@ def _find_prefix(root: Path, saved: Entries, firsts: Mapping[str, str]) -> str:
 
 
 def _by_parameter(saved: Entries, mark: str, names: Mapping[str, str]) -> dict[str, Entries]:
-    """Return a parameter's name, or a number -> its optimizer entries of a kind (`mark`)."""
+    """Map each parameter's name, or number, to its optimizer entries of a kind (`mark`)."""
     found: dict[str, Entries] = defaultdict(dict)
     for key, entry in saved.items():
         for match in _OPTIMIZER.finditer(key):

@@ -139,7 +139,7 @@ def save(
 
 
 def _started(saving: Saving, write: Callable[[], None], asynchronous: bool) -> Saving:
-    """Write now, or in a thread: no daemon and no executor, so that programs and ranks wait."""
+    """Write now, or in a non-daemon thread, so that the program waits for it when it ends."""
     global _last
     if asynchronous:
         name = f"checkpoint {saving.folder.name}"

@@ -55,7 +55,7 @@ class Read(NamedTuple):
     """A rectangle to copy."""
 
     name: str  # the tensor's
-    saved: Saved  # the saved tensor
+    saved: Saved
     chunk: Chunk  # the chunk that holds the rectangle
     begin: tuple[int, ...]  # its first index in the chunk, per dim
     target: Tensor  # the memory to fill

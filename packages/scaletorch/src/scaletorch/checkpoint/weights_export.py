@@ -191,7 +191,7 @@ def export_adapter(
 
 
 def _adapted(model: nn.Module, adapter: str) -> Any:
-    """Return the module that has peft's config of an adapter; refuse other than LoRA's matrices."""
+    """Return the module that has peft's config of an adapter; refuse all but LoRA's matrices."""
     found = [m for m in model.modules() if isinstance(getattr(m, "peft_config", None), dict)]
     configs: dict[str, Any] = {name: c for m in found for name, c in m.peft_config.items()}  # type: ignore[union-attr,operator]
     config = configs.get(adapter)
@@ -220,7 +220,7 @@ def _write_adapter(root: Path, module: Any, adapter: str, state: dict[str, Tenso
     if (root / ADAPTER).exists():
         raise CheckpointError(f"{root} has an adapter already; export to another folder")
     saved = get_peft_model_state_dict(module, state, adapter, save_embedding_layers=False)
-    # The names in peft's files are those in a PeftModel, also of adapters that others put on.
+    # The names in peft's files are those in a PeftModel, even if another library added the adapter.
     named = {_PREFIX + k.removeprefix(_PREFIX): v.cpu().contiguous() for k, v in saved.items()}
     save_file(named, root / f"{ADAPTER}{UNFINISHED}", {"format": "pt"})
     config = copy(module.peft_config[adapter])

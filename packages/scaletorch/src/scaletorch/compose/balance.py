@@ -30,7 +30,7 @@ class RouterLoss:
 
 
 def read_router_loss(model: nn.Module, manager: ProcessGroupManager) -> RouterLoss | None:
-    """Return the auxiliary loss that the model's config asks for; None if it asks for none."""
+    """Return the auxiliary loss that the model's config enables, or None."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         factor = getattr(config, "router_aux_loss_coef", None)

@@ -35,7 +35,7 @@ class Cut(NamedTuple):
     """The cut that made a micro-batch."""
 
     layout: str  # the order of columns over cp ranks
-    counted: bool  # `position_ids`, if there are any, were made here, not given in the batch
+    counted: bool  # any `position_ids` were computed, not given in the batch
     whole: Batch  # the global batch, or the rows that this data-parallel rank has read (`own`)
     sequences: ShardedSequences | None  # this rank's positions, if they are known
     own: bool = False
@@ -90,13 +90,13 @@ def shard_global_batch(
         manager: The grid: dp divides rows, cp divides columns. By default the model's.
         model: The model that `parallelize` returned; it gives the order of columns. Without a model
             they are in the default order, and `train_step` raises if that is not the model's.
-            "zigzag" takes any length: sequences are padded at the end, without labels, where causal
-            attention does not look.
+            "zigzag" takes any length: sequences are padded at the end, without labels; causal
+            attention ignores the padding.
         own_rows: The batch has only this data-parallel rank's rows; see `rows_of_step`.
-        row_dims: Dims of rows, by name of entry, if the shape does not tell; None if every
+        row_dims: Dims of rows, by name of entry, if shapes are ambiguous; None if every
             micro-batch gets the whole entry: `{"pixels": 1, "table": None}`.
         sequence_dims: Dims of positions, by name of entry, which cp divides; None if an entry has
-            none: `{"latents": 1, "loss_noise": 1}`. Known without it: `input_ids`, entries [B, L]
+            none: `{"latents": 1, "loss_noise": 1}`. Known by default: `input_ids`, entries [B, L]
             next to it, and `inputs_embeds` [B, L, H].
 
     Returns:

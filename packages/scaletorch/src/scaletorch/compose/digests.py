@@ -51,8 +51,8 @@ def check_replicas(
 ) -> None:
     """Raise on every rank unless ranks that should hold the same tensors hold the same bits.
 
-    Compared are: over cp x dp every parameter, every whole gradient and every persistent buffer;
-    over tp replicated parameters; over pp tied ones. Call it on all ranks between backward and
+    It compares every parameter, whole gradient and persistent buffer over cp x dp, replicated
+    parameters over tp, and tied ones over pp. Call it on all ranks between backward and
     `optimizer.step()`, when gradients are the same on all ranks. It reads all of these once, and
     each rank sends 8 bytes and a hash of the name for each tensor.
 
@@ -123,7 +123,7 @@ def _named(ranks: Sequence[int], manager: ProcessGroupManager) -> str:
 
 
 def some(items: Sequence[str], between: str = ", ", last: str = " ") -> str:
-    """Join the first few of some items, and say how many more there are."""
+    """Join the first few items, and add the number of the others."""
     more = len(items) - SHOWN
     return between.join(items[:SHOWN]) + (f"{last}and {more} more" if more > 0 else "")
 

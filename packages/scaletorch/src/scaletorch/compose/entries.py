@@ -180,7 +180,7 @@ def _row_dim_of_positions(entry: Tensor, tokens: Shape) -> int | None:
 
 
 def _unclear(name: str, entry: Any, tokens: Shape, *dims: int | None) -> InvalidArgumentError:
-    """Return an error that asks for one of some dims of rows."""
+    """Return an error that asks the caller to choose the dim of rows."""
     ways = " or ".join(f"row_dims={{{name!r}: {dim}}}" for dim in dims)
     return InvalidArgumentError(
         f"{name} {_came(entry)}, and it is not clear whether, or in which dim, it has the "

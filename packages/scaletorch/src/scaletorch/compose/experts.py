@@ -34,7 +34,7 @@ Plan = Mapping[str, Any] | None
 
 
 def count_experts(model: nn.Module, plan: Mapping[str, Any] | None = None) -> int:
-    """Return the most ranks that can share the experts of a plan, or the model's own; else 1."""
+    """Return the largest number of ranks that can share a plan's or the model's experts, or 1."""
     named = {pattern: style for pattern, style in (plan or {}).items() if style == "experts"}
     try:
         found = named_experts(model, named or None)

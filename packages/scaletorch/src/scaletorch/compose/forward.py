@@ -27,7 +27,7 @@ _PASSING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 @dataclass(slots=True)
 class Terms:
-    """All that a training step has to know about a model."""
+    """Facts about a model that a training step needs."""
 
     name: str  # class of the plain model
     arguments: Mapping[str, bool]  # of its forward; True for those without a default
@@ -38,11 +38,11 @@ class Terms:
     shares_sequences: bool = False  # each tp rank holds a shard of every sequence between layers
     shares_in_layers: bool = False  # only between the layers that the plan names
     counts_of_ids: bool = False  # the model computes positions itself, from whole ids
-    # Computes positions from whole rows of ids, where they are not 0, 1, 2, ... and cut.
+    # Computes positions, before they are cut, from whole rows of ids; None if they are 0, 1, 2, ...
     counting: Counting | None = None
     recomputes: bool = False  # layers run again in backward
     router_loss: RouterLoss | None = None
-    keeps_cache: bool = False  # the config asks for a cache, and forward takes `use_cache`
+    keeps_cache: bool = False  # the config enables a cache, and forward takes `use_cache`
     real_positions: Tensor | None = None  # mask of this rank's; None if none is padding
     counts_routing: bool = False  # `count_routing` counts tokens
     looked: bool = False  # the ranks have compared their first batch
@@ -61,7 +61,7 @@ class Terms:
         return replace(self, rehearsed={*self.rehearsed})
 
     def takes(self, argument: str) -> bool:
-        """Return whether the forward can be given this argument by keyword."""
+        """Return whether the forward accepts this argument by keyword."""
         return self.takes_any or argument in self.arguments
 
 

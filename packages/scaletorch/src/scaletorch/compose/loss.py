@@ -107,7 +107,7 @@ def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None
 
 
 class LossBatch(dict[str, Any]):
-    """All entries of a micro-batch, and where this rank's shard lies in the global batch."""
+    """All entries of a micro-batch, and the place of this rank's shard in the global batch."""
 
     def __init__(
         self, batch: Batch, head: ColumnParallelLinear | None, manager: ProcessGroupManager

@@ -76,7 +76,7 @@ def number_of_next_node() -> int:
 class Reads(NamedTuple):
     """Tensors that a loss reads, as its autograd graph shows."""
 
-    beside: list[nn.Parameter]  # trained, and not the model's, such as a temperature
+    beside: list[nn.Parameter]  # trained parameters outside the model, such as a temperature
     hidden: bool  # tensors that the forward made but did not return, such as an auxiliary loss
     # Leaves in a penalty: a term that depends on no output of the model, and is one number before
     # it is added to others. A weight that is multiplied with an output (a head in the loss) does
@@ -85,7 +85,7 @@ class Reads(NamedTuple):
 
 
 def read_loss(loss: Tensor, outputs: Iterable[Node | None], first: int, model: nn.Module) -> Reads:
-    """Return what a loss reads beside the outputs; nodes older than `first` are the model's."""
+    """Return the tensors that a loss reads besides outputs; the model made nodes before `first`."""
     ends = set(outputs)
     under: dict[Node, _Under] = {}
     parameters, penalized, hidden = list[nn.Parameter](), list[Tensor](), False
@@ -149,7 +149,7 @@ def _is_number(node: Node) -> bool:
 def require_no_parameters(
     leaves: Sequence[Tensor], model: nn.Module, manager: ProcessGroupManager
 ) -> None:
-    """Refuse a penalty on the model's parameters, of which a rank has shards or only some."""
+    """Refuse a penalty on the model's parameters: a rank may hold only some of them, or shards."""
     if not leaves:
         return
     found = {id(leaf) for leaf in leaves}

@@ -39,7 +39,7 @@ def entries_for(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 def call_plain(model: nn.Module, entries: Mapping[str, Any]) -> Any:
-    """Return the output of a plain model for the entries of `entries_for`, but those of a loss."""
+    """Return the output of a plain model for the entries of `entries_for`, except the loss's."""
     first, *others = (n for n in entries if n != LABELS and not n.startswith(OF_LOSS))
     return model(entries[first], **{name: entries[name] for name in others})
 

@@ -53,8 +53,8 @@ NOTHING_COUNTS = "no rank's micro-batches have anything that the loss counts"
 class OwnLoss:
     """A loss_fn on this rank.
 
-    `beside` has the parameters that the loss trains and that are not the model's, by id, each with
-    whether it had no gradient before. If it `counts_later`, gradients are divided by an estimate of
+    `beside` has, by id, the parameters outside the model that the loss trains, each with whether it
+    had no gradient before. If it `counts_later`, gradients are divided by an estimate of
     the count, and corrected when all losses have been counted.
     """
 
@@ -143,7 +143,7 @@ class OwnLoss:
             require_labels_fit(logits, batch["labels"], self._manager.tp_size)
 
     def _explain(self, error: Exception) -> None:
-        """Raise an error that says why sizes do not fit where positions are divided."""
+        """Raise an error that explains a mismatch of sizes if positions are divided over ranks."""
         shares, cp = terms_of(self._model).shares_sequences, self._manager.cp_size > 1
         if isinstance(error, ScaletorchError) or not (shares or cp) or not names_sizes(error):
             return

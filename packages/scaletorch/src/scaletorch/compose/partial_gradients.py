@@ -38,8 +38,8 @@ class _Partial:
     names: list[str] = field(default_factory=list)  # parameters whose gradients are summed
     unknown: list[str] = field(default_factory=list)  # parameters that no rank has reached yet
     compared: bool = False  # the ranks have compared their findings
-    shards: list[Shard] | None = None  # that this rank's optimizers updated at that time
-    same: bool = True  # all tp ranks of a place have the same ranges of these shards
+    shards: list[Shard] | None = None  # the shards that this rank's optimizers updated then
+    same: bool = True  # ranks that differ in tp alone have equal ranges of these shards
     pending: bool = False  # the last step was in `no_sync`, so its gradients are not summed
 
 
@@ -136,7 +136,7 @@ def _compare(
     _sort(known)
     spans = {
         (at, tuple(their)) for _, _, at, their, _ in told
-    }  # one per place if the ranges of its tp ranks are equal
+    }  # one per dp, cp, pp place if its tp ranks have equal ranges
     known.compared, known.shards = True, model.optimizer_shards
     known.same = len(spans) == len({at for at, _ in spans})
 
@@ -147,7 +147,7 @@ def _hidden(known: _Partial) -> list[str]:
 
 
 def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
-    """Compare how ranks reach parameters that none had reached before; all of a stage come here."""
+    """Compare how ranks reach parameters not reached before; all ranks of a stage call it."""
     late = _hidden(known)
     if not late:
         return

@@ -1,4 +1,4 @@
-"""Prepare a step: check each rank's batch and model, and tell all ranks the outcome."""
+"""Prepare a step: check each rank's batch and model, and share the outcome with all ranks."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def ready(
 ) -> tuple[list[Called], Number]:
     """Return the micro-batches as the model is called with them, and the count of the global batch.
 
-    One all-reduce of 136 bytes in host memory counts tokens or losses, tells whether a rank cannot
-    go on, and compares last step's samples. Labels on an accelerator are counted there by a second
-    one, so that the host does not wait; the count is a 0-d tensor then. If a loss_fn counts its
+    One all-reduce of 136 bytes in host memory counts tokens or losses, reports whether a rank
+    failed, and compares last step's samples. A second one counts labels on an accelerator, so
+    that the host does not wait; then the count is a 0-d tensor. If a loss_fn counts its
     losses later, the count is the size of the batch.
 
     Raises:

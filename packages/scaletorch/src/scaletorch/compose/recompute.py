@@ -142,7 +142,7 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 def is_selected(operation: Any) -> bool:
     """Return whether selective recomputation keeps an operation's results."""
     name = operation._schema.name
-    # Attention over cp ranks runs a kernel per rank in an autograd function (grad is off there);
+    # Attention over cp ranks runs a kernel per rank in an autograd function (with grad off);
     # keeping all of their results would take too much memory.
     return name in _PRODUCTS or (name.startswith(_ATTENTION) and torch.is_grad_enabled())
 

@@ -39,9 +39,9 @@ from .forward import terms_of
 TENSORS = 8  # tensors that a rank samples in a step; the next step samples others
 ELEMENTS = 256  # at most, from each tensor
 FEWEST = 16  # a tensor with fewer elements is not sampled
-LOOKS = 4  # comparisons over tp, since each costs a message, and faults show at first or never
-# What `Scaling.facts` tells: whether all gradients have one factor, this, its square and tolerance;
-# whether shards over tp were changed; whether all learning rates have one ratio, this, its square.
+LOOKS = 4  # comparisons over tp; each costs a message, and faults show early or never
+# The numbers of `Scaling.facts`: whether all gradients have one factor, its value, square and
+# tolerance; whether tp shards changed; whether all rates have one ratio, its value and square.
 FACTS = (
     "scaled", "factor", "factor²", "tolerance", "shards changed", "rated", "ratio", "ratio²"
 )  # fmt: skip
@@ -94,7 +94,7 @@ class Scaling:
         self._fits: dict[tuple[str, str], Fit] = {}  # this rank's fits, by kind and name
         # Gradients of parameters outside the model, which no rank sums, and their versions.
         self._beside: dict[int, tuple[ref[Tensor], int]] = {}
-        self._strange = ""  # the shape of such a parameter that an optimizer has updated
+        self._strange = ""  # shape of an updated parameter outside the model
         self._rates: WeakKeyDictionary[Optimizer, list[float]] = WeakKeyDictionary()  # first rates
         self._ratios: list[float] = []  # current rate / first rate: minimum and maximum
         self._steered: float | None = None  # the common ratio that this rank has sent
@@ -155,7 +155,7 @@ class Scaling:
             self._weights = others + self._kept(cut, _weight)
 
     def facts(self, residue: Tensor | None) -> dict[str, float]:
-        """Return this rank's numbers by the names of `FACTS`; `residue` is read with them."""
+        """Return this rank's numbers by the names of `FACTS`; `residue` is fetched with them."""
         self._fit("weight", self._weights, _weight)
         self._weights = []
         facts = {"residue": self._read(residue)}

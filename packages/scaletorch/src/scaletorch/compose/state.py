@@ -38,7 +38,7 @@ def gather_stage(
 
 
 def of_all_stages(tensors: Mapping[str, Tensor], manager: ProcessGroupManager) -> dict[str, Tensor]:
-    """Return the tensors of all stages, on the communication device; of a name, the first's."""
+    """Return all stages' tensors, on the communication device; the first stage has precedence."""
     if manager.pp_size == 1:
         return {**tensors}
     heads = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -1,7 +1,7 @@
 """Train one step; the loss is the same on every layout.
 
 Before the pipeline runs, each rank checks its own inputs, and the all-reduce that counts the tokens
-tells all ranks whether one has failed. The first step checks more; see `train_step`.
+reports to all ranks whether one has failed. The first step checks more; see `train_step`.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def train_step(
 
     Returns:
         The loss of the whole global batch: sum of token losses / number of valid tokens, or the sum
-        of a loss_fn / its count; plus the routers' auxiliary loss if the model's config asks for
+        of a loss_fn / its count; plus the routers' auxiliary loss if the model's config enables
         it. A 0-d tensor, in float32 at least, equal on every rank.
 
     Raises:
-        InvalidArgumentError: The model, the batch or what loss_fn returned does not fit.
+        InvalidArgumentError: The model, the batch or loss_fn's result does not fit.
         RehearsalError: The layout does not compute what one process computes; see `rehearse`.
         MismatchError: Batches, shared parameters, gradient scales or losses differ between ranks
             that must have the same, or another rank has failed.
@@ -162,7 +162,7 @@ def _proven(
     """Return the result of `ready`, after a rehearsal if this is the first step of its kind.
 
     On the very first step all ranks rehearse. Later a step may be new on some ranks only, and they
-    rehearse if `ready` tells that it is new on all.
+    rehearse if `ready` reports that it is new on all.
     """
     terms = terms_of(model)
     work = _work_of(model, micro_batches, loss_fn)
@@ -181,7 +181,7 @@ def _proven(
 def _work_of(
     model: DataParallelBucket, micro_batches: Sequence[Batch], loss_fn: LossFunction | None
 ) -> object:
-    """Return what a step may compute by: the code of its loss, its entries, and the mode."""
+    """Return the kind of a step: the code of its loss, its entries, and the mode."""
     entries = frozenset(name for batch in micro_batches for name in batch)
     return _code_of(loss_fn), entries, pipeline_of(model).module.training
 

@@ -226,7 +226,7 @@ def _zero_grad(
 class Matrix:
     """A parameter that is cut over tp, of which this rank has a shard."""
 
-    shard: Shard  # what this rank's optimizer was given for it
+    shard: Shard  # the shard in this rank's optimizer
     cut: ParameterCut
     owner: int  # the tp rank that updates the whole matrix
 
@@ -306,7 +306,7 @@ class Exchange:
     def _to_owners(
         self, tensor_of: Callable[[Matrix], Tensor | None], written: bool = False
     ) -> tuple[list[Tensor | None], bool]:
-        """Return the whole tensors, or None, that this rank owns, and if any rank has `written`."""
+        """Return the whole tensors, or None, that this rank owns, and whether any has `written`."""
         sent = []
         for owner in range(self._size):
             theirs = [each for each in self.matrices if each.owner == owner]

@@ -1,6 +1,6 @@
 """Clusters as data: devices, links by level, and their figures from data sheets or files.
 
-The table's peaks are for dense matrix products. Data sheets do not say which share of the peak a
+The table's peaks are for dense matrix products. Data sheets do not give the share of the peak a
 program reaches: `ASSUMED` is a guess for all devices, and `spread` is its uncertainty. The
 attention shares in `HOPPER` were measured: cuDNN's causal attention with 8,192 positions, 32 query
 and 8 key/value heads of size 128 in bfloat16 took 1.01 ms forward and 2.97 ms backward on an H200.

@@ -75,8 +75,8 @@ class Behaviour:
     # Bytes that a split backward keeps from its first to its second half: inputs of linear layers,
     # each storage once, and gradients of their outputs.
     left: Affine = Affine()
-    # Bytes of its input, which is all that `recompute` keeps; the rest of `kept` is made again in
-    # backward.
+    # Bytes of its input, which is all that `recompute` keeps; backward computes the rest of `kept`
+    # again.
     entered: Affine = Affine()
     forward_peak: Affine = Affine()  # bytes above `kept` while forward runs
     backward_peak: Affine = Affine()  # the same while backward runs, without parameter gradients

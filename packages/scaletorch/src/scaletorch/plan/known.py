@@ -141,7 +141,7 @@ class Known(Once):
             sizes: dict[tuple[str, int, int], int] = {}
             for each in behaviours[kind].parameters:
                 name = f"{kind}.{each.name}"
-                if name in seen:  # tied to a parameter of this rank
+                if name in seen:  # tied to an earlier parameter of this rank
                     continue
                 tied = next((names for names in self.description.tied if name in names), ())
                 seen.update(tied)

@@ -173,7 +173,7 @@ def _parts(
         brought = own.brought * moment.begun // count
         yield brought, activations, chunk.working[moment.kind], messages + own.start
         if moment.kind == "I" and own.opened:
-            # Gradients of norms are there; all buckets wait for those of linear layers.
+            # Gradients of norms have arrived; all buckets wait for those of linear layers.
             rest = activations - chunk.kept + chunk.left
             yield brought, rest, 0, messages + own.opened // count + own.ending
             continue
@@ -208,7 +208,7 @@ def _messages(known: Known, layout: Layout, number: int, moment: Moment) -> int:
         return 0
     size, alive_ = known.handed(layout), sum(moment.whole)
     passed = round(alive_ * content.sent / len(content.chunks))
-    if layout.recompute == "offload":  # the received input is kept here as well
+    if layout.recompute == "offload":  # the received input stays on the device as well
         passed += round(alive_ * content.received / len(content.chunks))
     if not known.description.early:
         return (passed + ways) * size

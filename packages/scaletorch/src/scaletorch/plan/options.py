@@ -53,7 +53,7 @@ class Refused:
 def legal(
     description: Description, rows: int, ranks: int, options: Options | None = None
 ) -> Iterator[Layout | Refused]:
-    """Yield the layouts of a number of ranks, each with the first of `zero` and `recompute`.
+    """Yield the layouts of a number of ranks, each with the first `zero` and `recompute` values.
 
     Args:
         description: The model and its cuts.
@@ -83,7 +83,7 @@ def legal(
 
 
 def _layouts(description: Description, grid: Grid, rows: int, options: Options) -> Iterator[Layout]:
-    """Yield the layouts of a grid, or raise why it has none."""
+    """Yield the layouts of a grid, or raise the reason why it has none."""
     batches = [(each, rows // (grid.dp * each)) for each in options.micro_rows
                if rows % (grid.dp * each) == 0]  # fmt: skip
     if not batches:

@@ -1,4 +1,4 @@
-"""The blocks on each pipeline rank, and the micro-batches alive there.
+"""The blocks on each pipeline rank, and its live micro-batches.
 
 Blocks are distributed as the pipeline runtime does it: layers by count, the modules before them on
 the first stage and those after them on the last. The schedule gives each rank its stages.
@@ -145,7 +145,7 @@ def enough(schedule: str, pp: int, micro_batches: int) -> int:
 def _alive(
     schedule: str, pp: int, m: int, chunks: int, more: bool, rank: int
 ) -> tuple[Moment, ...]:
-    """Return the moments of `m` micro-batches; `more` says whether others follow."""
+    """Return the moments of `m` micro-batches; `more` is True if others follow."""
     if schedule == "1f1b":
         return (Moment("FB", 0, (min(pp - rank, m),), (0,), int(more or pp - rank < m)),)
     whole, halves, begun = [0] * chunks, [0] * chunks, set[int]()

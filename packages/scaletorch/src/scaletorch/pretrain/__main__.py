@@ -54,7 +54,7 @@ def summary(config: PretrainConfig, result: Result, seconds: float) -> str:
 
 
 def as_one_process(config: PretrainConfig, result: Result) -> bool:
-    """Return whether every loss equals one process's but for rounding, or was not compared."""
+    """Return whether every loss equals one process's up to rounding, or was not compared."""
     if result.reference is None or not result.differences():
         return True
     _, found, bound = result.furthest(config)

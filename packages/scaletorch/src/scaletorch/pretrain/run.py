@@ -31,7 +31,7 @@ from .train import train
 # have the rounding error that `verify` allows, times `GROWTH` for each step before it, since
 # training amplifies it: over 60 steps on two ranks, losses differ by 1 epsilon at the default
 # learning rate, and by 23,000 at ten times that. `LARGEST` is the limit, reached after 8 steps of
-# float32 and 43 of float64. bfloat16 has only that: its own epsilon would allow everything.
+# float32 and 43 of float64. bfloat16 has only `LARGEST`: its epsilon allows everything.
 LARGEST = {"float32": 1e-3, "float64": 1e-8, "bfloat16": 2e-2}
 GROWTH = 1.25  # factor by which a step may amplify a difference
 FAR = 1000  # cap of the exponent, which would overflow a float; `LARGEST` holds long before
@@ -62,7 +62,7 @@ class Result:
     Attributes:
         losses: Global loss of each step of this run.
         out: Folder with log and checkpoints.
-        reference: One process's losses of the same steps, if a comparison was asked for.
+        reference: One process's losses of the same steps, if they were compared.
     """
 
     losses: list[float]

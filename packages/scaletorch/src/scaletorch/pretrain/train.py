@@ -62,7 +62,7 @@ def train(config: PretrainConfig) -> list[float]:
 
 
 def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float]:
-    """Build everything, resume if asked to, and train to the last step."""
+    """Build everything, resume if configured, and train to the last step."""
     refuse_mixing(config)
     if is_distributed():
         set_device(get_local_rank())  # gloo ranks have not set it

@@ -6,11 +6,11 @@ sum. Errors of consecutive computations, or training steps, add in squares. So t
 the root of the number of additions between inputs and result (N. J. Higham, T. Mary, A new approach
 to probabilistic rounding error analysis, 2019).
 
-In bfloat16 such a bound would let every fault pass. There a layout may lose 1.25 times what one
-process loses by rounding: one process trains in bfloat16 and another in float64, from the same
+In bfloat16 such a bound would let every fault pass. Instead, a layout's rounding loss may be 1.25
+times that of one process: one process trains in bfloat16 and another in float64, from the same
 weights, and their difference is the loss. The float64 process and the ranks send tokens to the
-experts that the bfloat16 process chose, see `expert_choices`. For a single tensor this loss is up
-to chance, so tensors of a kind are taken together.
+experts that the bfloat16 process chose, see `expert_choices`. For a single tensor this loss is
+random, so all tensors of a kind are compared together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..parallel.pg_manager.building import digest
 from ..parallel.tensor_parallel import take_own
 from .expert_choices import Choice, sizes
 
-LOW, FACTOR = "bfloat16", 1.25  # the dtype that is held to what one process loses, and how far
+LOW, FACTOR = "bfloat16", 1.25  # a dtype, and its allowed loss / one process's rounding loss
 SCORES = 4.0  # times the median error of scores
 LARGEST = 1e-3  # a larger bound would let bfloat16 pass for float32: it rounds by 1e-3 or more
 
@@ -43,7 +43,7 @@ def bound(dtype: torch.dtype, chain: int, step: int) -> float:
 
 
 def blind(dtype: torch.dtype, chain: int, steps: int) -> str:
-    """Return why rounding in a dtype would hide faults, or ''; bfloat16 has a limit of its own."""
+    """Return why a dtype's rounding would hide faults, or ''; bfloat16 has its own limit."""
     if dtype == torch.bfloat16:
         return ""
     last = bound(dtype, chain, steps - 1)
@@ -71,7 +71,7 @@ class Difference:
         error: 2-norm of the difference over the tensor's scale, see `scale_of`; infinite if there
             is nothing to compare.
         bound: The largest error that rounding explains.
-        note: Both values at the largest difference, or why there is nothing to compare.
+        note: Both values at the largest difference, or the reason for a missing comparison.
         rank: Global rank that holds the tensor.
     """
 

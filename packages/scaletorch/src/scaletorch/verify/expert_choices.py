@@ -62,7 +62,7 @@ Decide = Callable[[Choice], Tensor | None]  # a choice -> another mask to use in
 
 @contextmanager
 def decided(decide: Decide | None) -> Iterator[None]:
-    """Ask `decide`, unless it is None, about every choice of `torch.topk` and `Tensor.topk`."""
+    """Let `decide`, unless it is None, replace choices of `torch.topk` and `Tensor.topk`."""
     if decide is None:
         yield
         return

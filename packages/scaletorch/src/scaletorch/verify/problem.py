@@ -33,7 +33,7 @@ STEPS = 4
 class Phase:
     """Consecutive steps with the same optimizers."""
 
-    steps: int  # number of steps
+    steps: int
     # returns the optimizers for given parameters
     make: Callable[[Iterable[Any]], Sequence[Optimizer]]
     clips: bool  # whether gradients are clipped to `MAX_NORM` before the optimizer step
@@ -279,7 +279,7 @@ def _one_step(
 
 
 def router_loss(model: nn.Module, output: Any, mask: Tensor | None = None) -> Tensor | float:
-    """Return the router's auxiliary loss for a whole batch; 0 if no config asks for it.
+    """Return the router's auxiliary loss for a whole batch; 0 if no config enables it.
 
     With N experts and the tokens of all layers together: coefficient x N x the sum over experts of
     (choices / tokens) x (mean probability). Source: Switch Transformers (arXiv 2101.03961),

@@ -29,7 +29,7 @@ class CaseResult:
         ranks: The findings of each rank; empty if the case did not run to its end.
         error: The ranks' tracebacks, if one failed.
         refused: The library's message, if it refuses this layout or option on every rank.
-        unjudged: Why rounding in this dtype would hide faults; the case did not run then.
+        unjudged: Reason why this dtype's rounding would hide faults; the case did not run then.
     """
 
     case: Case
@@ -72,7 +72,7 @@ class CaseResult:
         return (str(self.case), verdict, error, bound, f"{worst.what} (step {worst.step})")
 
     def explanation(self, command: str) -> str:
-        """Say where a failed case differs, with the commands that repeat and bisect it."""
+        """Describe the fault of a failed case, with the commands that repeat and bisect it."""
         if self.unjudged:
             return f"{self.case}: NOT JUDGED: {self.unjudged}"
         lines = [f"{self.case}: FAILED"]
@@ -105,7 +105,7 @@ class Report:
     Attributes:
         results: One for each case.
         chain: The longest chain of additions, from which bounds follow; see `chain_length`.
-        named: Whether layouts were asked for by name: then none may be refused.
+        named: Whether the caller named the layouts; then none may be refused.
         command: The command that repeats a case once its own options are added.
         where: The kind of device and the backend.
     """
@@ -157,7 +157,7 @@ class Report:
         )
 
     def _lost(self) -> str:
-        """Say what the bfloat16 bound is, and how many cases took experts from one process."""
+        """Describe the bfloat16 bound, and count the cases that took experts from one process."""
         low = any(result.case.dtype == LOW for result in self.results)
         sent = sum(bool(result.replayed) for result in self.results)
         return (

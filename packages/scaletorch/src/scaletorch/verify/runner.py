@@ -88,7 +88,7 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
     finally:
         destroy_process_group_manager()
     found = [replace(difference, rank=get_rank()) for difference in found]
-    # The earliest failure tells most: the loss before gradients, then the largest difference.
+    # The earliest failure matters most: the loss before gradients, then the largest difference.
     failures = sorted(
         (difference for difference in found if difference.failed),
         key=lambda difference: (difference.step, difference.what != "loss", -difference.severity),
@@ -127,7 +127,7 @@ def compare_case(
 class RefusedError(ScaletorchError):
     """The library refuses a case before its first step is done.
 
-    `heard` says whether another rank found the reason and this one was only told.
+    `heard` is True if another rank found the reason and reported it.
     """
 
     def __init__(self, heard: bool, words: str) -> None:
@@ -149,7 +149,7 @@ def refusing() -> Iterator[None]:
 
 
 def refusal(error: RankFailedError, world_size: int) -> str:
-    """Return in one line why all ranks refuse a case, or '' if something else went wrong.
+    """Return the reason why all ranks refuse a case, in one line, or '' for any other error.
 
     Mismatches alone mean that ranks disagree, which is a fault.
     """
@@ -201,7 +201,7 @@ def train_and_compare(
 ) -> Generator[Difference, None, bool]:
     """Train; compare this rank's shards after each step, and the whole weights at the end.
 
-    Stops and returns False after the first step with a fault: later steps tell nothing new.
+    Stops and returns False after the first step with a fault: later steps inherit its errors.
     """
     mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     stages, dtype = all_gather_object(mine, manager.pp_group), TORCH_DTYPES[case.dtype]
@@ -257,7 +257,7 @@ def _replayed(sent: Sequence[float], step: int, limit: float) -> Iterator[Differ
 
 
 def optimizers_of(case: Case, phase: Phase, model: DataParallelBucket) -> Sequence[Optimizer]:
-    """Return a phase's optimizers of this rank's parameters, sharded if the case says so."""
+    """Return a phase's optimizers of this rank's parameters, sharded if the case requires it."""
     optimizers = phase.make(model.parameters())
     for optimizer in optimizers:
         if options := SHARDED.get(case.data_parallel):

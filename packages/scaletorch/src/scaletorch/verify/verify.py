@@ -100,7 +100,7 @@ def verify(
         optimizer_args: Its arguments besides the parameters.
         timeout: Seconds for one case.
         device: 'cpu', or the kind of this machine's accelerator; None is the latter if it exists.
-        backend: Of the ranks; None is the device's own. Ranks share devices if they are too few.
+        backend: Backend of the ranks; None is the device's. Ranks share devices if too few.
         progress: Called with each case's result.
 
     Returns:
@@ -266,7 +266,7 @@ def assert_trains_alike(
         >>> def test_my_model():
         ...     assert_trains_alike(MyModel, my_batch, ["dp2", "tp2", "dp2-tp2"])
     """
-    __tracebackhide__ = True  # pytest leaves this frame out: the report says everything
+    __tracebackhide__ = True  # pytest leaves this frame out: the report has all details
     if isinstance(model, nn.Module):
         raise InvalidArgumentError(
             f"assert_trains_alike needs what makes the model, not a {type(model).__name__} that is "

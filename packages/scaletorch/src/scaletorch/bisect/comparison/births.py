@@ -28,15 +28,15 @@ from .places import ALIKE, GIVEN, WHOLE, Sharding, assemble, part_of, pieces_of
 from .runs import Run
 from .wrong_shards import numbered
 
-JUMP = 8.0  # times the sources' error: up to this, a computation may have amplified it
-ABSORBED = 1e3  # times the users' error: beyond this, the users do not depend on the wrong values
+JUMP = 8.0  # largest factor by which a computation may amplify its sources' error
+ABSORBED = 1e3  # an error this many times its users' errors does not reach these users
 SYNCHRONISATION, UPDATE = "synchronisation", "update"
-MOST = 0.5  # if more than this share of gradients is born wrong, modules are not to blame
+MOST = 0.5  # if more than this share of gradients is born wrong, no module is the cause
 
 
 @dataclass(slots=True)
 class Birth:
-    """A wrong tensor that was computed from tensors which are all right."""
+    """A wrong tensor whose sources are all right."""
 
     judged: Judged  # the verdict on it
     direction: str  # START, FORWARD, BACKWARD, SYNCHRONISATION of gradients, UPDATE or DATA
@@ -51,8 +51,8 @@ def find_births(
 ) -> list[Birth]:
     """Return the tensors at which faults begin, in the first step that has any, in its order.
 
-    Intended differences, such as the terms of a sum before ranks add them up, are not blamed: there
-    are no births if no result of the training is wrong, and see `_absorbed`.
+    Intended differences, such as terms before ranks sum them, are not births: there are none if all
+    results of the training are right. See also `_absorbed`.
     """
     sources = _seen_sources(ancestry, judged)
     wrong = {key for key, each in judged.items() if each.state == BAD}
@@ -156,7 +156,7 @@ def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
 
 
 def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
-    """Return the modules that add wrong terms to a gradient; if none does, blame the summation."""
+    """Return the modules that add wrong terms to a gradient; none if its summation is wrong."""
     tied = reference.steps[key.step][0].header["tied"]
     name = tied.get(key.name, key.name)
     terms = [k for k in reference.held if k[:3] == (key.step, TERM, name)]
@@ -226,7 +226,7 @@ def _gathered(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
     """Merge births that have one cause; births in backward of several modules come last.
 
     Equal errors are names of one tensor. If most gradients of parameters are born wrong, although
-    those of activations are right, their summation is blamed.
+    those of activations are right, the cause is their summation.
     """
     step = births[0].judged.key.step if births else 0
     every = sum(key.kind == GRADIENT and key.step == step for key in judged)
@@ -251,7 +251,7 @@ def _gathered(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
 
 
 def explain_birth(birth: Birth, run: Run, reference: Run) -> list[str]:
-    """Return sentences that say in which way a tensor is wrong, surest first."""
+    """Return sentences that describe the error of a tensor, surest first."""
     key, bound = birth.judged.key, birth.judged.bound
     met = _meet_key(key, run, reference)
     if met is None:

@@ -26,12 +26,12 @@ class Judged:
     """The verdict on one tensor.
 
     Attributes:
-        key: The tensor's.
+        key: Key of the tensor.
         state: GOOD, BAD or UNSEEN.
         error: The largest relative difference of a rank's shard, in the 2-norm.
         bound: The largest error that rounding explains.
         wrong: (rank, micro-batch) of the shards beyond the bound.
-        why: Why it could not be compared, or why it is wrong without a comparison.
+        why: The reason if it could not be compared, or is wrong without a comparison.
     """
 
     key: Key
@@ -102,7 +102,7 @@ def judge_all(
             if extra and any(bool(each.tensor.any()) for each in held):
                 found[key] = Judged(key, BAD, INFINITE, why="the reference has no gradient of it")
         if any(each.state == BAD and key.kind in FINAL for key, each in found.items()):
-            break  # later steps tell nothing new
+            break  # later steps inherit its errors
     return found
 
 
@@ -177,7 +177,7 @@ def _without(key: Key, run: Run) -> list[int]:
 
 
 def _is_of_all_rows(met: Met, ours: Sequence[Held]) -> bool:
-    """Return whether a tensor has no rows, though ranks or micro-batches have different ones."""
+    """Return whether a tensor has no dim of rows, although the batch's rows are divided."""
     axes = [held.recording.header["axes"].get("rows") for held in ours]
     divided = all(axis is not None and sum(b - a for a, b in axis[1][0]) < axis[0] for axis in axes)
     return divided and not any("rows" in each.name for each in met.dims)
@@ -252,7 +252,7 @@ def _finite(tensor: Tensor) -> Tensor:
 
 
 def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
-    """Return whether terms add up to the right sum, over all ranks or those of each tp rank."""
+    """Return whether terms sum to the right tensor, over all ranks or for each tp rank."""
     dims = next(iter(shardings([*theirs, *ours])), None)
     if dims is None:
         return False

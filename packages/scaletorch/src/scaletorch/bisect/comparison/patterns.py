@@ -59,7 +59,7 @@ def explain(
     groups: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
     scale: float | None = None,
 ) -> list[str]:
-    """Return sentences that say in which way a wrong tensor is wrong.
+    """Return sentences that describe the error of a wrong tensor.
 
     At most three, surest first, without a full stop; none if nothing differs. `axes` names the
     slices of each dim in the plural, '' for none; `scale` is by default the norm of `whole`.
@@ -69,7 +69,7 @@ def explain(
     bound = min(max(bound, FINEST), 1.0) if bound > 0 else FINEST
     scale = scale if scale is not None and 0 < scale < HUGE else norm(finite)
     case = Case((), (), finite, bound, scale, axes, groups or {})
-    # If no piece is beyond the bound, only their sum was: then look for pieces beyond half of it.
+    # If only the sum of the pieces exceeds the bound, look for pieces beyond half of it.
     for tried in (case, replace(case, bound=bound / 2)):
         shards = [shard_of(piece, tried, right) for piece in pieces]
         if any(bool(shard.mask.any() or shard.odd.any()) for shard in shards):
@@ -83,7 +83,7 @@ def explain(
 
 
 def _guessed(case: Case) -> Iterator[str]:
-    """Yield the guess that covers most pieces, then most of the rest, then what none explains."""
+    """Yield guesses, each covering most of the remaining pieces; last, the unexplained pieces."""
     left = set(range(len(case.wrong)))
     found = [finding for guess in GUESSES if left for finding in guess(case)]
     while left:
@@ -261,7 +261,7 @@ def _owners(case: Case, clusters: Sequence[Sequence[int]], over: str) -> str:
     return has(f"{'; '.join(groups[:RUNS])}{more} ({over})")
 
 
-# If two guesses explain the same number of pieces, the first of this list is chosen: it leaves less
-# to chance, or says more. A mean in place of a sum is 1/n of the right values, and n of them also
-# add up to these. Pieces that add up may be zeros if another rank's are not (a sharded embedding).
+# If two guesses explain the same number of pieces, the first of this list is chosen: it is less
+# likely by chance, or more specific. A mean in place of a sum is 1/n of the right values, and n of
+# them add up to these. Pieces that add up may be 0 if another rank's are not (sharded embedding).
 GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (scaled, sums, zeros, moved)

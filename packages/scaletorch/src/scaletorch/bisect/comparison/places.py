@@ -18,7 +18,7 @@ from ..recording.descriptions import indices_of
 from ..recording.folder import Line, Recording, first_name
 
 GIVEN, WHOLE, ALIKE = "given", "whole", "all alike"
-INNER, OUTER = "equal shards of near ranks", "equal shards of far ranks"  # without description
+INNER, OUTER = "equal shards of near ranks", "equal shards of far ranks"  # if not described
 _PAIRS = (("rows", "positions"), ("rows", "shares"))
 _TRIED = 16  # combinations of places that are tried by value
 _COLUMNS = "columns"
@@ -34,7 +34,7 @@ class Held:
 
     @property
     def line(self) -> Line:
-        """Its line in the recording, or the line that it is another name of."""
+        """Its line in the recording; for a second name of a tensor, the first name's line."""
         lines = self.recording.lines
         return lines[first_name(lines, self.number)]
 
@@ -77,7 +77,7 @@ def _find_shardings(held: Sequence[Held]) -> list[tuple[Sharding, ...]]:
 
 
 def _reused(dims: tuple[Sharding, ...]) -> int:
-    """Return the number of dims on an axis that another dim has already; rare in practice."""
+    """Return the number of dims whose axis also shards an earlier dim; rare in practice."""
     named = [dim.name for dim in dims if dim.name not in (GIVEN, WHOLE, ALIKE)]
     return len(named) - len(set(named))
 
@@ -150,7 +150,7 @@ def _index(held: Held, dim: int, sharding: Sharding) -> Tensor:
 
 
 def _equal_shard(held: Held, length: int, sharding: Sharding) -> Tensor:
-    """Return the indices of a rank's equal shard of a dim, in rank order; all if it has all."""
+    """Return the indices of a rank's equal shard of a dim; shards are in rank order."""
     ranks, total = int(held.recording.header["world_size"]), sharding.total
     shards = total // length if length else 1
     if shards * length != total or ranks % shards:

@@ -30,7 +30,7 @@ from .places import Held
 class Run:
     """All ranks' recordings of all steps."""
 
-    folder: Path  # folder of the recordings
+    folder: Path
     steps: Mapping[int, Sequence[Recording]]  # the recordings of each step, in rank order
     # the ranks' shards of each tensor, in the order in which tensors were recorded
     held: dict[Key, list[Held]] = field(default_factory=dict)
@@ -139,7 +139,7 @@ def _calls(run: Run, recording: Recording) -> dict[str, int]:
 
 
 def calling(line: Line | Key) -> str:
-    """Return a module's name, with a suffix for calls under no_grad, which are counted apart."""
+    """Return a module's name, with a suffix under no_grad, whose calls are counted separately."""
     return line.name + UNGRADED * (UNGRADED in line.item)
 
 
@@ -195,7 +195,7 @@ def ancestors(run: Run) -> dict[Key, list[Key]]:
 
 
 def _link_losses(run: Run) -> None:
-    """Link losses without sources to the outputs from which nothing else is known to be made."""
+    """Link losses without sources to the outputs that have no known users."""
     for loss in [key for key in run.held if key.kind == LOSS and not run.parents.get(key)]:
         for key in run.held:
             is_output = key[:2] == (loss.step, FORWARD) and key.item.startswith("out")

@@ -1,4 +1,4 @@
-"""A wrong tensor's shards beside their right values, and words for ranks and places."""
+"""Shards of a wrong tensor with their right values, and names of ranks and places."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHANCE = math.log(1e-4)  # largest probability that a guess fits by accident
 class Shard:
     """A rank's piece with its right values; everything is float64 and finite."""
 
-    piece: Piece  # the rank's piece
+    piece: Piece
     have: Tensor  # the rank's values; those of `want` if either is not finite
     want: Tensor  # the right values; 0 for those that are not finite
     odd: Tensor  # mask of elements that are not finite while the right ones are, or the reverse
@@ -34,7 +34,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A wrong tensor, with everything that guesses about it are made from."""
+    """A wrong tensor, with all data that guesses need."""
 
     shards: Sequence[Shard]  # the pieces of all ranks
     wrong: Sequence[Shard]  # the pieces that differ by more than rounding explains

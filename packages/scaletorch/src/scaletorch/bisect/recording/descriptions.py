@@ -102,7 +102,7 @@ def description_of(given: Mapping[str, Any] | Description | None) -> Description
 def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
     """Return a tensor's local shard, its place, and whether it is a term of a sum over ranks.
 
-    Only a DTensor has a place, and none for a dim that it does not shard, or is a term.
+    Only a DTensor has a place (None for each dim that is not sharded) or can be such a term.
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(tensor, module.DTensor):
@@ -169,7 +169,7 @@ def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[st
 @lru_cache(maxsize=256)
 def _places(kind: Any) -> Mapping[str, int]:
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    for own in kind.__mro__:  # a forward(*args) that wraps another one takes that one's arguments
+    for own in kind.__mro__:  # a forward(*args) that wraps another forward takes its arguments
         if "forward" in vars(own):
             named = list(inspect.signature(own.forward).parameters.values())[1:]
             if not named or named[0].kind == positional:

@@ -41,8 +41,8 @@ class Line:
     parents: list[int] = field(default_factory=list)
     uses: list[str] = field(default_factory=list)  # parameters that it was computed with
     inside: str | None = None  # the module whose code was running
-    # per dim, its indices in the full tensor as [whole size, [start, stop], ...], or None if the
-    # rank's description has to say it
+    # per dim, its indices in the full tensor as [whole size, [start, stop], ...], or None if
+    # only the rank's description gives it
     place: list[Any] | None = None
     sums: bool = False  # whether ranks' tensors have to be added up
     stage: int = 0  # the pipeline stage whose code was running
@@ -80,7 +80,7 @@ class Writer:
         return len(self.lines) - 1
 
     def close(self, failed: str = "") -> None:
-        """Write the lines; `failed` says why the recording ends early."""
+        """Write the lines; `failed` is the reason if the recording ends early."""
         self._file.close()
         content = {
             **self.header, "failed": failed, "bytes": self._end,

@@ -22,7 +22,7 @@ class Use(NamedTuple):
 class Lineage:
     """Maps tensors, identified by their place in autograd's graph or their memory, to lines.
 
-    Within the call of a module that it is passed into, a tensor has another name.
+    While a module runs, the tensors that it takes have other names.
     """
 
     def __init__(self) -> None:

@@ -71,7 +71,7 @@ class Tape:
         self._lineage = Lineage()
         self._done: set[str] = set()
         self._followed: set[tuple[Any, int]] = set()
-        self._uses = Counter[int]({-1: 2})  # of each tensor's line; -1, for parameters, always > 1
+        self._uses = Counter[int]({-1: 2})  # by line; -1, for parameters, always has > 1
         if model is not None:
             self._know(model)
 
@@ -284,7 +284,7 @@ def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
     original = kind.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Compiled code is one unit, and a rehearsal is not part of the training.
+        # Compiled code is one unit, and a rehearsal does not train.
         if torch.compiler.is_compiling() or rehearses():
             return original(self, *args, **kwargs)
         return called(original, self, *args, **kwargs)
@@ -343,9 +343,9 @@ def record(
     Args:
         folder: The same for all ranks of a run; created if missing.
         model: The module whose names are recorded, wrapped or not; None is the first one called.
-        describe: This rank's shard of the global batch, if it has not all of it: name of an axis
-            -> (indices, total), such as `{"rows": (range(4, 8), 8)}`; for several micro-batches,
-            a list of indices. DTensors describe themselves.
+        describe: This rank's shard of the global batch, if it lacks some of it: axis -> (indices,
+            total), such as `{"rows": (range(4, 8), 8)}`; for several micro-batches, a list of
+            indices. DTensors describe themselves.
         step: Number of the step, if several are recorded.
 
     Yields:

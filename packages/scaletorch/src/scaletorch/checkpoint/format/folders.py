@@ -26,7 +26,7 @@ _REMOVED = ".removed"
 _FINISHED = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"step-(\d{8,})(-\d+)?\.(unfinished|removed)")
 
-# Pattern of a file name in the folder or below -> what the file is, and what loads it.
+# File name pattern, in the folder or below -> description of the file, and its loader.
 _KNOWN = {
     ".metadata": ("a checkpoint of torch.distributed.checkpoint", "import_dcp"),
     "*.distcp": ("a checkpoint of torch.distributed.checkpoint", "import_dcp"),
@@ -70,8 +70,8 @@ def _find(root: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
 def candidates(root: Path) -> list[Path]:
     """Return the checkpoints to load: `root` itself if it is one, else those in it, newest first.
 
-    A killed save may have moved an older checkpoint of its step aside before it named the new one:
-    that is done here.
+    A killed save may have moved an older checkpoint of its step aside without naming the new one;
+    this function then names it.
     """
     if root.is_file():
         raise CheckpointError(f"{root} is a file; pass the folder of a checkpoint, or of several")
@@ -90,7 +90,7 @@ def candidates(root: Path) -> list[Path]:
 def latest(folder: str | Path) -> Path | None:
     """Return the newest finished checkpoint in `folder`; None if there is none.
 
-    It may be damaged; `load` finds out, and takes the one before.
+    It may be damaged; `load` detects this and takes the one before.
     """
     return next((path for path in finished(Path(folder)) if (path / METADATA).is_file()), None)
 
@@ -108,7 +108,7 @@ def lock(root: Path, owner: object) -> None:
 
         key[1].mkdir(parents=True, exist_ok=True)
         descriptor = os.open(key[1] / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except (ImportError, OSError):  # if nothing can be written there, the save itself says so
+    except (ImportError, OSError):  # the save itself raises if the folder is not writable
         return
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,7 +124,7 @@ def lock(root: Path, owner: object) -> None:
             f"{root} is being written by {job or 'another process'}: end that job, or save into "
             "another folder"
         ) from None
-    except OSError:  # no locks here
+    except OSError:  # this file system has no locks
         os.close(descriptor)
 
 

@@ -53,7 +53,7 @@ def to_json(saved: Mapping[str, Saved]) -> dict[str, Any]:
 
 
 def from_json(entries: Mapping[str, Any]) -> dict[str, Saved]:
-    """Return the tensors that `to_json` was given."""
+    """Return the tensors that `to_json` described."""
     return {
         name: Saved(
             tuple(entry["shape"]),

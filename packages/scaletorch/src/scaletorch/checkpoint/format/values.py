@@ -17,7 +17,7 @@ _MARKS = {"tuple", "pairs", "tensor"}
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return a value as JSON can hold it, with marks for tuples, other keys and 0-d tensors."""
+    """Convert a value to JSON types, with marks for tuples, other keys and 0-d tensors."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, list):
@@ -39,7 +39,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the value that `encode` was given."""
+    """Convert the result of `encode` back to the value."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):

@@ -70,7 +70,7 @@ def plan_model(
 
     Other dtypes are accepted if the optimizer has master weights, or with `cast`, for imports.
     """
-    # A parameter shared by stages may have no master though others do; it is rounded all the same.
+    # A parameter shared by stages may have no master although others do; it is rounded anyway.
     cast = cast or any(shard.is_master for shard, _ in shards)
     targets: dict[str, Entry] = {}
     wrong = []

@@ -99,7 +99,7 @@ class Held:
                     yield replace(part, offsets=(first + self.experts.own.start, *rest))
 
     def _cut(self, offsets: tuple[int, ...], box: Tensor) -> Iterator[Part]:
-        """Split a rectangle of this rank's shard where its slices are apart in the whole tensor."""
+        """Split a rectangle of this shard where its slices are not adjacent in the whole tensor."""
         if self.cut is None:
             yield Part(offsets, box, self.owner)
             return
@@ -114,7 +114,7 @@ class Held:
 
 
 def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]:
-    """Return id of a tensor -> its `Held`, for all of the model's state on this rank."""
+    """Map each tensor's id to its `Held`, for all of the model's state on this rank."""
     cuts, experts = find_cuts(model), find_expert_cuts(model)
     own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
     named: dict[int, list[str]] = {}
@@ -172,7 +172,7 @@ def refresh_shards(shards: Sequence[tuple[Shard, Held]]) -> None:
 
 
 def find_ties(held: dict[int, Held]) -> dict[str, list[str]]:
-    """Return the name that a tied tensor is saved under -> all its names."""
+    """Map the name under which each tied tensor is saved to all its names."""
     return {each.name: list(each.names) for each in held.values() if len(each.names) > 1}
 
 
@@ -182,7 +182,7 @@ def find_shards(
     optimizer: torch.optim.Optimizer | None,
     manager: ProcessGroupManager,
 ) -> list[tuple[Shard, Held]]:
-    """Return the tensors that an optimizer may update, each with the tensor that it is a range of.
+    """Return the tensors that an optimizer may update, each with the tensor that contains it.
 
     Includes parameters frozen since. Last come the whole matrices that the optimizer has in place
     of tp shards, each with a `Held` that is not sharded over tp.

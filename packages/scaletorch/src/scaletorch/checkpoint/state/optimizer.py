@@ -133,7 +133,7 @@ def make_states(
 
 
 def _by_parameter(saved: Mapping[str, T]) -> dict[str, dict[str, T]]:
-    """Return the name of a parameter -> key -> saved optimizer state."""
+    """Return a mapping: parameter name -> key -> saved optimizer state."""
     found: dict[str, dict[str, T]] = {}
     for entry, value in saved.items():
         if entry.startswith("optimizer."):

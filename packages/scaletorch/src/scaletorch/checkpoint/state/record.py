@@ -18,7 +18,7 @@ class Entry:
     """A whole tensor, and the rectangles of it that this rank holds."""
 
     shape: tuple[int, ...]  # shape of the whole tensor
-    dtype: torch.dtype  # its dtype
+    dtype: torch.dtype
     parts: list[Part]  # the rectangles on this rank
     source: str = ""  # the saved entry to load from, which may have another dtype
 
@@ -28,7 +28,7 @@ class Record:
     """The entries that a rank saves."""
 
     tensors: dict[str, Entry] = field(default_factory=dict)  # entries by name
-    # names of entries of which all replicas of the rank (cp x dp) hold the same
+    # names of entries that are equal on all replicas of the rank (cp x dp)
     replicated: set[str] = field(default_factory=set)
     # names of experts' entries, whose replicas are the edp group instead
     experts: set[str] = field(default_factory=set)
@@ -49,8 +49,8 @@ class Record:
 def share_out(record: Record, manager: ProcessGroupManager) -> dict[str, Entry]:
     """Return the entries that this rank writes, so that only one rank writes each rectangle.
 
-    The first tp rank that has a rectangle writes it; of replicas, the one with the fewest bytes so
-    far. Every rank computes this without communication.
+    The first tp rank that has a rectangle writes it; among replicas, the rank with the fewest bytes
+    so far. Every rank computes this without communication.
     """
     loads, of_experts = [0] * manager.cp_dp_size, [0] * manager.edp_size
     ours: dict[str, Entry] = {}

@@ -1,4 +1,4 @@
-"""Refuse forwards that change parameters, or buffers unlike one process; join batch norms' rows.
+"""Refuse forwards that wrongly change parameters or buffers; let batch norms use all ranks' rows.
 
 Numbers and strings in plain attributes are not compared: the rehearsal shows if they change the
 results. Attributes that count forwards may matter only in later steps, so they cause a warning.
@@ -110,7 +110,7 @@ def _looks(named: Iterable[tuple[str, Tensor]]) -> Looks:
 def changes_followed(
     model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
 ) -> Iterator[None]:
-    """Refuse, around a step, a forward that changes parameters, or buffers unlike one process."""
+    """Refuse a step's forward if it changes parameters, or buffers differently from one process."""
     wait_for_parameters(model)  # a sharded optimizer may still be fetching them
     changes = _Changes(model)
     # Not a hook: the wrapper would register it on the wrapped module.
@@ -157,7 +157,7 @@ def changes_followed(
 def _unlike(
     looks: Looks, shards: Set[str], experts: Set[str], manager: ProcessGroupManager
 ) -> dict[str, str]:
-    """Return the buffers that differ between ranks that should agree, and those ranks in words."""
+    """Return the buffers that differ between ranks that should agree, and these ranks as text."""
     everyone = all_gather_object((looks, {*shards}, {*experts}), manager.world_group)
     names = dict.fromkeys(name for theirs, *_ in everyone for name in theirs)
     found: dict[str, str] = {}

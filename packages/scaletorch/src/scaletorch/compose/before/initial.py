@@ -85,7 +85,7 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
     if cuts:
         called = [{n: x for n, x in b.items() if not n.startswith(OF_LOSS)} for b in micro_batches]
     looks = [*_looks(read, [cut.whole for cut in cuts.values()]), *_looks(place, called)]
-    whole = read if cuts else place  # all ranks must have the same entries of this one
+    whole = read if cuts else place  # its entries must be equal on all ranks
     names = [key.name for key, _ in looks if key.kind == whole]
     looks.append((Key(whole, "the list of entries"), text_hash(str(names))))
     parted = parted_sides(looks, manager)

@@ -76,7 +76,7 @@ def small_batch(
         short = _short(whole, shape[1], min(TOKENS, tokens // _SHARE), cut.row_dims, manager)
         labels = short.get("labels")
         if isinstance(labels, Tensor) and not bool((labels != IGNORED).any()):
-            short = whole  # nothing would count
+            short = whole  # no position would count in the loss
     told = {name: dim for name, dim in cut.row_dims.items() if name in short}
     again = partial(shard_global_batch, short, row_dims=told, sequence_dims=cut.sequence_dims)
     parts = again(kept, model=model)
@@ -179,7 +179,7 @@ def _short(
 def _most(length: int, units: int, unit: int) -> int:
     """Return the number of positions to take: up to `units` units, if possible dividing the length.
 
-    Then blocks that a model makes of positions end at ranks' borders only if the step's do.
+    Then a model's blocks of positions end at ranks' borders only if those of the step do.
     """
     whole = (n for n in range(units, max(units // 2, 2) - 1, -1) if length % (n * unit) == 0)
     return next(whole, units) * unit

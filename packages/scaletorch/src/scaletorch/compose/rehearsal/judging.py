@@ -15,7 +15,7 @@ from ..naming import listed, ranges
 from ..summation import ROOM, scale_of, widest
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
-_DOUBTFUL = 30.0  # a result this many limits off a wider dtype's is computed again: is it random?
+_DOUBTFUL = 30.0  # limits; a result further off is computed again, to see if it is random
 _SHAKEN = 4  # number of runs with differently rounded hidden states
 _SMALL_SHARE = 1e-3  # of the largest difference; smaller differences may be rounding
 _FINEST = 1e-10  # least limit: float64 has no wider dtype to compare with; faults are far larger
@@ -57,7 +57,7 @@ class Judge:
         other: Callable[[int], Tensor] | None = None,
         again: Callable[[], Tensor] | None = None,
     ) -> bool:
-        """Compare a layout's tensor with one process's; return False if that one is random.
+        """Compare a layout's tensor with one process's; return False if the latter is random.
 
         `typical` is the size of a typical element; a missing tensor is zero. If the difference is
         too large, `other` computes one process's tensor in other ways, as `Call.make` does, and

@@ -227,7 +227,7 @@ class Ranks:
         names = [*names]
         self.meet(f"gradients {names[:1]}")
         wanted = self._named(names).keys() & self._with_gradient & self._parameters.keys()
-        held = {n: torch.zeros_like(self._parameters[n]) for n in wanted}  # None here counts as 0
+        held = {n: torch.zeros_like(self._parameters[n]) for n in wanted}  # a missing one is 0
         for name, gradient in local_gradients(self.model, wanted).items():
             held[name] = gradient if gradient.layout is torch.strided else gradient.to_dense()
         return self._whole(held, names)

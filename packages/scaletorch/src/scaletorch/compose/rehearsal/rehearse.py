@@ -96,7 +96,7 @@ def rehearse_step(
         replay, found = _widest(compared, narrow)
         terms.keeps_state = found.kept != []
         kept = found.kept or [] if found.first is None and found.problem is None else []
-        if kept:  # what a forward leaves in attributes may change the next one
+        if kept:  # changed attributes may alter the next forward
             replay, found = _widest(partial(compared, steps=2), narrow)
     except Exception as error:
         if not added or isinstance(error, torch.OutOfMemoryError):

@@ -37,7 +37,7 @@ class Replay:
     ranks: Ranks
     judge: Judge
     gives_out: bool = False
-    unasked: list[str] = field(default_factory=list)  # what could not be compared, and why
+    unasked: list[str] = field(default_factory=list)  # failed comparisons, with reasons
     random: set[str] = field(default_factory=set)  # units with another result in each run
     _held: tuple[str, dict[str, Tensor]] | None = None  # the last owner and its whole weights
     _given_out: int = 0
@@ -98,7 +98,7 @@ class Replay:
         return parameters
 
     def _add_penalties(self, loss: Tensor) -> bool:
-        """Add gradients of weights that the loss reads from the layout; return if there are any."""
+        """Add gradients of the layout's weights that the loss reads; return whether any exist."""
         held = self.ranks.trained_here()
         if not held:  # a frozen stage
             return False

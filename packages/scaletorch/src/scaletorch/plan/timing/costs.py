@@ -14,7 +14,7 @@ from ..description import Behaviour, Work
 SORTS = ("matmul", "attention", "other")
 WORLD = "tp_cp_pp_dp"  # all ranks
 _ONE = ("send", "exchange")  # one message to one other rank
-_NONE = ("receive", "barrier")  # counted at the sender; not part of a step
+_NONE = ("receive", "barrier")  # counted at the sender; not in a step
 
 
 class Level(NamedTuple):

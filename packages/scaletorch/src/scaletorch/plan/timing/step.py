@@ -40,7 +40,7 @@ class Rank(NamedTuple):
     stages: list[Stage]  # forward and backward of a micro-batch, by chunk
     batch: Seconds  # a micro-batch in all chunks, forward and backward
     end: Seconds  # gradient and parameter messages after the pipeline
-    update: float  # optimizer update
+    update: float
 
     @property
     def after(self) -> float:
