@@ -59,7 +59,8 @@ class Attributes:
         if before is not now:
             return not _are_equal(before, now)
         entries = _entries_of(now)
-        return entries is not None and _ids(entries) != _ids(self._entries[id(entries)][1])
+        held = None if entries is None else self._entries.get(id(entries))
+        return entries is not None and (held is None or _ids(entries) != _ids(held[1]))
 
     def put_back(self) -> None:
         """Restore all attributes and delete those added since."""
@@ -81,14 +82,25 @@ def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two values are equal numbers or strings, one object, or tuples of these."""
     if one is other:
         return True
-    if type(one) is tuple is type(other):
+    if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_are_equal, one, other))
     numbers = bool, int, float, complex, str
     return isinstance(one, numbers) and isinstance(other, numbers) and one == other
 
 
+def _have_equal_values(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other) or not one.is_floating_point():
+        return torch.equal(one, other)
+    nan = one.isnan()
+    return torch.equal(nan, other.isnan()) and torch.equal(one[~nan], other[~nan])
+
+
+def _is_plain_tensor(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.requires_grad
+
+
 def _is_data(value: object) -> bool:
-    if type(value) is tuple:
+    if isinstance(value, tuple):
         return all(map(_is_data, value))
     return isinstance(value, _PLAIN) or _entries_of(value) is not None
 
@@ -125,7 +137,8 @@ class ModuleState:
             for module in modules
             for held in (module._buffers, vars(module))
             for name, tensor in held.items()
-            if isinstance(tensor, Tensor) and not (tensor.is_meta or tensor.requires_grad)
+            if isinstance(tensor, Tensor) and not tensor.is_meta
+            if held is module._buffers or _is_plain_tensor(tensor)
         ]
 
     def put_back(self) -> None:
@@ -133,7 +146,7 @@ class ModuleState:
         self._attributes.put_back()
         with torch.no_grad():
             for held, name, tensor, values in self._tensors:
-                if not torch.equal(tensor, values):  # a write would break a later backward
+                if not _have_equal_values(tensor, values):  # a write would break a later backward
                     tensor.copy_(values)
                 held[name] = tensor
 
