@@ -32,6 +32,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+            twin = vars(module).get("_twin")  # of a module of another stage
+            if isinstance(twin, nn.Module):
+                twin.train(mode)
 
 
 def forwards(

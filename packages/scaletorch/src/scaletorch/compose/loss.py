@@ -65,7 +65,9 @@ def loss_of_tokens(
 ) -> tuple[Tensor, int | Tensor]:
     """Return the sum of token losses and their number, after checking output and labels."""
     require_logits_alone(output, with_router_loss=with_router_loss)
-    labels = require_labels_fit(getattr(output, "logits", output), batch["labels"], batch.tp_size)
+    labels = require_labels_fit(
+        getattr(output, "logits", output), batch.get("labels"), batch.tp_size
+    )
     return token_loss_sum(output, labels, batch.head), token_count(batch)
 
 

@@ -6,7 +6,7 @@ reports to all ranks whether one has failed. The first step checks more; see `tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -182,7 +182,8 @@ def _work_of(
     model: DataParallelBucket, micro_batches: Sequence[Batch], loss_fn: LossFunction | None
 ) -> object:
     """Return the kind of a step: the code of its loss, its entries, and the mode."""
-    entries = frozenset(name for batch in micro_batches for name in batch)
+    given = [batch for batch in micro_batches if isinstance(batch, Mapping)]  # `ready` checks them
+    entries = frozenset(name for batch in given for name in batch)
     return _code_of(loss_fn), entries, pipeline_of(model).module.training
 
 

@@ -70,10 +70,15 @@ def whole_matrices(
     agree("the optimizer of whole matrices", lines, manager.world_group, error=error)
     if scope is Scope.ELEMENT:
         return optimizer
-    exchanges = [
-        Exchange(_share_out(held, manager.tp_group), dtype, manager.tp_group)
-        for held, dtype in _of_each_dtype(optimizer, model, manager)
-    ]
+    shared: list[tuple[list[Matrix], torch.dtype]] = []
+    error = None
+    for held, dtype in _of_each_dtype(optimizer, model, manager):
+        try:
+            shared.append((_share_out(held, manager.tp_group), dtype))
+        except MismatchError as different:  # on all tp ranks; other groups may have the same
+            error = error or different
+    agree("the matrices of this optimizer", [], manager.world_group, error=error)
+    exchanges = [Exchange(matrices, dtype, manager.tp_group) for matrices, dtype in shared]
     _replace(optimizer, exchanges)
     _follow(optimizer, exchanges)
     _exchanges[optimizer] = exchanges

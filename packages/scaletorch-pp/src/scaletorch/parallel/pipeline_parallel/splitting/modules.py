@@ -142,6 +142,8 @@ def find_stacks(model: nn.Module) -> list[list[str]]:
     if not beside or not encoder or not decoder or any(len(lists) != 1 for lists in stacks):
         return []
     (first, behind), (between, last) = (_around(model, lists[0]) for lists in stacks)
+    first = [name for name in first if not within(name, decoder)]
+    last = [name for name in last if not within(name, encoder)]
     encoding, decoding = (
         [[name] for name in children(model.get_submodule(lists[0]), f"{lists[0]}.")]
         for lists in stacks
