@@ -51,7 +51,8 @@ def train_step(
     Before each step ranks check their batches and models, and all raise if one fails. They compare
     a sample of the parameters that they share, and the loop's changes to gradients.
 
-    The first step, and the first with another loss_fn, begins with a rehearsal (see `rehearse`).
+    The first step, and the first with another loss_fn, other entries or in another mode, begins
+    with a rehearsal (see `rehearse`), the latter unless the forward keeps state in attributes.
 
     Args:
         model: The model that `parallelize` returned.
