@@ -29,6 +29,20 @@ def shard_another():
 CALLS = {
     "scale": (lambda: GradScaler("cpu", -1), "init_scale must be a finite number above 0, got -1"),
     "no scale": (lambda: GradScaler("cpu", float("nan")), "init_scale must be a finite number"),
+    **{
+        f"scaler {name}={value}": (
+            lambda name=name, value=value: GradScaler("cpu", **{name: value}),
+            "growth_factor must be a finite number above 1, backoff_factor between 0 and 1, and",
+        )
+        for name, value in (
+            ("growth_factor", 1.0),
+            ("growth_factor", math.inf),
+            ("backoff_factor", 0.0),
+            ("backoff_factor", 1.0),
+            ("backoff_factor", math.nan),
+            ("growth_interval", 0),
+        )
+    },
     "optimizer": (shard_another, "has none of the model's parameters that require grad"),
     "norm": (lambda: clip_grad_norm_(None, 1.0), "model must be a module, got NoneType"),
     "gradients": (lambda: whole_gradients(None), "model must be a module, got NoneType"),

@@ -114,8 +114,9 @@ def start(
 ) -> None:
     """Guard this process's calls from now on; every rank of the default group must call it.
 
-    If a rank fails, dies, is stopped, leaves, or makes a different call, every other rank raises
-    `RankFaultError`, in the call in which it waits or in its next one. An exception that ends the
+    If a rank fails, dies, leaves, or makes a different call, every other rank raises
+    `RankFaultError`, in the call in which it waits or in its next one. A rank that is slow, or
+    whose process is stopped, is a fault after `patience` seconds. An exception that ends the
     program is reported to the other ranks; `watch` also reports one that is caught outside its
     block. A single process is not guarded. If the guard itself fails, the job continues, and a
     warning says that the guard is off.

@@ -109,5 +109,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         device = gradients[0].device
-        torch_module(device.type).set_device(device)  # CUDA's libraries need a context
+        module = torch_module(device.type)
+        if hasattr(module, "set_device"):  # torch.mps has none
+            module.set_device(device)  # CUDA's libraries need a context
         return gradients[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -244,10 +245,20 @@ def entry_of_backend(backend: str) -> DeviceEntry | None:
 
 @functools.cache
 def _load_entry_points() -> None:
-    """Add the entries of installed packages, once."""
+    """Add the entries of installed packages, once; warn of a broken one and skip it."""
     from importlib.metadata import entry_points  # slow to import, and seldom needed
 
     for point in entry_points(group=ENTRY_POINTS):
-        entry = point.load()
-        if isinstance(entry, DeviceEntry):  # a vendored copy of this package has its own class
-            register_device(entry)
+        try:
+            entry = point.load()
+            # A vendored copy of this package has its own class, for its own table.
+            if isinstance(entry, DeviceEntry) or type(entry).__name__ != DeviceEntry.__name__:
+                register_device(entry)
+        except Exception as error:  # another package's import may raise anything
+            package = point.dist.name if point.dist is not None else "an unknown package"
+            warnings.warn(
+                f"entry point {point.name!r} ({point.value}) of {package} in the group "
+                f"{ENTRY_POINTS!r} gives no device: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from ....dist.building import one_per_process, tensors_in
-from ....dist.errors import NonFiniteError, StateError
+from ....dist.errors import MismatchError, NonFiniteError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
 from ..parameters import shorten
 from .manager import BucketManager
@@ -39,8 +39,8 @@ class GradientSync:
     def __init__(self, managers: Iterable[BucketManager], *, overlap: bool) -> None:
         self.enabled = True
         self.completed = 0  # synchronisations so far
-        self.failed: list[NonFiniteError] = []  # errors of the last one, until they are raised
-        self.held: list[NonFiniteError] | None = None  # receives the errors if the caller raises
+        self.failed: list[ScaletorchError] = []  # errors of the last one, until they are raised
+        self.held: list[NonFiniteError] | None = None  # receives those that the caller raises
         self.managers = tuple(managers)
         self.groups = tuple(manager.reduction.group for manager in self.managers)
         self._overlap = overlap
@@ -178,13 +178,15 @@ class GradientSync:
 
     def _finish(self) -> None:
         self._forget_backward()
+        # All managers, even after an error: the ranks of their groups may have none, and wait.
         for manager in self._attached:
-            for slot in manager.slots:
-                slot.require_unchanged(ends=True)
-            try:
-                manager.finish()
-            except NonFiniteError as error:
-                (self.failed if self.held is None else self.held).append(error)
+            for finish in (manager.require_unchanged, manager.finish):
+                try:
+                    finish()
+                except NonFiniteError as error:
+                    (self.failed if self.held is None else self.held).append(error)
+                except (MismatchError, StateError) as error:
+                    self.failed.append(error)
         self.completed += 1
 
     def _close(self) -> None:
@@ -257,8 +259,8 @@ def remove_hooks(handles: Iterable[Any]) -> None:
 
 
 def raise_failed(syncs: Iterable[GradientSync]) -> None:
-    """Raise the first non-finite error, unless the caller of the synchronisation holds them."""
-    found: list[NonFiniteError] = []
+    """Raise the first error of the last synchronisations, except those that their caller holds."""
+    found: list[ScaletorchError] = []
     for sync in syncs:
         found += sync.failed
         sync.failed = []

@@ -113,10 +113,15 @@ class BucketManager:
         self._bucket_of[index].mark_ready(index)
         if self._in_flight:
             self._in_flight = [b for b in self._in_flight if not b.collect_if_done()]
-        due = self._expected
+        due = self._expected if self.reduction.size > 1 else ()  # alone, nothing has to travel
         while launch and self._next < len(due) and due[self._next].ready:
             self._launch(due[self._next])
             self._next += 1
+
+    def require_unchanged(self) -> None:
+        """Refuse, when a backward ends, parameters that were updated after their gradients came."""
+        for slot in self.slots:
+            slot.require_unchanged(ends=True)
 
     @torch.no_grad()
     def finish(self) -> None:

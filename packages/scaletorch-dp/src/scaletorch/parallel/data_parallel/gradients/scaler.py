@@ -36,9 +36,8 @@ class GradScaler(torch.amp.GradScaler):
         group: The ranks that agree, by default all of the current grid.
 
     Raises:
-        InvalidArgumentError: A scale that is not above 0.
-        AssertionError: torch's, for a `growth_factor` of at most 1 or a `backoff_factor` of at
-            least 1.
+        InvalidArgumentError: A scale or interval that is not above 0, a `growth_factor` of at
+            most 1, or a `backoff_factor` that is not between 0 and 1.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
 
@@ -56,6 +55,13 @@ class GradScaler(torch.amp.GradScaler):
         kind = current_device().type if device is None else torch.device(device).type
         if not 0 < init_scale < math.inf:
             message = f"init_scale must be a finite number above 0, got {init_scale!r}"
+            raise InvalidArgumentError(message)
+        if not (1 < growth_factor < math.inf and 0 < backoff_factor < 1 <= growth_interval):
+            message = (
+                "growth_factor must be a finite number above 1, backoff_factor between 0 and 1, "
+                "and growth_interval at least 1 step, got "
+                f"{growth_factor!r}, {backoff_factor!r} and {growth_interval!r}"
+            )
             raise InvalidArgumentError(message)
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if self._enabled:
