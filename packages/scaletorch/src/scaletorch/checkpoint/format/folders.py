@@ -108,8 +108,14 @@ def lock(root: Path, owner: object) -> None:
 
         key[1].mkdir(parents=True, exist_ok=True)
         descriptor = os.open(key[1] / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except (ImportError, OSError):  # if nothing can be written there, the save itself says so
-        return
+    except (ImportError, OSError) as error:
+        if isinstance(error, PermissionError) and (key[1] / LOCK).exists():
+            raise CheckpointError(
+                f"{key[1] / LOCK} cannot be opened for writing, so another job may be saving "
+                "there: once its owner's jobs have ended, remove it or make it writable for you, "
+                "or save into another folder"
+            ) from None
+        return  # if nothing can be written there, the save itself says so
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
