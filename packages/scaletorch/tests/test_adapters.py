@@ -266,6 +266,22 @@ def test_an_adapter_has_the_names_that_peft_gives_it(alone, tmp_path, options):
     assert all(torch.equal(ours[each], theirs[each]) for each in theirs)
 
 
+def test_an_adapter_is_whole_if_another_has_the_name_of_a_module(alone, tmp_path):
+    layers = {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(base(), peft.LoraConfig(**layers))
+    model.add_adapter("mlp", peft.LoraConfig(**layers))
+    weights = model.state_dict()
+    model = parallelize(model, alone, rehearse=False)
+    for adapter in ("default", "mlp"):
+        export_adapter(model, tmp_path / adapter, adapter=adapter)
+        saved = safetensors.load_file(tmp_path / adapter / "adapter_model.safetensors")
+        ending = f".{adapter}.weight"
+        named = {name: x for name, x in weights.items() if is_adapter(name) and ending in name}
+        assert len(named) == 4 * 2 * 2  # layers, linear layers, matrices
+        assert saved.keys() == {name.replace(ending, ".weight") for name in named}
+        assert all(torch.equal(x, saved[n.replace(ending, ".weight")]) for n, x in named.items())
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [

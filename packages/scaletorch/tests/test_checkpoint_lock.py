@@ -1,5 +1,6 @@
 """One job writes into a folder of checkpoints: another is refused, a dead one not obeyed."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -73,6 +74,29 @@ def test_a_second_job_is_refused_on_every_rank_until_the_first_is_killed(job, tm
         four.run(saves, tmp_path, sizes, 1)
         four.run(saves, tmp_path, sizes, 4)
         save(tmp_path, nn.Linear(2, 2), step=8)  # the ranks' models are gone
+
+
+def test_a_wrapper_that_ends_after_its_save_keeps_the_folder_locked(tmp_path):
+    model = nn.Linear(2, 2)
+    save(tmp_path, nn.Sequential(model), step=1)
+    gc.collect()
+    command = [sys.executable, "-c", JOB, str(tmp_path)]
+    other = subprocess.run(command, input="", capture_output=True, text=True, timeout=60)
+    assert f"is being written by process {os.getpid()} on host" in other.stderr
+
+
+def test_a_lock_of_another_user_is_not_ignored(tmp_path, monkeypatch):
+    (tmp_path / LOCK).touch()
+    opens = os.open
+
+    def denied(path, *arguments):  # root, who may run this, is denied nothing
+        if str(path).endswith(LOCK):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opens(path, *arguments)
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(CheckpointError, match=rf"{LOCK} cannot be opened for writing, so another"):
+        save(tmp_path, nn.Linear(2, 2), step=1)
 
 
 def test_what_a_job_has_left_is_taken_over(tmp_path):

@@ -303,8 +303,8 @@ def test_a_pipeline_is_its_schedule_simulated() -> None:
 def test_sizes_have_units() -> None:
     assert bytes_in("80GiB") == 80 * 2**30
     assert bytes_in(" 1.5 GB ") == 1_500_000_000
-    assert bytes_in("2e9") == 2_000_000_000
-    for given in ("80Gb", "much", "0GiB", "1.2.3GiB", "-1GiB"):
+    assert bytes_in("2e9") == bytes_in("2E9") == 2_000_000_000
+    for given in ("80Gb", "much", "0GiB", "1.2.3GiB", "-1GiB", "1e999GiB", "1e999Gb"):
         with pytest.raises(InvalidArgumentError, match="a size must be a number above 0 with a"):
             bytes_in(given)
 

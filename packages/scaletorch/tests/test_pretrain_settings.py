@@ -13,7 +13,7 @@ from pretrained import settings
 from scaletorch.dist import RankFailedError
 from scaletorch.dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from scaletorch.models import LlamaConfig
-from scaletorch.pretrain import pretrain, train
+from scaletorch.pretrain import pretrain, resume, train
 from scaletorch.pretrain.__main__ import main, one_line
 from scaletorch.pretrain.progress import logged_losses
 from scaletorch.pretrain.train import learning_rate
@@ -176,6 +176,16 @@ def test_a_finished_run_goes_on_at_its_lowest_rate(config):
     assert len(again.losses) == 2
     rate = json.loads((config.out / "log.jsonl").read_text().splitlines()[-2])["lr"]
     assert rate == learning_rate(replace(config, steps=8), 6) > lowest
+
+
+def test_a_checkpoint_without_the_length_of_its_rate_asks_for_it(config, monkeypatch):
+    config = replace(config, save_every=2, steps=2)
+    known = resume.identity
+    monkeypatch.setattr(resume, "identity", lambda *given: known(*given) | {"decay_steps": None})
+    train(config)
+    with pytest.raises(StateError, match=r"does not say in how many steps .* as --decay-steps$"):
+        train(replace(config, steps=4, resume="auto"))
+    assert len(train(replace(config, steps=4, decay_steps=2, resume="auto"))) == 2
 
 
 def test_ctrl_c_says_how_to_go_on(config, monkeypatch, capsys):

@@ -94,7 +94,7 @@ def save(
 
     The folder `step-<zero-padded step>` appears once everything is on the disk, and not before. A
     save waits for an earlier one in the background, and raises its error. From the first save
-    until the model or this process ends, no other job can save into `folder`.
+    until the model's parameters or this process end, no other job can save into `folder`.
 
     Args:
         folder: Holds the checkpoints; shared by all machines.
@@ -132,7 +132,8 @@ def save(
     except Exception as error:  # any kind: the other ranks must know
         failed = error
     agree("the checkpoint to save", lines, group, error=failed)
-    on_first_rank(lambda: folders.lock(root, model), group)
+    owner = next(model.parameters(), model)  # `model` may be a wrapper that ends before it
+    on_first_rank(lambda: folders.lock(root, owner), group)
     notes: dict[str, Mapping[str, Any]] = {"scalars": record.scalars, "ties": record.ties}
     write = partial(_write, entries, notes, root, keep, document, group)
     return _started(Saving(folders.step_folder(root, step)), write, asynchronous)

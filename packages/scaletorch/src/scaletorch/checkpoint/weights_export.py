@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from copy import copy
 from pathlib import Path
@@ -185,13 +186,34 @@ def export_adapter(
     """
     group, root = control_group(), Path(folder)
     what = f"the export to {folder}"
-    module = all_or_none(what, lambda: _adapted(model, adapter), group)
-    state = full_state_dict(model, manager, only=lambda name: "lora_" in name)
-    on_first_rank(lambda: _write_adapter(root, module, adapter, state), group)
+    config = all_or_none(what, lambda: _config(model, adapter), group)
+    state = full_state_dict(model, manager, only=lambda name: _saved_as(name, adapter) is not None)
+    named = {saved: x for name, x in state.items() if (saved := _saved_as(name, adapter))}
+    on_first_rank(lambda: _write_adapter(root, named, config), group)
 
 
+<<<<<<< HEAD
 def _adapted(model: nn.Module, adapter: str) -> Any:
     """Return the module that has peft's config of an adapter; refuse all but LoRA's matrices."""
+=======
+def _saved_as(name: str, adapter: str) -> str | None:
+    """Return the name of an adapter's tensor in peft's file; None for any other tensor.
+
+    peft's `get_peft_model_state_dict` leaves out names with another adapter's name in them, also
+    if that is the name of a module of the model.
+    """
+    found = re.fullmatch(rf"(.*\blora_\w+)\.{re.escape(adapter)}(\..+)?", name)
+    if found is None:
+        return None
+    where, last = found.groups(default="")
+    # DoRA's vector is a module in peft, but a parameter in the names of peft's files.
+    last = "" if where.endswith("lora_magnitude_vector") else last
+    return _PREFIX + where.removeprefix(_PREFIX) + last  # also if others put the adapter on
+
+
+def _config(model: nn.Module, adapter: str) -> Any:
+    """Return peft's config of an adapter; refuse adapters of more than LoRA's matrices."""
+>>>>>>> b5ed85ba56b6355bb1ec5e57aaf98b3920c6cd63
     found = [m for m in model.modules() if isinstance(getattr(m, "peft_config", None), dict)]
     configs: dict[str, Any] = {name: c for m in found for name, c in m.peft_config.items()}  # type: ignore[union-attr,operator]
     config = configs.get(adapter)
@@ -209,16 +231,14 @@ def _adapted(model: nn.Module, adapter: str) -> Any:
             "save checkpoints of it (scaletorch.checkpoint.save), or export the whole model "
             "(export_safetensors)"
         )
-    return next(m for m in found if adapter in m.peft_config)  # type: ignore[operator]
+    return config
 
 
-def _write_adapter(root: Path, module: Any, adapter: str, state: dict[str, Tensor]) -> None:
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
+def _write_adapter(root: Path, tensors: dict[str, Tensor], config: Any) -> None:
     root.mkdir(parents=True, exist_ok=True)
     if (root / ADAPTER).exists():
         raise CheckpointError(f"{root} has an adapter already; export to another folder")
+<<<<<<< HEAD
     saved = get_peft_model_state_dict(module, state, adapter, save_embedding_layers=False)
     # The names in peft's files are those in a PeftModel, even if another library added the adapter.
     named = {_PREFIX + k.removeprefix(_PREFIX): v.cpu().contiguous() for k, v in saved.items()}
@@ -227,4 +247,18 @@ def _write_adapter(root: Path, module: Any, adapter: str, state: dict[str, Tenso
     config.inference_mode = True  # as peft writes it
     config.save_pretrained(str(root))
     os.replace(root / f"{ADAPTER}{UNFINISHED}", root / ADAPTER)
+=======
+    ordered = sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize)  # keeps alignment
+    slots = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
+    unfinished = root / f"{ADAPTER}{UNFINISHED}"
+    with unfinished.open("wb") as file:
+        file.write(plan_file(slots, {"format": "pt"})[0])
+        for _, tensor in ordered:
+            write_tensor(file, tensor)
+        flush(file)
+    saved = copy(config)
+    saved.inference_mode = True  # as peft writes it
+    saved.save_pretrained(str(root))
+    os.replace(unfinished, root / ADAPTER)
+>>>>>>> b5ed85ba56b6355bb1ec5e57aaf98b3920c6cd63
     flush_folder(root)

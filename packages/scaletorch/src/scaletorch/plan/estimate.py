@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -68,13 +69,14 @@ class Estimate:
 
 def bytes_in(given: str) -> int:
     """Return the bytes of a size such as "80GiB" or "1.5 GB"; a number without unit is of bytes."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(\w*)\s*", given)
-    if found is None or float(found[1]) <= 0 or found[2] not in ("", *_SIZES):
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:[eE]\d+)?)\s*(\w*)\s*", given)
+    size = float(found[1]) * _SIZES.get(found[2] or "B", 0.0) if found else 0.0
+    if not 0 < size < math.inf:  # an unknown unit gives 0 or NaN
         known = ", ".join(_SIZES)
         raise InvalidArgumentError(
             f"a size must be a number above 0 with a unit of {known}, got {given!r}"
         )
-    return int(float(found[1]) * _SIZES.get(found[2], 1.0))
+    return int(size)
 
 
 def in_bytes(size: float) -> str:

@@ -44,7 +44,8 @@ class State(NamedTuple):
 def state(known: Known, layout: Layout, number: int) -> State:
     """Return the parameter, gradient and optimizer bytes of ranks with a number."""
     grid, zero = layout.grid, layout.zero
-    key = "state", grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, number, zero
+    split = layout.schedule in SPLIT
+    key = "state", grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, number, zero, split
 
     def work_out() -> State:
         each = [
@@ -94,8 +95,10 @@ def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
     if zero == 1:
         return State(whole * item, whole * sums, states, last=own * master, inside=coming,
                      bucket=bucket, ending=ending, whole=whole * sums)  # fmt: skip
+    # With split backwards, shards of two micro-batches are there at the peak.
+    shards = own * master * (2 if layout.schedule in SPLIT and ranks > 1 else 1)
     return State(
-        whole * item, 0, states, own * master, own * master, inside=pair + coming, bucket=bucket,
+        whole * item, 0, states, shards, own * master, inside=pair + coming, bucket=bucket,
         whole=whole * sums, opened=whole * sums if group.largest <= group.usual else 0,
         ending=ending,
     )  # fmt: skip

@@ -112,6 +112,11 @@ def load_last(
         if not isinstance(saved, dict):
             raise StateError(f"{folder} has a checkpoint that this program did not save")
         planned = saved.get("decay_steps")
+        if not config.decay_steps and planned is None:
+            raise StateError(
+                f"{folder} does not say in how many steps the saved run falls to its lowest rate: "
+                "pass that number as --decay-steps"
+            )
         if not config.decay_steps and planned != config.steps:
             raise StateError(
                 f"the saved run falls to its lowest rate in {planned} steps, and this one in "

@@ -104,7 +104,11 @@ def pretrain(config: PretrainConfig) -> Result | None:
         The result on rank 0, None on a launcher's other ranks.
 
     Raises:
-        InvalidArgumentError: A setting cannot work; raised before any rank starts.
+        InvalidArgumentError: A setting is wrong by itself, its path or backend does not work, or
+            the grid cannot be; raised before any rank starts. What the model or its batches cannot
+            have, such as more stages than layers, is refused on the ranks, by `parallelize` or in
+            the first step.
+        RankFailedError: A local rank failed, also if it refused its layout.
         StateError: A Slurm job with several tasks runs this without srun.
     """
     # Does nothing if no launcher started this process.

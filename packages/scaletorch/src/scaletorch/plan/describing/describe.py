@@ -75,8 +75,8 @@ def describe(
         sequence_dims: As for `shard_global_batch`.
         loss_fn: As for `train_step`; None for the cross entropy of tokens.
         name: Name of the model; by default that of its class.
-        kernels: Device type whose kernels run the model: "cuda" for the GPUs of the table, "cpu"
-            for ranks on CPU cores.
+        kernels: Device type whose kernels run the model, whatever this machine has: "cuda" for the
+            GPUs of the table, "cpu" for ranks on CPU cores.
 
     Raises:
         InvalidArgumentError: The model needs data to be built, has no list of layers, or cannot run
