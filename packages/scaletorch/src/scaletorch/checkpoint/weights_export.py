@@ -192,10 +192,6 @@ def export_adapter(
     on_first_rank(lambda: _write_adapter(root, named, config), group)
 
 
-<<<<<<< HEAD
-def _adapted(model: nn.Module, adapter: str) -> Any:
-    """Return the module that has peft's config of an adapter; refuse all but LoRA's matrices."""
-=======
 def _saved_as(name: str, adapter: str) -> str | None:
     """Return the name of an adapter's tensor in peft's file; None for any other tensor.
 
@@ -213,7 +209,6 @@ def _saved_as(name: str, adapter: str) -> str | None:
 
 def _config(model: nn.Module, adapter: str) -> Any:
     """Return peft's config of an adapter; refuse adapters of more than LoRA's matrices."""
->>>>>>> b5ed85ba56b6355bb1ec5e57aaf98b3920c6cd63
     found = [m for m in model.modules() if isinstance(getattr(m, "peft_config", None), dict)]
     configs: dict[str, Any] = {name: c for m in found for name, c in m.peft_config.items()}  # type: ignore[union-attr,operator]
     config = configs.get(adapter)
@@ -238,16 +233,6 @@ def _write_adapter(root: Path, tensors: dict[str, Tensor], config: Any) -> None:
     root.mkdir(parents=True, exist_ok=True)
     if (root / ADAPTER).exists():
         raise CheckpointError(f"{root} has an adapter already; export to another folder")
-<<<<<<< HEAD
-    saved = get_peft_model_state_dict(module, state, adapter, save_embedding_layers=False)
-    # The names in peft's files are those in a PeftModel, even if another library added the adapter.
-    named = {_PREFIX + k.removeprefix(_PREFIX): v.cpu().contiguous() for k, v in saved.items()}
-    save_file(named, root / f"{ADAPTER}{UNFINISHED}", {"format": "pt"})
-    config = copy(module.peft_config[adapter])
-    config.inference_mode = True  # as peft writes it
-    config.save_pretrained(str(root))
-    os.replace(root / f"{ADAPTER}{UNFINISHED}", root / ADAPTER)
-=======
     ordered = sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize)  # keeps alignment
     slots = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
     unfinished = root / f"{ADAPTER}{UNFINISHED}"
@@ -260,5 +245,4 @@ def _write_adapter(root: Path, tensors: dict[str, Tensor], config: Any) -> None:
     saved.inference_mode = True  # as peft writes it
     saved.save_pretrained(str(root))
     os.replace(unfinished, root / ADAPTER)
->>>>>>> b5ed85ba56b6355bb1ec5e57aaf98b3920c6cd63
     flush_folder(root)

@@ -108,10 +108,6 @@ def lock(root: Path, owner: object) -> None:
 
         key[1].mkdir(parents=True, exist_ok=True)
         descriptor = os.open(key[1] / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-<<<<<<< HEAD
-    except (ImportError, OSError):  # the save itself raises if the folder is not writable
-        return
-=======
     except (ImportError, OSError) as error:
         if isinstance(error, PermissionError) and (key[1] / LOCK).exists():
             raise CheckpointError(
@@ -120,7 +116,6 @@ def lock(root: Path, owner: object) -> None:
                 "or save into another folder"
             ) from None
         return  # if nothing can be written there, the save itself says so
->>>>>>> b5ed85ba56b6355bb1ec5e57aaf98b3920c6cd63
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
