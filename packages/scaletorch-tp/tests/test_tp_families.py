@@ -27,8 +27,8 @@ from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 class ScaledWordEmbedding(nn.Embedding):
     """As transformers has it for Gemma and BART."""
 
-    def __init__(self, scale):
-        super().__init__(VOCAB, HIDDEN, padding_idx=1)
+    def __init__(self, scale, **options):
+        super().__init__(VOCAB, HIDDEN, padding_idx=1, **options)
         self.embed_scale = scale
 
     def forward(self, ids):
@@ -106,6 +106,13 @@ def scaled(scale):
 @pytest.mark.parametrize("scale", [2.5, torch.tensor(2.5)])
 def test_a_scaled_embedding_stays_scaled(scale):
     assert run_ranks(scaled, 2, scale) == [7, 6]
+
+
+@pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
+def test_a_scaled_embedding_with_options_of_rows_is_refused(option):
+    model = nn.Sequential(ScaledWordEmbedding(2.5, **{option: True}))
+    with pytest.raises(ValueError, match=f"it uses {option}, which is not supported on shards"):
+        resolve(model, {"0": "vocab"}, 2)
 
 
 def test_which_dim_of_a_transposed_weight_is_sharded():

@@ -278,7 +278,10 @@ def odd_modules():
     nn.utils.parametrizations.weight_norm(parametrized)
     unusual = nn.Linear(4, 4)
     unusual.scale = nn.Parameter(torch.ones(4))
-    return [replaced, hooked, parametrized, unusual, Scaled(4, 4), Clipped(4, 4)]
+    buffered = nn.Linear(4, 4)
+    weight = buffered._parameters.pop("weight")
+    buffered.register_buffer("weight", weight.detach())
+    return [replaced, hooked, parametrized, unusual, Scaled(4, 4), Clipped(4, 4), buffered]
 
 
 @pytest.mark.parametrize(
@@ -290,6 +293,7 @@ def odd_modules():
         (3, "its parameters are"),
         (4, "it is a Scaled"),
         (5, "it is a Clipped"),
+        (6, "its weight is not a parameter"),
     ],
 )
 def test_modules_whose_computation_is_their_own_are_refused(index, reason):

@@ -183,6 +183,7 @@ def test_heads_are_counted_also_where_the_module_has_no_counts():
     refuse(Model(), None, 5, "for this model and plan tp sizes up to 4 are legal")
     odd = Model(heads=4, kv_heads=3)
     refuse(odd, None, 4, "layers.0.self_attn' are not understood as heads", "a multiple of")
+    resolve(odd, None, 1)  # one rank has all heads
     model = Model()
     for block in model.layers:
         del block.self_attn.num_heads, block.self_attn.num_kv_heads

@@ -1,6 +1,7 @@
 """Models of transformers that make masks of their own are right with sequence parallelism."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -130,9 +131,27 @@ def refused():
         apply_tensor_parallel(dropping, None, dist.group.WORLD, sequence_parallel=True)
 
 
+def cached():
+    """A call with the cache of an earlier one is refused: its keys are of two calls."""
+    from transformers import DynamicCache
+
+    many = build("llama", {})
+    names = inspect.signature(many.forward).parameters
+    cache = {"cache" if "cache" in names else "past_key_values": DynamicCache()}
+    apply_tensor_parallel(many, None, dist.group.WORLD, sequence_parallel=True)
+    many(input_ids=tokens(), use_cache=True, **cache)
+    with pytest.raises(InvalidArgumentError, match=r"from position \d+ on.*pass use_cache=False"):
+        many(input_ids=tokens(), use_cache=True, **cache)
+
+
 def test_masks_and_whole_attention():
     with RankPool(2, timeout=300) as pool:
         pool.run(families)
         pool.run(pooled)
         assert pool.run(shared) == [[8, 8, 16]] * 2  # sequences are shared in the layers alone
         pool.run(refused)
+
+
+def test_a_cache_is_refused():
+    with RankPool(2, timeout=300) as pool:
+        pool.run(cached)

@@ -211,7 +211,7 @@ class _Record:
     """The layouts of the shards that were made last over a group."""
 
     calls: dict[str, str] = field(default_factory=dict)  # layout -> the call that sharded in it
-    padded: bool = False  # whether any sequence had padding
+    padded: bool = False  # whether any of their sequences had padding
     used: bool = False  # a call has taken these shards; the next sharding call starts a new record
 
     def __str__(self) -> str:
@@ -231,16 +231,21 @@ def record_layout(layout: Layout, ring: Ring, call: str, *, used_next: bool = Fa
         return
     record = _records.setdefault(ring.group, _Record())
     if record.used:
-        record.calls, record.used = {}, False
+        record.calls, record.padded, record.used = {}, False, False
     record.calls[layout.name] = call
     has_padding = layout.padded_length > layout.length
     record.padded = has_padding or (record.padded and not used_next)
 
 
-def had_padding(ring: Ring) -> bool:
-    """Return whether any sequence that was sharded over `ring` so far had padding."""
+def may_be_padded(requested: str | None, ring: Ring) -> bool:
+    """Return whether the shards of a model with the `requested` layout may have padding.
+
+    Recorded shards have it if one of their sequences has. Shards that are taken to be zigzag, and
+    are not recorded so, may have it.
+    """
     record = None if ring.group is None else _records.get(ring.group)
-    return record is not None and record.padded
+    unrecorded = record is None or "zigzag" not in record.calls
+    return (record is not None and record.padded) or (requested == "zigzag" and unrecorded)
 
 
 def resolve_layout(

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
+from ..agreement import require_agreement
 from ..attention import Request, attend
 from ..cp_comms import Ring
 from ..layouts import Layout, named_layout
 from ..masks import Documents
-from ..sharding import had_padding, record_layout, resolve_layout
+from ..sharding import may_be_padded, record_layout, resolve_layout
 
 _NO_BACKWARD = -1  # torch's task id outside of a backward
 _CALL = "attention of a model that apply_context_parallel was given"
@@ -83,29 +84,37 @@ class Settings:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
         """Attend to the whole sequence by the model's method and layout."""
-        documents: Any = request.cu_seqlens
-        if self.batch is None:
-            if not request.causal and documents is None and had_padding(self.ring):
-                raise refusal(
-                    "full attention would see the padding behind a sequence's end, which shards of "
-                    f"this group may have. Take a length that 2 x {self.ring.size} divides "
-                    f"({self.ring.size} unless the layout is zigzag; parallelize takes "
-                    "cp_layout='contiguous'), or run the model within ShardedSequences.inside, "
-                    "which knows the padding"
-                )
-            layout = self._shard_layout(documents, q.shape[-2])
-        elif documents in (None, self.batch.documents):
-            layout, documents = self.batch
-        else:
-            raise refusal(
-                f"this call's cu_seq_lens_q are {documents}, and the sequences that the model runs "
-                f"inside have {self.batch.documents}"
-            )
+        try:
+            layout, documents = self._layout_and_documents(request, q.shape[-2])
+        except Exception as error:  # perhaps on this rank only: the others compare their calls
+            require_agreement((), q.device, self.ring, error)
+            raise
         request = request._replace(
             cu_seqlens=documents, layout=layout, method=self.method, call=_CALL,
             default_layout="contiguous",
         )  # fmt: skip
         return attend(q, k, v, request, self.ring)
+
+    def _layout_and_documents(self, request: Request, length: int) -> tuple[Any, Any]:
+        """Return the layout and the documents of a call on shards of `length` positions."""
+        documents: Any = request.cu_seqlens
+        if self.batch is not None:
+            if documents in (None, self.batch.documents):
+                return self.batch
+            raise refusal(
+                f"this call's cu_seq_lens_q are {documents}, and the sequences that the model runs "
+                f"inside have {self.batch.documents}"
+            )
+        full = not request.causal and documents is None
+        if full and may_be_padded(self.requested_layout, self.ring):
+            raise refusal(
+                "full attention would see the padding behind a sequence's end, which shards of "
+                f"this group may have. Take a length that 2 x {self.ring.size} divides "
+                f"({self.ring.size} unless the layout is zigzag; parallelize takes "
+                "cp_layout='contiguous'), or run the model within ShardedSequences.inside, "
+                "which knows the padding"
+            )
+        return self._shard_layout(documents, length), documents
 
     def _shard_layout(self, documents: Documents | None, length: int) -> Layout | str | None:
         """Return the layout of shards of `length` positions; padding follows the last document."""

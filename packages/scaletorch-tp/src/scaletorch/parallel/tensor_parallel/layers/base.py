@@ -124,7 +124,10 @@ class TensorParallelLayer(nn.Module):
         """Return why `module` cannot become this layer, or None if it can."""
         if not cls.takes(module):
             return f"it is a {type(module).__name__}, not a {cls.plain_class.__name__} itself"
-        return cls._misfit_of_parameters(module, _OWN)
+        reason = cls._misfit_of_parameters(module, _OWN)
+        if reason is None and module._parameters.get("weight") is None:
+            return "its weight is not a parameter"
+        return reason
 
     @staticmethod
     def _misfit_of_parameters(module: nn.Module, known: Collection[str]) -> str | None:

@@ -214,7 +214,7 @@ def _uses_rows(module: nn.Module) -> str | None:
     """Return why the options of an embedding cannot be kept on shards, or None if they can."""
     options = ("max_norm", "scale_grad_by_freq", "sparse")
     used = [name for name in options if getattr(module, name, None)]
-    if used and type(module) is nn.Embedding:
+    if used and isinstance(module, nn.Embedding):
         return f"it uses {', '.join(used)}, which is not supported on shards"
     return None
 

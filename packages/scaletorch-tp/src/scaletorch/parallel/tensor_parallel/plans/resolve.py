@@ -80,7 +80,7 @@ def resolve(
     named = {*heads.values()}
     attentions = find_attentions(view, matches, named)
     attributes, divided_attributes = local_attributes(matches.values(), attentions, tp_size)
-    lengths = find_lengths(view, matches, attentions, heads)
+    lengths = find_lengths(view, matches, attentions, heads, tp_size)
     check_lengths(Lengths([*divided_attributes, *lengths.divided], lengths.shared), tp_size)
     _check_heads(matches, attentions)
     matches = with_cuts(matches, attentions, tp_size)

@@ -30,9 +30,16 @@ class Lengths(NamedTuple):
 
 
 def find_lengths(
-    view: ModelView, matches: Matches, attentions: Attentions, named: Mapping[str, nn.Module]
+    view: ModelView,
+    matches: Matches,
+    attentions: Attentions,
+    named: Mapping[str, nn.Module],
+    tp_size: int,
 ) -> Lengths:
-    """Return the divided lengths: number of heads in recognised attention, else each size."""
+    """Return the divided lengths: number of heads in recognised attention, else each size.
+
+    Attention in `named` whose heads are not recognised is refused, except on one rank.
+    """
     by_heads = {layer for attention in attentions.values() for layer in attention.lengths}
     # Layers with heads of unknown length: an uneven division might split a head.
     whole = {
@@ -48,7 +55,8 @@ def find_lengths(
             where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")
             kind = found.divided if match.module in whole else found.shared
             kind.extend((where, length) for length in match.lengths)
-    for name in (name for name, module in named.items() if module not in attentions):
+    unknown = [name for name, module in named.items() if module not in attentions]
+    for name in unknown if tp_size > 1 else ():
         raise InvalidArgumentError(
             f"the features of the projections of '{name}' are not understood as heads: expected a "
             "head_dim, or a number of heads, on the module or its config, and query heads that are "

@@ -109,8 +109,14 @@ def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
 def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any) -> Any:
     """Make the mask that the model requested, but for full sequences."""
     whole, shard = shares.length, shares.local
-    queries = options.get("q_length")
+    queries, keys = options.get("q_length"), options.get("kv_length")
     if queries == shard:
+        if keys not in (shard, whole) or options.get("q_offset", 0):  # with a cache
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model asks for a mask of {queries} queries, from position "
+                f"{options.get('q_offset', 0)} on, and {keys} keys; sequence parallelism makes "
+                "masks of whole sequences only: pass use_cache=False"
+            )
         options |= {"q_length": whole, "kv_length": whole}
         options["attention_mask"] = _whole_padding(options.get("attention_mask"), shares)
     elif queries != whole:
