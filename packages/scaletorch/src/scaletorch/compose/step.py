@@ -51,8 +51,8 @@ def train_step(
     Before each step ranks check their batches and models, and all raise if one fails. They compare
     a sample of the parameters that they share, and the loop's changes to gradients.
 
-    The first step, and the first with another loss_fn, other entries or in another mode, begins
-    with a rehearsal (see `rehearse`), the latter unless the forward keeps state in attributes.
+    The first step begins with a rehearsal (see `rehearse`); so does the first with another loss_fn,
+    other entries or in another mode, unless the forward keeps state in attributes.
 
     Args:
         model: The model that `parallelize` returned.
@@ -63,8 +63,7 @@ def train_step(
             same values. It is called on the last stage. None is the cross entropy of tokens.
         count_fn: `count_fn(micro_batch)` returns the same number from the micro-batch alone. It
             matters only if gradients of several steps accumulate, or a router's auxiliary loss is
-            added; None then counts labels other than -100. In all other cases gradients are divided
-            by an estimate, and corrected by the number that loss_fn returned.
+            added; None then counts labels other than -100. Else loss_fn's number is used.
         scaler: Multiplies all gradients by its scale, but not the returned loss; for float16, see
             `scaletorch.parallel.data_parallel.GradScaler`.
 
@@ -80,8 +79,8 @@ def train_step(
             that must have the same, or another rank has failed.
         NonFiniteError: A gradient is not finite, and the model checks them (`check_finite`).
     """
-    manager = manager_of(model, manager)
-    terms, own = terms_of(model), _own_loss(model, manager, loss_fn, count_fn)
+    manager, terms = manager_of(model, manager), terms_of(model)
+    own = _own_loss(model, manager, loss_fn, count_fn)
     proof = partial(rehearse, model, micro_batches, manager, loss_fn=loss_fn, count_fn=count_fn)
     called, count = _proven(model, micro_batches, manager, own, loss_fn, proof)
     if own is not None and not count:
