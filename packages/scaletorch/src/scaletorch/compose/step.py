@@ -6,6 +6,7 @@ reports to all ranks whether one has failed. The first step checks more; see `tr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ..dist import all_gather_object, all_reduce, get_comm_device
+from ..dist import all_gather_object, all_reduce, get_comm_device, get_rank
 from ..dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.data_parallel.building import scale_gradients
@@ -167,7 +168,14 @@ def _proven(
     terms = terms_of(model)
     work = _work_of(model, micro_batches, loss_fn)
     is_new = terms.plain is not None and work not in terms.rehearsed
-    is_new = is_new and not (terms.rehearsed and terms.keeps_state)  # the plain model has old state
+    if is_new and terms.rehearsed and terms.keeps_state:  # the plain model has old state
+        is_new = False
+        terms.rehearsed.add(work)
+        if get_rank() == 0 and not rehearses():
+            sys.stderr.write(
+                f"rehearsal: this kind of step of {terms.name} is new and is not compared, since "
+                "its forward keeps state in attributes\n"
+            )
     terms.rehearses = is_new and not rehearses() and not has_gradients(model)
     if terms.rehearses and not terms.rehearsed:
         proof()

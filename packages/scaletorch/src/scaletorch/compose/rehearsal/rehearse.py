@@ -109,6 +109,8 @@ def rehearse_step(
     if found.first is not None:
         _refuse(found.first, found, terms, manager, len(micro_batches), kept)
     replay.unasked += [f"loss_fn, which reads {listed(added)}"] * bool(added)
+    if found.kept is None:
+        replay.unasked.append("a second step, since attributes change after the first gradient")
     _report(replay, found, terms, pipeline.module, time.perf_counter() - began)
 
 
