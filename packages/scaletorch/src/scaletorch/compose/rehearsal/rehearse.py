@@ -109,8 +109,6 @@ def rehearse_step(
     if found.first is not None:
         _refuse(found.first, found, terms, manager, len(micro_batches), kept)
     replay.unasked += [f"loss_fn, which reads {listed(added)}"] * bool(added)
-    if found.kept is None:
-        replay.unasked.append("a second step, since attributes change after the first gradient")
     _report(replay, found, terms, pipeline.module, time.perf_counter() - began)
 
 
@@ -292,6 +290,8 @@ def _report(
         _say(f"{terms.name} could not be rehearsed: its plain module failed ({found.problem})")
         return
     without = [*replay.unasked, *(f"hidden states of {name}" for name in replay.ranks.unjoined)]
+    if found.kept is None:
+        without.append("a second step, since attributes change after the first gradient")
     unasked = f"; not compared: {', '.join(without)}" if without else ""
     if get_rank() == 0:
         grid, dtype = replay.ranks.manager.grid, str(replay.ranks.dtype).removeprefix("torch.")
