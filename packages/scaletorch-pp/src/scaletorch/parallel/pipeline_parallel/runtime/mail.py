@@ -16,7 +16,8 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import has_streams
-from ..schedules.tasks import Key, Message, Receive
+from ..schedules.program import Message, Receive
+from ..schedules.tasks import Key
 from .forms import HEADER_BYTES, NOTHING, Form, Hidden, from_header, to_header
 
 IN_FLIGHT = 8  # at most this many sends are under way, since their tensors stay in memory
@@ -160,8 +161,8 @@ class Mail:
         if known is not None and known is not NOTHING and Form(value) != known:
             raise InvalidArgumentError(
                 f"{describe_rank()}: stage {key.stage} passes on {Form(value)}, and passed on "
-                f"{known} for an earlier micro-batch whose entries had the same shapes; what it "
-                "passes on may depend on the shapes and dtypes of a micro-batch's entries alone"
+                f"{known} for an earlier micro-batch whose entries had the same shapes; its "
+                "output's form may depend only on the shapes and dtypes of a micro-batch's entries"
             )
         self._made[key] = value
 
@@ -219,7 +220,7 @@ class Mail:
         else:
             form, tensors = self._forms[key.micro_batch][key.stage], parcel.tensors
             if form is NOTHING:
-                raise StageError(f"{describe_rank()}: the stage before has failed")
+                raise StageError(f"{describe_rank()}: the previous stage has failed")
         if torch.is_grad_enabled():
             for tensor, like in zip(tensors, form.tensors, strict=True):
                 tensor.requires_grad_(like.requires_grad)

@@ -12,7 +12,7 @@ from ....dist.errors import InvalidArgumentError
 from .call_order import calls_around
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-Parts = tuple[tuple[str, ...], str, tuple[str, ...]]
+Sections = tuple[tuple[str, ...], str, tuple[str, ...]]
 
 
 def within(name: str, module: str) -> bool:
@@ -103,7 +103,7 @@ def listing(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def find_parts(model: nn.Module) -> Parts:
+def find_sections(model: nn.Module) -> Sections:
     """Return the names before the layers, of the list of layers, and after them.
 
     The layers are the only outermost `nn.ModuleList` with parameters, or that of the decoder.
@@ -204,9 +204,9 @@ def _lists_of_decoder(model: nn.Module, lists: list[str]) -> list[str]:
     return [name for name in blocks if name.count(".") == least] or lists
 
 
-def check_parts(model: nn.Module, parts: Parts) -> None:
+def check_sections(model: nn.Module, sections: Sections) -> None:
     """Check that the names fit the model: all modules with trainable parameters, each once."""
-    first, layers, last = parts
+    first, layers, last = sections
     names = (*first, layers, *last)
     for name in names:
         check_name(model, name)
@@ -225,8 +225,8 @@ def check_parts(model: nn.Module, parts: Parts) -> None:
     missing = _unnamed(model, names, layers)
     if missing:
         raise InvalidArgumentError(
-            f"modules with parameters that Split does not name: {listing(missing)}; add each to "
-            "first or last"
+            f"Split does not name these modules, which have parameters: {listing(missing)}; add "
+            "each to first or last"
         )
 
 
@@ -235,7 +235,7 @@ def _siblings(model: nn.Module, path: list[str], name: str) -> tuple[list[str], 
 
     If the forward's source does not show the order, the order of registration counts.
     """
-    prefix = "".join(f"{part}." for part in path)
+    prefix = "".join(f"{outer}." for outer in path)
     holder = model.get_submodule(".".join(path))
     earlier, later = calls_around(holder, name)
     # A dropout may be called both before and after; without parameters it stays on all stages.
