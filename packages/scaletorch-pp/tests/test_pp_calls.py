@@ -6,6 +6,7 @@ import types
 import warnings
 from contextlib import contextmanager, nullcontext
 
+import one_process
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,22 +35,15 @@ class Layer(nn.Module):
         return x + self.one(x).tanh() * scale
 
 
-class Net(nn.Module):
-    layer = Layer
+class Net(one_process.Net):
+    layer, num_layers, width, vocabulary = Layer, LAYERS, WIDTH, 11
 
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, WIDTH)
-        self.layers = nn.ModuleList(self.layer() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, 11)
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
+    def run(self, x):
         for layer in self.layers:
-            x = self.run(layer, x)
-        return self.head(x)
+            x = self.call(layer, x)
+        return x
 
-    def run(self, layer, x):
+    def call(self, layer, x):
         return layer(x, scale=0.7)
 
 
@@ -78,7 +72,7 @@ class Reentrant(Checkpointed):
 
 
 class Forwards(Net):
-    def run(self, layer, x):
+    def call(self, layer, x):
         return layer.forward(x, 0.7)
 
 
@@ -91,7 +85,7 @@ class BoundForwards(Net):
 
 
 class BoundCalls(Net):
-    def run(self, layer, x):
+    def call(self, layer, x):
         return checkpoint(layer.__call__, x, use_reentrant=False)
 
 
@@ -118,11 +112,10 @@ class Field(Net):
 
     stem = Stem
 
-    def __init__(self):
-        super().__init__()
+    def make(self):
         self.embed = self.stem()
 
-    def run(self, layer, x):
+    def call(self, layer, x):
         return checkpoint(layer, x, use_reentrant=True)
 
 
@@ -169,13 +162,9 @@ def shifted(module, args):
     return (args[0] + 0.25, *args[1:])
 
 
-def only(kind, hook):
-    """Return a global hook that changes nothing but modules of a class."""
-
-    def chosen(module, *given):
-        return hook(module, *given) if isinstance(module, kind) else None
-
-    return chosen
+def on_layers(hook):
+    """Return a global hook that changes nothing but layers."""
+    return lambda module, *given: hook(module, *given) if isinstance(module, Layer) else None
 
 
 def backward_hooks(net):
@@ -215,13 +204,13 @@ KINDS = [
 
 
 @contextmanager
-def everywhere(kind):
-    """Register global hooks that change layers alone, and ones that look at all modules."""
+def everywhere():
+    """Register global hooks, which look at all modules and change layers."""
     handles = [
-        hooks.register_module_forward_hook(only(kind, thrice)),
-        hooks.register_module_forward_pre_hook(only(kind, shifted)),
-        hooks.register_module_full_backward_hook(only(kind, half)),
-        hooks.register_module_full_backward_pre_hook(only(kind, double_of)),
+        hooks.register_module_forward_hook(on_layers(thrice)),
+        hooks.register_module_forward_pre_hook(on_layers(shifted)),
+        hooks.register_module_full_backward_hook(on_layers(half)),
+        hooks.register_module_full_backward_pre_hook(on_layers(double_of)),
     ]
     try:
         yield
@@ -245,7 +234,7 @@ def batches_of(kind, count):
     return found
 
 
-def compared(kind, schedule, count, register=None, within=None):
+def compared(kind, schedule, count, register=None, within=nullcontext):
     """Return the largest relative error of a gradient or the loss in two steps."""
     plain = build(kind)
     stage = split(plain, schedule)
@@ -256,7 +245,7 @@ def compared(kind, schedule, count, register=None, within=None):
         own.embed, own.head = stage.module.embed, stage.module.head
         register(own)
     batches, worst = batches_of(kind, count), 0.0
-    with within(Layer) if within else nullcontext():
+    with within():
         for _ in range(2):
             plain.zero_grad()
             stage.zero_grad()
@@ -274,19 +263,19 @@ def compared(kind, schedule, count, register=None, within=None):
 def all_cases(schedules):
     """Compare each kind of layer, and each kind of hooks, on schedules."""
     warnings.simplefilter("ignore")  # torch's, of reentrant checkpoints without gradients
-    cases = [*((kind, None, None) for kind in KINDS), *((Net, hooks, None) for hooks in HOOKS)]
-    found = {}
-    for kind, register, within in [*cases, (Net, None, everywhere)]:
-        for place, schedule in enumerate(schedules):
-            case = kind.__name__, register, within, schedule
-            found[str(case)] = compared(kind, schedule, 2 + 2 * place, register, within)
-    return found
+    cases = [(kind,) for kind in KINDS]
+    cases += [(Net, register) for register in HOOKS] + [(Net, None, everywhere)]
+    return {
+        f"{kind.__name__} {more} {schedule}": compared(kind, schedule, 2 + 2 * place, *more)
+        for kind, *more in cases
+        for place, schedule in enumerate(schedules)
+    }
 
 
 class Detached(Net):
     """Of two layers one computes apart from autograd what it is given."""
 
-    def run(self, layer, x):
+    def call(self, layer, x):
         return layer(x.detach() if layer is self.layers[2] else x)
 
 
@@ -320,9 +309,7 @@ class Tuples(Net):
 
     def forward(self, input_ids):
         x = self.embed(input_ids)
-        state = x, x.square(), input_ids
-        for layer in self.layers:
-            state = layer(state)
+        state = one_process.Net.run(self, (x, x.square(), input_ids))
         return self.head(state[0])
 
 
@@ -375,25 +362,6 @@ def lost_and_not(schedule):
 GIVES_NOTHING = r"(?s)stage \d gives no gradient back to stage \d, whose.*requires_grad_\(False\)"
 
 
-def widened(output, batch):
-    return squared(output.double(), batch)
-
-
-def losses_of_one_dtype(schedule):
-    """Parameters of stages differ in dtype; the loss has that of one process, on all ranks."""
-    for dtype in (torch.float64, torch.bfloat16, torch.complex64):
-        model = build(Net).float()
-        if dtype.is_complex:
-            model.embed.turn = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
-            model.embed.register_forward_hook(lambda module, args, out: (out * module.turn).real)
-        else:
-            model.embed.to(dtype).register_forward_hook(lambda module, args, out: out.float())
-        stage = PipelineParallel(model, group=world(), schedule=schedule)  # hooks stay its own
-        for wide in (False, True):
-            loss = train_step_pipeline(stage, ids_of(2), loss_fn=widened if wide else squared)
-            assert loss.dtype == (torch.float64 if wide else torch.float32)
-
-
 def copies_are_plain():
     stage = split(build(of(OwnCall)))
     names = [name for name, _ in stage.named_parameters()]
@@ -404,9 +372,7 @@ def copies_are_plain():
         x = torch.ones(2, 3, dtype=torch.long)
         x = x if isinstance(layer, nn.Embedding) else torch.ones(2, WIDTH, dtype=torch.float64)
         given = (x, 0.5) if isinstance(layer, OwnCall) else (x,)
-        own = next(
-            k for k in (nn.Identity, nn.Embedding, OwnCall, nn.Linear) if isinstance(layer, k)
-        )
+        own = next(k for k in (nn.Embedding, OwnCall, nn.Linear) if isinstance(layer, k))
         for made in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer))):
             assert type(made) is own
             assert "_pipeline_calls" in vars(layer).keys() - vars(made).keys()
@@ -431,7 +397,7 @@ def scripted():
 def what_cannot_be_followed_is_refused():
     for kind in (of(Sealed), type("Net", (Net,), {"layer": staticmethod(scripted)})):
         stage = PipelineParallel(build(kind), group=world())
-        refused(stage, r"have an nn\.Module around")
+        refused(stage, r"put an nn\.Module around it")
     beside = split(build(Answers))
     refused(beside, "the model returns a tensor that", lambda o, b: o.logits.sum() + o.beside)
 
@@ -441,10 +407,7 @@ class Inner(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
 
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    forward = one_process.Net.run
 
 
 class Nested(Net):
@@ -452,8 +415,8 @@ class Nested(Net):
         super().__init__()
         self.layers = Inner()
 
-    def forward(self, input_ids):
-        return self.head(self.layers(self.embed(input_ids)))
+    def run(self, x):
+        return self.layers(x)
 
 
 def watched(net):
@@ -496,10 +459,7 @@ def hooks_around_stages(schedule):
 class Answers(Net):
     def forward(self, input_ids):
         x = self.embed(input_ids)
-        beside = x.square().sum()
-        for layer in self.layers:
-            x = self.run(layer, x)
-        return types.SimpleNamespace(logits=self.head(x), beside=beside)
+        return types.SimpleNamespace(logits=self.head(self.run(x)), beside=x.square().sum())
 
 
 def of_four(num_ranks, num_micro_batches):
@@ -513,7 +473,6 @@ def test_layers_are_called_as_in_one_process():
         require_right(pool.run(all_cases, ("1f1b",)))
         for schedule in ("1f1b", "zb_v"):
             pool.run(lost_and_not, schedule)
-            pool.run(losses_of_one_dtype, schedule)
             pool.run(hooks_around_stages, schedule)
         pool.run(copies_are_plain)
         pool.run(what_cannot_be_followed_is_refused)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from one_process import (
     Net,
+    Wrapper,
     accumulate,
     build,
     require_same,
@@ -22,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.pg_manager import ModuleWrapper
 from scaletorch.parallel.pipeline_parallel import (
     SCHEDULES,
     PipelineParallel,
@@ -40,41 +40,32 @@ WIDTH, COUNT = 4, 5
 
 
 class Layer(nn.Module):
-    def __init__(self, recompute):
+    def __init__(self):
         super().__init__()
         self.norm, self.linear = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.recompute = recompute
-
-    def body(self, x):
-        return x + self.linear(self.norm(x)).tanh()
 
     def forward(self, x):
-        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+        return x + self.linear(self.norm(x)).tanh()
 
 
 class Stack(Net):
-    def __init__(self, recompute=False, thrice=False):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(recompute) for _ in range(8))
-        if thrice:  # in the embedding, in layers of the middle and in the head
-            for linear in (self.head, self.layers[1].linear, self.layers[4].linear):
-                linear.weight = self.embed.weight
+    layer = Layer
 
 
-class Wrapper(ModuleWrapper):
-    """Notes whether gradients would be synced, for each forward and each part of a backward."""
+class Recomputed(Layer):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
 
-    def __init__(self, module):
-        super().__init__(module)
-        self.require_backward_grad_sync = True
-        self.seen = []
 
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
+class RecomputedStack(Stack):
+    """A weight is in the embedding, in layers of the middle and in the head."""
 
-    def backward(self, *args):
-        self.seen.append(self.require_backward_grad_sync)
-        return self.module.backward(*args)
+    layer = Recomputed
+
+    def __init__(self):
+        super().__init__(tied=True)
+        for layer in (self.layers[1], self.layers[4]):
+            layer.linear.weight = self.embed.weight
 
 
 def make_batches(count=COUNT):
@@ -107,19 +98,19 @@ def all_at_once(names):
 
 
 def wrapped_and_tied(name):
-    plain = build(Stack, recompute=True, thrice=True)
+    plain = build(RecomputedStack)
     wrapper = Wrapper(split(plain, name))
     pipeline = wrapper.module
     for _ in range(2):
         train_and_compare(wrapper, plain)
     schedule = SCHEDULES[name](world().size(), COUNT)
-    parts = sum(action.kind != "F" for action in schedule.ranks[pipeline.rank])
-    assert wrapper.seen == 2 * [*[False] * (parts - 1), True]
+    own = schedule.ranks[pipeline.rank]
+    backwards = sum(action.kind != "F" for action in own)
+    assert wrapper.synced == 2 * [*[False] * (backwards - 1), True]
     wrapper.require_backward_grad_sync = False
     with noted_actions() as actions:
         train_step_pipeline(wrapper, make_batches(), loss_fn=sum_loss)
-    assert wrapper.seen[2 * parts :] == [False] * parts
-    own = schedule.ranks[pipeline.rank]
+    assert wrapper.synced[2 * backwards :] == [False] * backwards
     assert actions == [f"{a} of stage {pipeline.stages[a.chunk]}" for a in own]
     outputs = pipeline_forward(wrapper, make_batches())
     assert len(outputs) == (COUNT if pipeline.is_last_stage else 0)
@@ -188,8 +179,8 @@ def test_schedules_that_do_not_fit():
 
 
 @distributed_test(world_size=2)
-def test_a_schedule_that_parts_some_backwards_only_with_many_micro_batches():
-    """What a builder does with more micro-batches than were tried is done all the same."""
+def test_a_schedule_that_splits_backwards_for_some_numbers_of_micro_batches():
+    """The example that is tried before the cut need not show it."""
     plain = build(Stack)
 
     def builder(num_ranks, num_micro_batches):

@@ -182,7 +182,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forwar
     new_form = torch.Tag.inplace_view in func.tags
     real = any(not isinstance(tensor, StandIn) for tensor in tensors_in(values))
     if (real or new_form) and not forward.past:
-        _refuse("writes into a tensor")
+        _refuse("copies", " into another tensor")
     if not schema.returns:
         return None
     return values[0] if len(schema.returns) == 1 else tuple(values)
@@ -195,9 +195,9 @@ def _refuse_read(forward: Forward) -> NoReturn:
     _refuse("reads")
 
 
-def _refuse(action: str) -> NoReturn:
+def _refuse(action: str, where: str = "") -> NoReturn:
     raise InvalidArgumentError(
         f"{describe_rank()}: the model's forward {action} values of hidden states, or of outputs "
-        "of another stage's modules, outside its layers. This stage does not have these values: do "
-        "it inside a layer, or make them an entry of the micro-batch"
+        f"of another stage's modules,{where} outside its layers. This stage does not have these "
+        "values: do it inside a layer, or make them an entry of the micro-batch"
     )
