@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from one_process import world
+from one_process import (
+    Net,
+    accumulate,
+    build,
+    require_same,
+    split,
+    sum_loss,
+    token_batches,
+    world,
+)
 
 from scaletorch.dist import InvalidArgumentError, StateError
 from scaletorch.dist.testing import distributed_test
@@ -105,3 +114,28 @@ def test_unknown_operations_and_dtypes():
         bidirectional_pipeline_communicate("recv_forward", None, None, CPU, DTYPE)
     with pytest.raises(InvalidArgumentError, match=r"got torch\.int64"):
         pipeline_communicate("recv_forward", CPU, torch.int64, shapes=SHAPE)
+
+
+class TakesEmbeddings(Net):
+    def forward(self, input_ids=None, inputs_embeds=None):
+        return self.head(
+            self.run(self.embed(input_ids) if input_ids is not None else inputs_embeds)
+        )
+
+
+@distributed_test(world_size=3)
+def test_a_loop_of_ones_own_trains_as_one_process():
+    for kind in (Net, TakesEmbeddings):
+        plain = build(kind)
+        stage = split(plain)
+        for batch in token_batches(2):
+            hidden = call("recv_forward", dtype=torch.float64)
+            output = stage(batch["input_ids"] if hidden is None else hidden)
+            if stage.is_last_stage:
+                output = sum_loss(output, batch)
+            call("send_forward", output.detach(), dtype=torch.float64)
+            gradient = call("recv_backward", dtype=torch.float64)
+            gradient = stage.backward(hidden, output, gradient)
+            call("send_backward", gradient, dtype=torch.float64)
+        accumulate(plain, token_batches(2))
+        require_same(stage, plain, exact=True)

@@ -1,13 +1,17 @@
 """Schedules of all kinds with all else that a pipeline does: wrappers, ties, forwards, profiles."""
 
+import gc
+import itertools
 import random
-from contextlib import contextmanager, nullcontext
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 from one_process import (
+    Layer,
     Net,
     Wrapper,
     accumulate,
@@ -18,8 +22,6 @@ from one_process import (
     token_batches,
     world,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import distributed_test, run_ranks
@@ -35,37 +37,18 @@ from scaletorch.parallel.pipeline_parallel import (
     zb_h1,
     zb_v,
 )
+from scaletorch.parallel.pipeline_parallel.steps.training import Training
 
-WIDTH, COUNT = 4, 5
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.linear(self.norm(x)).tanh()
+COUNT = 5
+ENDS = {"F": 1, "B": -1, "I": -1, "W": 0}  # what an action does to the number of live graphs
 
 
-class Stack(Net):
-    layer = Layer
-
-
-class Recomputed(Layer):
-    def forward(self, x):
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class RecomputedStack(Stack):
+class TiedNet(Net):
     """A weight is in the embedding, in layers of the middle and in the head."""
-
-    layer = Recomputed
 
     def __init__(self):
         super().__init__(tied=True)
-        for layer in (self.layers[1], self.layers[4]):
-            layer.linear.weight = self.embed.weight
+        self.layers[1].weight = self.layers[4].weight = self.embed.weight
 
 
 def make_batches(count=COUNT):
@@ -79,51 +62,34 @@ def train_and_compare(model, plain):
     require_same(model, plain)
 
 
-@contextmanager
-def noted_actions():
-    """Note the ranges that a profiler would show."""
-    noted = []
-
-    def note(name):
-        noted.append(name)
-        return nullcontext()
-
-    with patch.object(torch.profiler, "record_function", note):
-        yield noted
-
-
-def all_at_once(names):
+def wrapped_and_tied(names):
     for name in names:
-        wrapped_and_tied(name)
-
-
-def wrapped_and_tied(name):
-    plain = build(RecomputedStack)
-    wrapper = Wrapper(split(plain, name))
-    pipeline = wrapper.module
-    for _ in range(2):
-        train_and_compare(wrapper, plain)
-    schedule = SCHEDULES[name](world().size(), COUNT)
-    own = schedule.ranks[pipeline.rank]
-    backwards = sum(action.kind != "F" for action in own)
-    assert wrapper.synced == 2 * [*[False] * (backwards - 1), True]
-    wrapper.require_backward_grad_sync = False
-    with noted_actions() as actions:
-        train_step_pipeline(wrapper, make_batches(), loss_fn=sum_loss)
-    assert wrapper.synced[2 * backwards :] == [False] * backwards
-    assert actions == [f"{a} of stage {pipeline.stages[a.chunk]}" for a in own]
-    outputs = pipeline_forward(wrapper, make_batches())
-    assert len(outputs) == (COUNT if pipeline.is_last_stage else 0)
-    for output, batch in zip(outputs, make_batches(), strict=False):
-        assert torch.equal(output, plain(batch["input_ids"]))
+        plain = build(TiedNet)
+        wrapper = Wrapper(split(plain, name))
+        pipeline = wrapper.module
+        for _ in range(2):
+            train_and_compare(wrapper, plain)
+        own = SCHEDULES[name](world().size(), COUNT).ranks[pipeline.rank]
+        backwards = sum(action.kind != "F" for action in own)
+        assert wrapper.synced == 2 * [*[False] * (backwards - 1), True]
+        wrapper.require_backward_grad_sync = False
+        with patch.object(torch.profiler, "record_function", side_effect=nullcontext) as ranges:
+            train_step_pipeline(wrapper, make_batches(), loss_fn=sum_loss)
+        assert wrapper.synced[2 * backwards :] == [False] * backwards
+        actions = [each.args[0] for each in ranges.call_args_list]
+        assert actions == [f"{a} of stage {pipeline.stages[a.chunk]}" for a in own]
+        outputs = pipeline_forward(wrapper, make_batches())
+        assert len(outputs) == (COUNT if pipeline.is_last_stage else 0)
+        for output, batch in zip(outputs, make_batches(), strict=False):
+            assert torch.equal(output, plain(batch["input_ids"]))
 
 
 @pytest.mark.parametrize(
     ("world_size", "names"),
     [(2, ["1f1b", "zb_h1"]), (3, ["dualpipe_v"]), (4, ["interleaved_1f1b"])],
 )
-def test_wrapped_recomputed_tied_and_profiled(world_size, names):
-    run_ranks(all_at_once, world_size, names)
+def test_wrapped_tied_and_profiled(world_size, names):
+    run_ranks(wrapped_and_tied, world_size, names)
 
 
 def shuffled(schedule, seed):
@@ -146,7 +112,7 @@ def shuffled(schedule, seed):
 @distributed_test(world_size=4)
 def test_a_schedule_of_ones_own():
     for builder, seed in [(zb_v, 0), (zb_v, 1), (interleaved_1f1b, 2)]:
-        plain = build(Stack)
+        plain = build(Net)
         mine = shuffled(builder(world().size(), COUNT), seed)
         assert mine.ranks != builder(world().size(), COUNT).ranks
         stage = split(plain, mine)
@@ -165,23 +131,23 @@ def test_schedules_that_do_not_fit():
         (zb_v(3, 4), "is for 3 ranks and 4 micro-batches, and"),
     ]:
         with pytest.raises(InvalidArgumentError, match=text):
-            PipelineParallel(Stack(), group=world(), schedule=schedule)
+            PipelineParallel(Net(), group=world(), schedule=schedule)
     with pytest.raises(MismatchError, match=r"(?s)stages of each rank"):
-        PipelineParallel(Stack(), group=world(), schedule=("zb_v", "interleaved_1f1b")[rank])
-    stage = PipelineParallel(Stack(), group=world(), schedule=("1f1b", "zb_h1")[rank])
+        PipelineParallel(Net(), group=world(), schedule=("zb_v", "interleaved_1f1b")[rank])
+    stage = PipelineParallel(Net(), group=world(), schedule=("1f1b", "zb_h1")[rank])
     with pytest.raises(MismatchError, match=r"(?s)schedule '1f1b'.*schedule 'zb_h1'"):
         train_step_pipeline(stage, make_batches(), loss_fn=sum_loss)
-    stage = PipelineParallel(Stack(), group=world(), schedule="zb_v")
+    stage = PipelineParallel(Net(), group=world(), schedule="zb_v")
     with pytest.raises(InvalidArgumentError, match=r"has stages \(\(0,\), \(1,\)\) on its"):
         train_step_pipeline_1f1b(stage, make_batches(), None, None, None, loss_fn=sum_loss)
     with pytest.raises(InvalidArgumentError, match="8 layers"):
-        PipelineParallel(Stack(), group=world(), schedule=lambda p, m: interleaved_1f1b(p, m, 5))
+        PipelineParallel(Net(), group=world(), schedule=lambda p, m: interleaved_1f1b(p, m, 5))
 
 
 @distributed_test(world_size=2)
 def test_a_schedule_that_splits_backwards_for_some_numbers_of_micro_batches():
     """The example that is tried before the cut need not show it."""
-    plain = build(Stack)
+    plain = build(Net)
 
     def builder(num_ranks, num_micro_batches):
         few = num_micro_batches > COUNT - 1 and num_micro_batches < 4 * num_ranks
@@ -189,3 +155,53 @@ def test_a_schedule_that_splits_backwards_for_some_numbers_of_micro_batches():
 
     stage = split(plain, builder)
     train_and_compare(stage, plain)
+
+
+class Token:
+    """Is alive as long as the graph of the forward that made it."""
+
+
+class Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, alive):
+        ctx.token = Token()
+        alive.add(ctx.token)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, None
+
+
+class NotedLayer(Layer):
+    alive = None
+
+    def forward(self, x):
+        return Noted.apply(super().forward(x), self.alive)
+
+
+class NotedNet(Net):
+    layer = NotedLayer
+
+
+@distributed_test(world_size=2)
+def test_graphs_live_from_their_forward_to_their_backward():
+    """No activation is kept longer than the schedule says."""
+    NotedLayer.alive = alive = weakref.WeakSet()
+    run, seen = Training.run, []
+
+    def counted(training, task):
+        run(training, task)
+        gc.collect()
+        seen.append(len(alive))
+
+    gc.disable()
+    for name in ("1f1b", "interleaved_1f1b", "zb_h1", "dualpipe_v"):
+        schedule = SCHEDULES[name](2, COUNT)
+        stage = split(NotedNet(schedule.num_stages), name)
+        seen.clear()
+        with patch.object(Training, "run", counted):
+            train_step_pipeline(stage, make_batches())
+        assert seen == [*itertools.accumulate(ENDS[a.kind] for a in schedule.ranks[stage.rank])], (
+            name
+        )
