@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist import InvalidArgumentError, RankPool, all_gather_object
+from scaletorch.dist import InvalidArgumentError, all_gather_object
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     StageError,
@@ -98,41 +99,21 @@ class Stem(nn.Module):
         return field @ self.weight
 
 
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.stem = nn.LayerNorm(4), Stem()
-
-    def forward(self, field):
-        return self.stem(self.norm(field))
-
-
 class Field(Net):
     """The model's input requires no gradient, and is no ids; its stem has parameters."""
 
-    stem = Stem
-
     def make(self):
-        self.embed = self.stem()
+        self.embed = Stem()
 
     def call(self, layer, x):
         return checkpoint(layer, x, use_reentrant=True)
 
 
-class LinearField(Field):
-    def stem(self):
-        return nn.Linear(4, WIDTH)
-
-
-class NormedField(Field):
-    stem = Normed
-
-
 class PaddedField(Field):
     """The only module with parameters keeps the form of what it is given."""
 
-    def stem(self):
-        return nn.LayerNorm(WIDTH)
+    def make(self):
+        self.embed = nn.LayerNorm(WIDTH)
 
     def forward(self, input_ids):
         return super().forward(F.pad(input_ids, (0, 2)))
@@ -190,19 +171,6 @@ def hooks_around(net):
     net.head.register_forward_pre_hook(shifted)
 
 
-HOOKS = [backward_hooks, backward_pre_hooks, forward_hooks, hooks_around]
-KINDS = [
-    *map(of, (OwnCall, OwnForward, Checkpointed, Reentrant)),
-    Forwards,
-    BoundForwards,
-    BoundCalls,
-    Field,
-    LinearField,
-    NormedField,
-    PaddedField,
-]
-
-
 @contextmanager
 def everywhere():
     """Register global hooks, which look at all modules and change layers."""
@@ -234,8 +202,22 @@ def batches_of(kind, count):
     return found
 
 
-def compared(kind, schedule, count, register=None, within=nullcontext):
-    """Return the largest relative error of a gradient or the loss in two steps."""
+# Name -> model, function that registers hooks, context of the steps.
+CASES = {
+    **{kind.__name__: (of(kind), None, nullcontext)
+       for kind in (OwnCall, OwnForward, Checkpointed, Reentrant)},
+    **{kind.__name__: (kind, None, nullcontext)
+       for kind in (Forwards, BoundForwards, BoundCalls, Field, PaddedField)},
+    **{register.__name__: (Net, register, nullcontext)
+       for register in (backward_hooks, backward_pre_hooks, forward_hooks, hooks_around)},
+    "global hooks": (Net, None, everywhere),
+}  # fmt: skip
+
+
+def compare(case, schedule, count):
+    """Compare two steps with one process."""
+    warnings.simplefilter("ignore")  # torch's, of reentrant checkpoints without gradients
+    kind, register, within = CASES[case]
     plain = build(kind)
     stage = split(plain, schedule)
     if register is not None:
@@ -244,7 +226,7 @@ def compared(kind, schedule, count, register=None, within=nullcontext):
         own.layers = [layer for layer in stage.module.layers if isinstance(layer, Layer)]
         own.embed, own.head = stage.module.embed, stage.module.head
         register(own)
-    batches, worst = batches_of(kind, count), 0.0
+    batches = batches_of(kind, count)
     with within():
         for _ in range(2):
             plain.zero_grad()
@@ -252,24 +234,20 @@ def compared(kind, schedule, count, register=None, within=nullcontext):
             expected = accumulate(plain, batches, squares)
             total = train_step_pipeline(stage, batches, loss_fn=squares)
             if stage.is_last_stage:
-                worst = max(worst, abs(total.item() / expected.item() - 1))
-            references = dict(plain.named_parameters())
-            for name, parameter in stage.named_parameters():
-                want = references[name].grad
-                worst = max(worst, ((parameter.grad - want).norm() / want.norm()).item())
-    return worst
+                torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+            require_same(stage, plain, atol=1e-11)
 
 
-def all_cases(schedules):
-    """Compare each kind of layer, and each kind of hooks, on schedules."""
-    warnings.simplefilter("ignore")  # torch's, of reentrant checkpoints without gradients
-    cases = [(kind,) for kind in KINDS]
-    cases += [(Net, register) for register in HOOKS] + [(Net, None, everywhere)]
-    return {
-        f"{kind.__name__} {more} {schedule}": compared(kind, schedule, 2 + 2 * place, *more)
-        for kind, *more in cases
-        for place, schedule in enumerate(schedules)
-    }
+def of_four(num_ranks, num_micro_batches):
+    return interleaved_1f1b(num_ranks, num_micro_batches, 4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_are_called_as_in_one_process(case):
+    """On two ranks, and with all stages on one rank, which calls no less."""
+    run_ranks(compare, 2, case, "1f1b", 2)
+    compare(case, "zb_v", 2)
+    compare(case, of_four, 4)
 
 
 class Detached(Net):
@@ -341,8 +319,10 @@ def refused(stage, text, loss_fn=squared):
         train_step_pipeline(stage, ids_of(3), loss_fn=loss_fn)
 
 
-def lost_and_not(schedule):
-    """Gradients that a later stage does not give back are missed; zeros, or none, are not."""
+@distributed_test(world_size=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_gradients_that_a_later_stage_does_not_give_back_are_missed(schedule):
+    """And zeros, or none where none is needed, are not."""
     for kind in (Tuples, ZeroHead, Frozen):
         plain = build(kind)
         stage = split(plain, schedule)
@@ -355,14 +335,13 @@ def lost_and_not(schedule):
         return torch.zeros((), requires_grad=True) if first else out.square().sum()
 
     train_step_pipeline(split(build(Net), schedule), ids_of(3), loss_fn=some)
+    text = r"(?s)stage \d gives no gradient back to stage \d, whose.*requires_grad_\(False\)"
     for kind in (of(Lost), Detached):
-        refused(split(build(kind), schedule), GIVES_NOTHING)
+        refused(split(build(kind), schedule), text)
 
 
-GIVES_NOTHING = r"(?s)stage \d gives no gradient back to stage \d, whose.*requires_grad_\(False\)"
-
-
-def copies_are_plain():
+@distributed_test(world_size=2)
+def test_copies_of_layers_are_plain():
     stage = split(build(of(OwnCall)))
     names = [name for name, _ in stage.named_parameters()]
     train_step_pipeline(stage, ids_of(1), loss_fn=squared)
@@ -394,7 +373,14 @@ def scripted():
     return torch.jit.script(nn.Linear(WIDTH, WIDTH))
 
 
-def what_cannot_be_followed_is_refused():
+class Answers(Net):
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        return types.SimpleNamespace(logits=self.head(self.run(x)), beside=x.square().sum())
+
+
+@distributed_test(world_size=2)
+def test_what_cannot_be_followed_is_refused():
     for kind in (of(Sealed), type("Net", (Net,), {"layer": staticmethod(scripted)})):
         stage = PipelineParallel(build(kind), group=world())
         refused(stage, r"put an nn\.Module around it")
@@ -435,8 +421,9 @@ def watched(net):
     return seen
 
 
-def hooks_around_stages(schedule):
-    """What hooks see of a module on several stages they see once, on one rank; or are refused."""
+@distributed_test(world_size=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_hooks_of_a_module_on_several_stages_see_all_once_or_are_refused(schedule):
     warnings.simplefilter("ignore")  # torch's, of full backward hooks whose input has no gradient
     plain = build(Nested)
     stage = split(plain, schedule)
@@ -454,30 +441,3 @@ def hooks_around_stages(schedule):
         refused(stage, rf"{text} \(\w+\) has a full backward hook")
         handle.remove()
     train_step_pipeline(stage, ids_of(3), loss_fn=squared)
-
-
-class Answers(Net):
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        return types.SimpleNamespace(logits=self.head(self.run(x)), beside=x.square().sum())
-
-
-def of_four(num_ranks, num_micro_batches):
-    return interleaved_1f1b(num_ranks, num_micro_batches, 4)
-
-
-def test_layers_are_called_as_in_one_process():
-    """On two ranks; with all stages on one rank, which calls no less, in tests of each kind."""
-    require_right([all_cases(("zb_v", of_four))])
-    with RankPool(2, timeout=200) as pool:
-        require_right(pool.run(all_cases, ("1f1b",)))
-        for schedule in ("1f1b", "zb_v"):
-            pool.run(lost_and_not, schedule)
-            pool.run(hooks_around_stages, schedule)
-        pool.run(copies_are_plain)
-        pool.run(what_cannot_be_followed_is_refused)
-
-
-def require_right(ranks):
-    for found in ranks:
-        assert not {case: error for case, error in found.items() if not error < 1e-12}

@@ -108,15 +108,7 @@ class OfSizes(Net):
         b, t = idx.size()
         assert t <= LENGTH
         self.seen = b, t, int(idx.max()) < VOCAB
-        at = torch.arange(t)
-        return self.head(self.run(self.embed(idx) + self.positions(at)))
-
-
-class OfMask(OfSizes):
-    def forward(self, idx):
-        rows, _ = idx.shape
-        self.seen = rows, int(idx.min())
-        x = self.run(self.embed(idx) * 1.0)
+        x = self.run(self.embed(idx) + self.positions(torch.arange(t)))
         return self.head(x) * (idx > 0)[..., None]
 
 
@@ -222,7 +214,7 @@ def train_both(plain, stage):
 # By what their gradients share memory with, by code before the layers that takes ids for what they
 # are, between the layers and after the last, which happens once.
 KINDS = [
-    OfPositions, OfForces, OfInPlace, OfSizes, OfMask, ScalesLogits,
+    OfPositions, OfForces, OfInPlace, OfSizes, ScalesLogits,
     ChangesAround, ScalesPairs, States, OfPadding, Streams,
 ]  # fmt: skip
 

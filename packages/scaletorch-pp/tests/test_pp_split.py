@@ -12,7 +12,6 @@ from scaletorch.dist import InvalidArgumentError, all_gather_object
 from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.pipeline_parallel import (
     PassThrough,
-    PipelineParallel,
     Split,
     layers_of,
     train_step_pipeline,
@@ -113,54 +112,37 @@ def test_inference_at_any_depth():
     assert layers_of(Outer()) == layers_of(Outer(), SPLIT) == names
 
 
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        (TwoLists(), r"has encoder, decoder; pass Split\(first="),
-        (nn.Linear(2, 2), r"expected one nn\.ModuleList .* Linear has none; pass Split\("),
-    ],
-)
-def test_layers_that_cannot_be_told(model, text):
+REFUSED = [
+    (TwoLists, None, r"has encoder, decoder; pass Split\(first="),
+    (Pool, None, r"expected one nn\.ModuleList .* Pool has none; pass Split\("),
+    (Outer, {"layers": "model.layers"}, "a Split or None, got dict"),
+    (Outer, Split("model.embed", "model.layers"), "'model.embed', .* it has model.embed_tokens, "),
+    (Outer, Split((), "layers"), "'layers', which the model does not have; it has model, lm_head"),
+    (Outer, Split("lm_head", "model.layers", "lm_head"), "twice: 'lm_head' and 'lm_head'"),
+    (Outer, Split("model.layers.0", "model.layers"), "twice: 'model.layers.0' and 'model.layers'"),
+    (Outer, Split((), "lm_head"), r"must name an nn\.ModuleList, .* it is a Linear"),
+    (Outer, Split("model.embed_tokens", "model.layers"), "does not name .*: lm_head; add each"),
+    (Outer, Split("model.embed_tokens"), "does not name .*: lm_head; add each"),
+    (Outer, Split(points=("a", "b")), "makes 3 stages and the pipeline has 2: expected 1 points"),
+    (Outer, Split(points="lm_head", layers="x"), "cannot be given with them; leave out the points"),
+    (Outer, Split(points="lm_head", costs="parameters"), "cannot be given with them"),
+    (ResNet, ["layer9"], "names 'layer9', which the model does not have; it has conv1, bn1, relu,"),
+    (ResNet, ["layer4.1.conv.x"], "'layer4.1.conv.x', .* it has no modules in layer4.1.conv"),
+    (ResNet, ["layer2", "layer2"], "names layer2 twice; name each module once"),
+    (ResNet, ["layer4.1", "layer2"], "got layer4.1, layer2; expected layer2, layer4.1"),
+    (ResNet, ["layer2", "layer2.0"], "leaves stage 1, from layer2 to layer2.0, .* no modules;"),
+    (ResNet, ["conv1"], "leaves stage 0, from the beginning to conv1, without parameters"),
+    (ResNet, ["avgpool", "fc"], "stage 1, from avgpool to fc, .* it has avgpool, flatten; move"),
+]
+
+
+@pytest.mark.parametrize(("kind", "split", "text"), REFUSED)
+def test_splits_that_do_not_fit(kind, split, text):
+    num_stages = 2
+    if isinstance(split, list):
+        split, num_stages = Split(points=split), len(split) + 1
     with pytest.raises(InvalidArgumentError, match=text):
-        place(model, None, 2)
-
-
-@pytest.mark.parametrize(
-    ("described", "text"),
-    [
-        ({"layers": "model.layers"}, "a Split or None, got dict"),
-        (Split(("model.embed",), "model.layers"), "'model.embed', .* it has model.embed_tokens, "),
-        (Split((), "layers"), "'layers', which the model does not have; it has model, lm_head"),
-        (Split(("lm_head",), "model.layers", ("lm_head",)), "twice: 'lm_head' and 'lm_head'"),
-        (Split(("model.layers.0",), "model.layers"), "twice: 'model.layers.0' and 'model.layers'"),
-        (Split((), "lm_head"), r"must name an nn\.ModuleList, .* it is a Linear"),
-        (Split(("model.embed_tokens",), "model.layers"), "does not name .*: lm_head; add each"),
-        (Split(("model.embed_tokens",)), "does not name .*: lm_head; add each"),
-        (Split(points=("lm_head",)), r"makes 2 stages and the pipeline has 1: expected 0 points"),
-        (Split(points=("lm_head",), layers="x"), "cannot be given with them; leave out the points"),
-        (Split(points=("lm_head",), costs="parameters"), "cannot be given with them"),
-    ],
-)
-def test_descriptions_that_do_not_fit(described, text):
-    with pytest.raises(InvalidArgumentError, match=text):
-        PipelineParallel(Outer(), described)
-
-
-@pytest.mark.parametrize(
-    ("points", "text"),
-    [
-        (["layer9"], "names 'layer9', which the model does not have; it has conv1, bn1, relu, lay"),
-        (["layer4.1.conv.x"], "'layer4.1.conv.x', .* it has no modules in layer4.1.conv"),
-        (["layer2", "layer2"], "names layer2 twice; name each module once"),
-        (["layer4.1", "layer2"], "got layer4.1, layer2; expected layer2, layer4.1"),
-        (["layer2", "layer2.0"], "leaves stage 1, from layer2 to layer2.0, .* it has no modules;"),
-        (["conv1"], "leaves stage 0, from the beginning to conv1, without parameters"),
-        (["avgpool", "fc"], "stage 1, from avgpool to fc, without .* it has avgpool, flatten; mov"),
-    ],
-)
-def test_points_that_do_not_fit(points, text):
-    with pytest.raises(InvalidArgumentError, match=text):
-        place(ResNet(), Split(points=points), len(points) + 1)
+        place(kind(), split, num_stages)
 
 
 def test_points_cut_containers_between_their_children():
@@ -230,16 +212,6 @@ def test_modules_without_a_forward_are_placed_by_what_is_inside():
         ("model.layers.2", "lm_head.0.a", "lm_head.1", "model.norm", "model.dropout"),
     )
     assert placement.stages_of("lm_head.0.a.weight") == (1,)
-
-
-def test_one_process_keeps_everything():
-    model = Outer()
-    stage = PipelineParallel(model)
-    assert stage.module is model
-    assert (stage.rank, stage.num_stages, stage.tied_parameters) == (0, 1, {})
-    assert not list(stage.placement.homes())
-    assert [n for n, _ in stage.named_parameters()] == [n for n, _ in model.named_parameters()]
-    assert not any(isinstance(module, PassThrough) for module in model.modules())
 
 
 def test_a_split_is_written_and_shown_shortly():

@@ -7,5 +7,4 @@ from ..stages.calls import release as release
 from ..stages.calls import surround as surround
 from ..stages.cut import PassThrough as PassThrough
 from ..stages.cut import forms_cast as forms_cast
-from ..stages.stand_ins import stands as stands
 from ..steps.step import read as read

@@ -58,10 +58,10 @@ def execute(
         raise
     except Exception as error:
         if isinstance(error, StageError) or not tell_guard(error):
-            _tell(error, rest, mail, group)
+            _report(error, rest, mail, group)
         raise
     # A collective: every rank calls it at the end of every step, whether it failed or not.
-    noted, first = _settled(group, failed=False, noted=note())
+    noted, first = _gather_failures(group, failed=False, noted=note())
     if first is not None:
         raise StageError(first.text, first.kind)
     return noted
@@ -75,7 +75,7 @@ class _Failure(NamedTuple):
     text: str
 
 
-def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | None) -> None:
+def _report(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | None) -> None:
     """Send and receive the remaining messages empty, and report an error to the other ranks.
 
     `rest` is the rest of the program, from the failed task or message.
@@ -87,7 +87,7 @@ def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | Non
         # so that sends and receives still match on both sides.
         mail.skip(message for message in rest if isinstance(message, Message))
         mail.finish()
-        _, first = _settled(group, failed=True, own=own)
+        _, first = _gather_failures(group, failed=True, own=own)
     if first is None:
         return
     if own is None:
@@ -96,7 +96,7 @@ def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | Non
         error.add_note(f"Before that, {first.text}")
 
 
-def _settled(
+def _gather_failures(
     group: ProcessGroup | None,
     *,
     failed: bool,

@@ -288,7 +288,7 @@ SCHEDULES: Mapping[str, Builder] = {
 }
 
 
-def built(schedule: AnySchedule, num_ranks: int, num_micro_batches: int) -> Schedule:
+def build_schedule(schedule: AnySchedule, num_ranks: int, num_micro_batches: int) -> Schedule:
     """Return the schedule of a step."""
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
@@ -318,6 +318,6 @@ def stages_of(schedule: AnySchedule, num_ranks: int) -> tuple[tuple[tuple[int, .
     """Return each rank's stages, chunk by chunk, and whether the schedule splits backwards."""
     # A function builds an example with enough micro-batches to show each kind of action.
     count = schedule.num_micro_batches if isinstance(schedule, Schedule) else 4 * num_ranks
-    example = built(schedule, num_ranks, count)
+    example = build_schedule(schedule, num_ranks, count)
     splits = any(action.kind == BACKWARD_WEIGHT for rank in example.ranks for action in rank)
     return example.stages, splits

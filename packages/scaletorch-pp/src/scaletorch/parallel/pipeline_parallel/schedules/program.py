@@ -8,9 +8,9 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
-from .builders import AnySchedule, built
+from .builders import AnySchedule, build_schedule
 from .schedule import Schedule
-from .simulate import Times, proven
+from .simulate import Times, prove
 from .tasks import Task, Tasks, receiver
 
 
@@ -55,14 +55,14 @@ class Plan(NamedTuple):
 @lru_cache(maxsize=64)
 def plan_of(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank: int) -> Plan:
     """Prove a schedule, and derive the program of one rank."""
-    chosen = built(schedule, num_ranks, num_micro_batches)
+    chosen = build_schedule(schedule, num_ranks, num_micro_batches)
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
-    program = program_of(chosen, *proven(chosen), rank)
+    program = program_of(chosen, *prove(chosen), rank)
     return Plan(chosen, f"schedule {chosen.name!r} ({digest})", program)
 
 
 def program_of(schedule: Schedule, tasks: Tasks, times: Times, rank: int) -> Program:
-    """Return one rank's program, its tasks and messages in order, of a schedule that is `proven`.
+    """Return one rank's program of a proven schedule: its tasks and messages, in order.
 
     An output is sent after the action that made it and before the next action. By the times of
     `simulate`, it is received when the receiver waits for it or has just ended an action. Nothing

@@ -18,9 +18,9 @@ from .modules import (
     find_sections,
     find_stacks,
     has_parameters,
+    is_inside,
     is_placed,
     listing,
-    within,
 )
 
 
@@ -99,7 +99,7 @@ class Placement:
     def stages_of(self, name: str) -> tuple[int, ...]:
         """Return the stages that hold the module or parameter of this dotted name."""
         for module, stage in self.homes():
-            if within(name, module):
+            if is_inside(name, module):
                 return (stage,)
         return tuple(range(len(self.stages)))
 

@@ -20,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .passage import Passage, Passages, kind_of
-from .stand_ins import arrived, stands
+from .stand_ins import has_stand_ins, with_received
 
 _CALLS, _OWN_FORWARD = "_pipeline_calls", "_own_forward"
 _NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
@@ -175,7 +175,7 @@ def _surrounded(own: type[nn.Module]) -> type[nn.Module]:
 
 def check_output(output: Any) -> None:
     """Check that the model's output on the last stage holds no stand-in."""
-    if stands(output):
+    if has_stand_ins(output):
         raise InvalidArgumentError(f"{describe_rank()}: the model returns {_UNKNOWN}")
 
 
@@ -230,11 +230,11 @@ class _Gate:
             passage.extras.inside += 1
             args, kwargs = passage.extras.take(self._name, (args, kwargs))
         elif self._gates.passages.running is None:
-            args, kwargs = arrived((args, kwargs))
-        if not stands((args, kwargs)):
+            args, kwargs = with_received((args, kwargs))
+        if not has_stand_ins((args, kwargs)):
             return args, kwargs
         for argument, value in chain(enumerate(args), kwargs.items()):
-            if stands(value):
+            if has_stand_ins(value):
                 raise InvalidArgumentError(
                     f"{describe_rank()}: {self._name} is given, as argument {argument}, {_UNKNOWN}"
                 )
@@ -250,7 +250,7 @@ class _Gate:
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
         passage.extras.inside -= 1
-        if stands(output):  # read from outside the module's arguments
+        if has_stand_ins(output):  # read from outside the module's arguments
             raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_UNKNOWN}")
         if not last:
             passage.left = output

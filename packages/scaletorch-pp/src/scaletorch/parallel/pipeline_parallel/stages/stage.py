@@ -25,13 +25,13 @@ from ...pg_manager.building import (
 from ..runtime.forms import Form, facts_of
 from ..runtime.mail import goes_in_batches, neighbours
 from ..schedules.builders import AnySchedule
-from ..splitting.modules import siblings_of, takes
+from ..splitting.modules import forward_takes, siblings_of
 from ..splitting.split import Split
 from .calls import Gates, check_crossed, check_output
 from .cut import Chunks, agreed_placement, cut
 from .examination import examining
 from .passage import MANY_FORMS, Passage, Passages
-from .stand_ins import UnknownValueError, arrived, standing_like, stands
+from .stand_ins import UnknownValueError, has_stand_ins, standing_like, with_received
 from .ties import Tie, TiedGradients, find_ties, groups_of_owners
 from .weights import Deferral, WeightGradients, defer_weight_gradients
 
@@ -83,7 +83,7 @@ class RuntimeState:
         sides of a message forget its form together.
         """
         if trained != self.trained and self.tied is not None:
-            self.tied.require_alike()
+            self.tied.require_same_frozen()
         if trained != self.trained or len(self.forms) > MANY_FORMS:
             self.forms.clear()
             self.passages.found.clear()
@@ -137,7 +137,7 @@ class PipelineParallel(ModuleWrapper):
         self.stages = ranks_stages[self.rank]
         self.num_stages = sum(map(len, ranks_stages))
         self.placement = placement
-        self._takes_embeds = takes(model, "inputs_embeds")
+        self._takes_embeds = forward_takes(model, "inputs_embeds")
         # Ties can only be found in the whole model, before the cut.
         homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
         ties = find_ties(model, placement, homes, self.rank)
@@ -273,8 +273,8 @@ class PipelineParallel(ModuleWrapper):
         if passage.source[0] < self.num_stages - 1:
             own = (p for module in gates.modules.values() for p in module.parameters())
             return passage.passed_on(output, own, self._siblings[next(reversed(gates.modules))])
-        if stands(output):  # its real tensor may have been received for a layer of this stage
-            output = arrived(output)
+        if has_stand_ins(output):
+            output = with_received(output)  # it may have been received for a layer of this stage
             check_output(output)
         return output
 

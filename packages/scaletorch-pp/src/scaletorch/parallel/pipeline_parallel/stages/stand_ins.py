@@ -116,7 +116,7 @@ def standing_like(value: Any, forward: Forward, base: Tensor, *, trained: bool =
     return map_tensors(stand_in, value)
 
 
-def first_trained(*values: Any) -> Tensor | None:
+def first_with_gradient(*values: Any) -> Tensor | None:
     """Return the first tensor that requires grad, else the first; None if there is no tensor."""
     tensors = [*tensors_in(values)]
     return next((tensor for tensor in tensors if tensor.requires_grad), next(iter(tensors), None))
@@ -127,12 +127,12 @@ def stand_ins_within(value: Any) -> Iterator[StandIn]:
     return (tensor for tensor in tensors_in(value) if isinstance(tensor, StandIn))
 
 
-def stands(value: Any) -> bool:
+def has_stand_ins(value: Any) -> bool:
     """Return whether a value is or contains a stand-in."""
     return next(stand_ins_within(value), None) is not None
 
 
-def arrived(value: Any) -> Any:
+def with_received(value: Any) -> Any:
     """Return a value with received tensors in place of their stand-ins."""
     return map_tensors(lambda tensor: getattr(tensor, "carried", tensor), value)
 

@@ -113,7 +113,7 @@ class TiedGradients:
                     "parameter and copy values into it (load_state_dict without assign=True)"
                 )
 
-    def require_alike(self) -> None:
+    def require_same_frozen(self) -> None:
         """Check that each tied parameter is frozen on all its owners or on none; all ranks call it.
 
         The error is raised on every rank of the pipeline, owner or not.

@@ -52,7 +52,7 @@ def cast(twin: nn.Module, forward: Forward, fn: Callable[[Tensor], Tensor]) -> N
                     own[name] = _without_values(tensor, forward, like)
 
 
-def runs_alike(module: nn.Module) -> bool:
+def runs_plain_forward(module: nn.Module) -> bool:
     """Return whether a call of the module returns the same form as its twin's forward.
 
     True if no module inside has forward hooks or another forward than its class's; wrappers that

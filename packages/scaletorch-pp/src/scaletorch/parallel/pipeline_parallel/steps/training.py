@@ -155,8 +155,8 @@ class Training:
         split = [action for action in actions if action.kind == BACKWARD_WEIGHT]
         self._postponed = {(a.micro_batch, a.chunk): WeightGradients() for a in split}
         self._backwards = sum(action.kind != FORWARD for action in actions)
-        self._live: dict[tuple[int, int], tuple[Hidden | None, Any]] = {}
-        self._lost: dict[Hashable, str] = {}  # messages for inputs without a gradient so far
+        self._graphs: dict[tuple[int, int], tuple[Hidden | None, Any]] = {}
+        self._errors: dict[Hashable, str] = {}  # for inputs that got no gradient so far
         self._autocasts = autocasts(step.inputs.device)
         self.total = torch.zeros((), dtype=torch.float32, device=step.inputs.device)
 
@@ -174,8 +174,8 @@ class Training:
             self._backward(None, into, None)
         else:
             self._backward_of_inputs(task, into)
-        if self._lost and not self._backwards:
-            raise InvalidArgumentError(next(iter(self._lost.values())))
+        if self._errors and not self._backwards:
+            raise InvalidArgumentError(next(iter(self._errors.values())))
 
     def _forward(self, task: Task, into: WeightGradients | None) -> None:
         _, micro_batch, chunk = task.action
@@ -184,14 +184,14 @@ class Training:
         if task.makes is None and self.loss_fn is not None:
             output = _checked_loss(self.loss_fn(output, self.step.inputs.batches[micro_batch]))
             self.total = self.total + output.detach()
-        self._live[micro_batch, chunk] = hidden, output
+        self._graphs[micro_batch, chunk] = hidden, output
 
     def _backward_of_inputs(self, task: Task, into: WeightGradients | None) -> None:
         """Run a full backward, or only the gradient of the inputs, and pass that on."""
         _, micro_batch, chunk = task.action
         mail = self.step.mail
         gradients = None if task.needs is None else mail.take_gradients(task.needs)
-        hidden, output = self._live.pop((micro_batch, chunk))
+        hidden, output = self._graphs.pop((micro_batch, chunk))
         with self._postponing(into, backward=True):
             passed_back = self._backward(hidden, output, gradients)
         if task.makes is not None:
@@ -218,9 +218,9 @@ class Training:
             return
         if any(tensor.grad is not None for tensor in trained):
             reached.add(key)
-            self._lost.pop(key, None)
-        elif key not in self._lost:
-            self._lost[key] = (
+            self._errors.pop(key, None)
+        elif key not in self._errors:
+            self._errors[key] = (
                 f"{describe_rank()}: stage {task.stage} gives no gradient back to stage "
                 f"{task.stage - 1}, whose hidden states {Form(trained)} require one: autograd "
                 "finds no path from the loss to them. If the model detaches them on purpose, "
