@@ -1,15 +1,19 @@
 """A pipeline of real ranks trains as one process that accumulates the same micro-batches."""
 
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.nn.functional as F
-from one_process import build, require_same, split, sum_loss
+from one_process import Wrapper, build, require_same, split, sum_loss
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import (
     SCHEDULES,
+    pipeline_forward,
     train_step_pipeline,
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
@@ -119,15 +123,26 @@ TIED = ("embed_tokens.weight", "lm_head.weight")
 
 
 def compare(schedule, count, tied):
-    """Compare a step with one process; return the names of this rank's parameters."""
+    """Compare a step and its outputs with one process; return this rank's parameters' names."""
     plain, batches = build(Llama, tied=tied), make_batches(count)
     stage = split(plain, schedule)
+    wrapper = Wrapper(stage)
     expected = serial_step(plain, batches)
-    loss = train_step_pipeline(stage, iter(batches))
+    with patch.object(torch.profiler, "record_function", side_effect=nullcontext) as ranges:
+        loss = train_step_pipeline(wrapper, iter(batches))
     assert torch.equal(loss, expected if stage.is_last_stage else torch.zeros_like(loss))
     assert loss.dtype == torch.float64
     assert not loss.requires_grad
     require_same(stage, plain, exact=True, summed=TIED if tied else ())
+    own = SCHEDULES[schedule](len(stage.ranks), count).ranks[stage.rank]
+    shown = [each.args[0] for each in ranges.call_args_list]
+    assert shown == [f"{a} of stage {stage.stages[a.chunk]}" for a in own]
+    backwards = sum(action.kind != "F" for action in own)
+    assert wrapper.synced == [False] * (backwards - 1) + [True]
+    outputs = pipeline_forward(wrapper, batches)
+    assert len(outputs) == (count if stage.is_last_stage else 0)
+    for output, batch in zip(outputs, batches, strict=False):
+        assert torch.equal(output, plain(batch["input_ids"], position_ids=batch["position_ids"]))
     return [name for name, _ in stage.named_parameters()]
 
 
