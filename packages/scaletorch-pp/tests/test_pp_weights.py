@@ -1,4 +1,4 @@
-"""Backwards in two parts give what one process gives, whatever the linear layers are."""
+"""Backwards split in two give what one process gives, whatever the linear layers are."""
 
 import copy
 import pickle

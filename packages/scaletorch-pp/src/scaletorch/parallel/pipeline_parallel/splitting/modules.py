@@ -138,8 +138,8 @@ def find_stacks(model: nn.Module) -> list[list[str]]:
         [name for name in _outermost_lists(model) if is_inside(name, path)]
         for path in (encoder, decoder)
     ]
-    beside = encoder != decoder and encoder.rpartition(".")[0] == decoder.rpartition(".")[0]
-    if not beside or not encoder or not decoder or any(len(lists) != 1 for lists in stacks):
+    side_by_side = encoder != decoder and encoder.rpartition(".")[0] == decoder.rpartition(".")[0]
+    if not side_by_side or not encoder or not decoder or any(len(lists) != 1 for lists in stacks):
         return []
     (first, behind), (between, last) = (_around(model, lists[0]) for lists in stacks)
     first = [name for name in first if not is_inside(name, decoder)]

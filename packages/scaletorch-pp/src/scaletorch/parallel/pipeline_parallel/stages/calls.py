@@ -73,8 +73,8 @@ def surround(module: nn.Module, surrounding: Surrounding, *, innermost: bool = F
         except TypeError as error:
             raise InvalidArgumentError(
                 f"{describe_rank()}: the calls of a {kind.__name__} cannot be intercepted, as its "
-                "class allows no subclass, and a stage sends the output of such a call: put an "
-                "nn.Module around it"
+                "class allows no subclass, and a stage sends the output of its last layer's call: "
+                "put an nn.Module around it"
             ) from error
     calls = vars(module).setdefault(_CALLS, _Calls())
     known = calls.surroundings

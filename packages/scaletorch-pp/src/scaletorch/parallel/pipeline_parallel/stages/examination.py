@@ -63,10 +63,10 @@ class Following(TorchFunctionMode):
         """Run the operation, and note its results."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name, made = getattr(func, "__name__", ""), self._extras.made
-        if self._extras.inside or name in OF_FORM_ALONE or not made:
+        name, dependent = getattr(func, "__name__", ""), self._extras.dependent
+        if self._extras.inside or name in OF_FORM_ALONE or not dependent:
             return result
-        if any(tensor in made for tensor in tensors_in((args, kwargs))):
+        if any(tensor in dependent for tensor in tensors_in((args, kwargs))):
             self._extras.note(result)
             if name == "__setitem__":
                 self._extras.note(args[0])

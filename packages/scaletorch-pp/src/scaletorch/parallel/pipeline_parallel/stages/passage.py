@@ -82,9 +82,9 @@ class Passages:
 
     @contextmanager
     def begin(
-        self, kind: Hashable, stage: int, given: Any, own: Iterable[str], siblings: str
+        self, kind: Hashable, stage: int, value: Any, modules: Iterable[str], siblings: str
     ) -> Iterator[Passage]:
-        """Run one forward of a stage with modules `own`, and keep its findings if it succeeds.
+        """Run a forward of a stage with these modules, and keep its findings if it succeeds.
 
         `kind` holds the facts that may decide which code the forward runs. `siblings` is the list
         that holds the last module of the previous stage.
@@ -92,7 +92,7 @@ class Passages:
         if len(self.found) > MANY_FORMS:
             self.found.clear()
         findings, examines = self.found.get(kind, Findings()), kind not in self.found
-        extras = Extras(self._numbers, own, findings.places, given, examines=examines)
+        extras = Extras(self._numbers, modules, findings.places, value, examines=examines)
         self.running = Passage(stage, extras, findings, siblings)
         try:
             yield self.running
@@ -131,7 +131,7 @@ class Passage:
         """Begin; the list `siblings` holds the last module of the previous stage."""
         self.source: tuple[int, Any] = stage, extras.hidden if stage else None
         self.extras, self._findings = extras, findings
-        self.examines = extras.made is not None
+        self.examines = extras.dependent is not None
         received = {**extras.forms, siblings: extras.hidden}
         self.samples: dict[str, Any] = received if stage else {}
         self.kinds: dict[str, Any] = {}
@@ -230,12 +230,12 @@ class Passage:
     def _refuse_collected(self, output: Any, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse an output that depends on this stage except through the value passed on."""
         passed = [*tensors_in(self._passed), *self.extras.tensors()]
-        own: set[int] | None = None
+        stage_leaves: set[int] | None = None
         for tensor in tensors_in(output):
             leaves = {id(leaf) for leaf in _other_leaves([tensor], passed)}
-            if leaves and own is None:
-                own = {*map(id, parameters), *map(id, tensors_in(self.source[1]))}
-            if own is not None and not leaves.isdisjoint(own):
+            if leaves and stage_leaves is None:
+                stage_leaves = {*map(id, parameters), *map(id, tensors_in(self.source[1]))}
+            if stage_leaves is not None and not leaves.isdisjoint(stage_leaves):
                 raise InvalidArgumentError(
                     f"{describe_rank()}: the model's forward returns a tensor of shape "
                     f"{tuple(tensor.shape)} that depends on this stage's layers, but not through "
@@ -250,68 +250,68 @@ class Extras:
 
     Args:
         numbers: The index of each module among those of all stages, by name.
-        own: The stage's modules.
+        modules: The stage's modules.
         known: Arguments of later stages' modules to send. The first forward of a kind adds to them.
-        given: The value received from the previous stage, or the input of the first stage.
+        value: The value received from the previous stage, or the input of the first stage.
         examines: Whether this forward is the first of its kind.
 
     Attributes:
-        hidden: The hidden states in `given`.
+        hidden: The hidden states in `value`.
         forms: Outputs of layers of earlier stages on the meta device, by the list of the layers.
-        made: Tensors that depend on the stage's modules; None unless the forward is examined.
+        dependent: Tensors that depend on the stage's modules; None unless the forward is examined.
         inside: The number of running calls of this stage's modules, nested ones included.
     """
 
     def __init__(
         self,
         numbers: Mapping[str, int],
-        own: Iterable[str],
+        modules: Iterable[str],
         known: set[Place],
-        given: Any,
+        value: Any,
         *,
         examines: bool,
     ) -> None:
         self._numbers, self._known = numbers, known
-        passed = given if isinstance(given, Passed) else Passed(given, [], {})
+        passed = value if isinstance(value, Passed) else Passed(value, [], {})
         self.hidden, self.forms = passed.hidden, dict(passed.forms.value)
         self._received = {
             place: passed.tensors[stack][index] for place, (stack, index) in passed.places.items()
         }
-        self.made = WeakTensorKeyDictionary() if examines else None
+        self.dependent = WeakTensorKeyDictionary() if examines else None
         self.inside = 0
-        modules = {numbers[name] for name in own}
+        numbers_here = {numbers[name] for name in modules}
         self._leaving = {
             place: (tensor, version_of(tensor))
             for place, tensor in self._received.items()
-            if place.module not in modules
+            if place.module not in numbers_here
         }
         self._calls: Counter[str] = Counter()
 
     def note(self, value: Any) -> None:
         """Record tensors that depend on this stage's modules."""
-        if self.made is not None:
+        if self.dependent is not None:
             for tensor in tensors_in(value):
-                self.made[tensor] = True
+                self.dependent[tensor] = True
 
     def offer(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the arguments of a later stage's module that its stage cannot compute itself."""
         module, call = self._next(name)
-        if self.made is None and not self._known:
+        if self.dependent is None and not self._known:
             return
         for index, tensor in enumerate(tensors_in((args, kwargs))):
             place = Place(module, call, index)
             if isinstance(tensor, StandIn):
                 continue
-            if self.made is not None and tensor in self.made:
+            if self.dependent is not None and tensor in self.dependent:
                 self._known.add(place)
             if place in self._known:
                 self._leaving[place] = tensor, version_of(tensor)
 
-    def take(self, name: str, given: Any) -> Any:
+    def take(self, name: str, arguments: Any) -> Any:
         """Return the arguments of a module of this stage, with received tensors in place."""
         module, call = self._next(name)
         if not self._received:
-            return given
+            return arguments
         places = itertools.count()
 
         def taken(tensor: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ class Extras:
             tensor.carried = found  # used again when the backward recomputes the layer
             return found
 
-        return map_tensors(taken, given)
+        return map_tensors(taken, arguments)
 
     def leave(self, hidden: Any, samples: Mapping[str, Any]) -> Any:
         """Return the value to send: hidden states, alone or with extra tensors.
