@@ -229,8 +229,8 @@ _ROWS = (
 _TOWERS = {
     "sp": _LISTS,
     "pp": (
-        r"the model's own code between its layers fails where modules are another stage's|comes of "
-        r"this stage's layers by another way than what the last of them returns"
+        r"the model's own code between its layers raised|depends on this stage's layers, but not "
+        r"through the output of the last one"
     ),
     "cp": r"CLIPVisionModel is run, and text alone can be divided.*keep sequences whole",
 }

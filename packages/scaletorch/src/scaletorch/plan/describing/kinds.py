@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...dist.errors import InvalidArgumentError
 from ...parallel.pipeline_parallel import Split
-from ...parallel.pipeline_parallel.building import PassThrough, parts_of
+from ...parallel.pipeline_parallel.building import PassThrough, sections_of
 from ..description import Block
 
 
@@ -58,7 +58,7 @@ def blocks_of(model: nn.Module, split: Split | None) -> tuple[tuple[Block, ...],
 
     Kind 0 is everything before the layers, the last kind everything after them.
     """
-    first, *layers, last = parts_of(model, split)
+    first, *layers, last = sections_of(model, split)
     if any(len(layer) > 1 for layer in layers):
         raise InvalidArgumentError(
             f"a plan needs layers that are one module each, and a layer of {type(model).__name__} "
