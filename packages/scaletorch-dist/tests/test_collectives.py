@@ -7,8 +7,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as c10d
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import ReduceOp
 
@@ -314,23 +312,6 @@ def test_flat_parts_that_another_expects_otherwise_are_compared():
         dist.check_collectives(None)
 
 
-@distributed_test(world_size=2)
-def test_the_specified_examples():
-    rank = dist.get_rank()
-    data = torch.tensor([1, 2]) + 2 * rank
-    dist.all_reduce(data, op="sum")
-    assert data.tolist() == [4, 6]
-    data = torch.tensor([1, 2]) + 2 * rank
-    assert [part.tolist() for part in dist.all_gather(data)] == [[1, 2], [3, 4]]
-    parts = [part.tolist() for part in dist.gather(data, dst=0)]
-    assert parts == ([[1, 2], [3, 4]] if rank == 0 else [])
-    data = torch.tensor([1, 2]) if rank == 0 else torch.zeros(2, dtype=torch.int64)
-    dist.broadcast(data, src=0)
-    assert data.tolist() == [1, 2]
-    output = dist.all_to_all(torch.arange(4) + 4 * rank)
-    assert output.tolist() == ([0, 1, 4, 5] if rank == 0 else [2, 3, 6, 7])
-
-
 def call_by_keyword():
     rank, size = dist.get_dist_info()
     assert [int(part) for part in dist.all_gather(data=torch.tensor(rank))] == list(range(size))
@@ -451,26 +432,6 @@ def test_async_calls_complete_everything_on_wait(size):
     run_ranks(every_async, size) if size else every_async()
 
 
-def test_one_process_returns_what_many_would():
-    data = torch.tensor([1.5, 2.5])
-    for op in ("sum", "mean", "product", "min", "max", ReduceOp.SUM):
-        assert dist.all_reduce(data, op) is None
-    assert data.tolist() == [1.5, 2.5]
-    (gathered,) = dist.all_gather(data)
-    (collected,) = dist.gather(data)
-    swapped = dist.all_to_all(data)
-    for result in (gathered, collected, swapped):
-        assert torch.equal(result, data)
-        assert result.data_ptr() != data.data_ptr()
-    target = torch.zeros(2)
-    dist.scatter(target, [data])
-    assert torch.equal(target, data)
-    dist.reduce_scatter(target.zero_(), [data], "mean")
-    assert torch.equal(target, data)
-    dist.all_to_all([data], [target.zero_()])
-    assert torch.equal(target, data)
-
-
 BAD_CALLS = {
     "unknown reduce operation": lambda: dist.all_reduce(torch.ones(1), "total"),
     "needs a tensor for data, got list": lambda: dist.all_reduce([1.0]),
@@ -582,26 +543,3 @@ def test_reduce_scatter_by_the_backends_own_call():
         x = torch.arange(8.0).view(2, 4) + rank
         piece = functional.reduce_scatter(x, 1)
         assert torch.equal(piece, (2 * torch.arange(8.0).view(2, 4) + 1).chunk(2, 1)[rank])
-
-
-def keep_order(rows, shape, op, dtype):
-    rank = dist.get_rank()
-    data = rows[rank].clone()
-    dist.all_reduce(data, op)
-    return data
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    shape=st.lists(st.integers(0, 4), max_size=3),
-    dtype=st.sampled_from((torch.int16, torch.uint8, torch.bool, torch.float32, torch.int64)),
-    op=st.sampled_from(OPS[:5]),
-    seed=st.integers(0, 1000),
-)
-def test_all_reduce_of_any_shape_is_the_reduction_and_the_same_on_every_rank(
-    shape, dtype, op, seed
-):
-    rows = [values(seed + rank, dtype, shape) for rank in range(3)]
-    first, *others = run_ranks(keep_order, 3, rows, shape, op, dtype)
-    assert all(torch.equal(first, other) for other in others)
-    check(first, reference(op, rows, dtype))

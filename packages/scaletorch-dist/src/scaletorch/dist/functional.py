@@ -113,14 +113,15 @@ def spmd_local(outputs: Any, *inputs: Tensor | None, partial: bool = False) -> N
 
 
 class _Whole(Function):
-    """A collective on whole tensors; `ADJOINTS` names the one that runs in its backward."""
+    """A collective on whole tensors; its backward runs its adjoint."""
 
     _run: ClassVar[Callable[..., Tensor]]
+    _adjoint: ClassVar[Callable[[], type[Function]]]  # called late: some are defined further down
     _types: ClassVar[tuple[str, str, str]]  # rule, placement of the input and of the result
 
     @classmethod
     def forward(cls, ctx: Any, x: Tensor, group: Group = None) -> Tensor:
-        ctx.adjoint = ADJOINTS[cls], group
+        ctx.adjoint = cls._adjoint(), group
         return cls._run(x, group)
 
     @classmethod
@@ -137,6 +138,7 @@ class Copy(_Whole):
     """Identity forward, sum over the ranks backward."""
 
     _run = staticmethod(lambda x, group: x.view_as(x))
+    _adjoint = staticmethod(lambda: Reduce)
     _types = "convert", "I", "R"
 
 
@@ -144,6 +146,7 @@ class Reduce(_Whole):
     """Sum over the ranks forward, identity backward."""
 
     _run = staticmethod(shards.sum_over_ranks)
+    _adjoint = staticmethod(lambda: Copy)
     _types = "all_reduce", "P", "I"
 
 
@@ -151,13 +154,15 @@ class AllReduce(_Whole):
     """Sum over the ranks in both directions."""
 
     _run = staticmethod(shards.sum_over_ranks)
+    _adjoint = staticmethod(lambda: AllReduce)
     _types = "all_reduce", "P", "R"
 
 
 class _Along(Function):
-    """A collective along a dim; `ADJOINTS` names the one that runs in its backward."""
+    """A collective along a dim; its backward runs its adjoint."""
 
     _run: ClassVar[Callable[..., Tensor]]
+    _adjoint: ClassVar[Callable[[], type[Function]]]
     # Rule, placement of the input and of the result; None stands for the shard along the dim.
     _types: ClassVar[tuple[str, str | None, str | None]]
 
@@ -170,7 +175,7 @@ class _Along(Function):
     def forward(
         cls, ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        ctx.adjoint = ADJOINTS[cls], dim, group, sizes
+        ctx.adjoint = cls._adjoint(), dim, group, sizes
         return cls._run(x, dim, group, sizes)
 
     @staticmethod
@@ -193,6 +198,7 @@ class AllGather(_Along):
     """All-gather along a dim forward; reduce-scatter backward."""
 
     _run = staticmethod(shards.join)
+    _adjoint = staticmethod(lambda: ReduceScatter)
     _types = "all_gather", None, "R"
 
 
@@ -200,6 +206,7 @@ class ReduceScatter(_Along):
     """Reduce-scatter along a dim forward; all-gather backward."""
 
     _run = staticmethod(_summed_shard)
+    _adjoint = staticmethod(lambda: AllGather)
     _types = "reduce_scatter", "P", None
 
 
@@ -207,6 +214,7 @@ class Gather(_Along):
     """All-gather along a dim forward; this rank's shard backward."""
 
     _run = staticmethod(shards.join)
+    _adjoint = staticmethod(lambda: Split)
     _types = "all_gather", None, "I"
 
 
@@ -214,18 +222,8 @@ class Split(_Along):
     """This rank's shard along a dim forward; all-gather backward."""
 
     _run = staticmethod(shards.shard_of)
+    _adjoint = staticmethod(lambda: Gather)
     _types = "convert", "I", None
-
-
-ADJOINTS: dict[type[Function], type[Function]] = {
-    Copy: Reduce,
-    Reduce: Copy,
-    AllReduce: AllReduce,
-    AllGather: ReduceScatter,
-    ReduceScatter: AllGather,
-    Gather: Split,
-    Split: Gather,
-}
 
 
 class AllToAll(Function):
