@@ -114,16 +114,8 @@ def say(text):
     sys.stdout.write(f"{text} from {c10d.get_rank()}\n")
 
 
-def threads():
-    return torch.get_num_threads()
-
-
 def nothing():
     return None
-
-
-def timeout_seconds():
-    return get_timeout().total_seconds()
 
 
 def leave_group():
@@ -147,22 +139,18 @@ def test_pool_runs_functions_and_keeps_its_processes():
         assert len({os.getpid(), *first}) == 3
 
 
-def test_values_of_the_test_files_own_classes_travel():
-    with RankPool(2) as pool:
-        points = pool.run(move, Point(5, torch.ones(2, dtype=torch.float64)))
+def test_functions_and_values_of_any_module_travel():
+    points = launch(move, 2, Point(5, torch.ones(2, dtype=torch.float64)))
     assert [point.x for point in points] == [5, 6]
     assert points[1].y.tolist() == [2.0, 2.0]
     assert points[1].y.dtype == torch.float64
+    assert launch(functools.partial(total, 1, factor=2), 2) == [4.0, 4.0]
+    assert launch(c10d.get_world_size, 2) == [2, 2]
 
 
 def test_ranks_have_all_names_from_the_start():
     """Each would import by itself what the server lacks."""
     assert launch(has_all_names, 2) == [True, True]
-
-
-def test_partials_and_functions_of_a_library_run():
-    assert launch(functools.partial(total, 1, factor=2), 2) == [4.0, 4.0]
-    assert launch(c10d.get_world_size, 2) == [2, 2]
 
 
 def test_one_failure_names_the_rank_and_shows_where_the_others_waited():
@@ -214,20 +202,14 @@ def test_a_rank_that_exits_is_named_with_its_code(code):
         launch(exit_on_one, 2, code)
 
 
-def test_an_exception_that_cannot_travel_keeps_its_text():
+def test_what_cannot_travel_is_named():
     with pytest.raises(RankFailedError, match="salt and pepper") as caught:
         launch(raise_stubborn, 2)
     assert caught.value.exceptions == {}
-
-
-def test_a_result_that_cannot_travel_is_named():
     with pytest.raises(RankFailedError, match="return_lock returned a lock that does not pickle"):
         launch(return_lock, 2)
-
-
-def test_arguments_that_cannot_travel_are_refused_before_anything_starts():
     with pytest.raises(InvalidArgumentError, match="arguments of total do not pickle"):
-        launch(total, 2, threading.Lock())
+        launch(total, 2, threading.Lock())  # before anything starts
 
 
 def test_functions_that_ranks_cannot_find_are_refused():
@@ -250,19 +232,12 @@ def test_bad_world_sizes_are_refused(world_size):
         RankPool(world_size)
 
 
-def test_a_closed_pool_says_so():
-    pool = RankPool(1)
-    pool.close()
-    pool.close()
-    with pytest.raises(StateError, match="closed"):
-        pool.run(nothing)
-
-
 def test_a_failure_closes_the_pool_and_ends_its_processes():
     pool = RankPool(2)
     pids = pool.run(pid)
     with pytest.raises(RankFailedError):
         pool.run(fail_on_one)
+    pool.close()
     with pytest.raises(StateError, match="closed"):
         pool.run(pid)
     for each in pids:
@@ -277,12 +252,7 @@ def test_an_unknown_backend_fails_at_the_start():
 
 @pytest.mark.parametrize(
     ("function", "reusable"),
-    [
-        (pid, True),
-        (leave_group, False),
-        (leave_variable, False),
-        (leave_grad_mode, False),
-    ],
+    [(pid, True), (leave_group, False), (leave_variable, False), (leave_grad_mode, False)],
 )
 def test_a_pool_knows_whether_a_function_left_something_behind(function, reusable):
     with RankPool(2) as pool:
@@ -306,24 +276,21 @@ def test_ranks_get_the_variables_of_a_launcher(monkeypatch):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SEEN", "HIDDEN")
     got = launch(environment, 2, *names, "TORCHELASTIC_RUN_ID", env={"HIDDEN": None})
     assert list(got[1].values()) == ["1", "1", "2", "2", "yes", None, None]
-
-
-def test_ranks_without_a_group_get_an_address():
-    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
-    first, second = launch(environment, 2, *names, init=False)
+    first, second = launch(environment, 2, "MASTER_ADDR", "MASTER_PORT", init=False)
     assert first == second
     assert first["MASTER_ADDR"] == "127.0.0.1"
     assert int(first["MASTER_PORT"]) > 1023
 
 
 def test_ranks_of_a_launch_share_the_cores():
-    assert launch(threads, 2) == [max(1, (os.cpu_count() or 1) // 2)] * 2
+    assert launch(torch.get_num_threads, 2) == [max(1, (os.cpu_count() or 1) // 2)] * 2
     with RankPool(2) as pool:
-        assert pool.run(threads) == [1, 1]
+        assert pool.run(torch.get_num_threads) == [1, 1]
 
 
 def test_the_group_has_the_timeout_that_was_asked_for():
-    assert launch(timeout_seconds, 2, group_timeout=timedelta(seconds=77)) == [77.0, 77.0]
+    timeout = timedelta(seconds=77)
+    assert launch(get_timeout, 2, group_timeout=timeout) == [timeout] * 2
 
 
 def test_ranks_print_where_this_process_prints(capfd):

@@ -17,10 +17,6 @@ from scaletorch.dist.ranks import locate, process
 from scaletorch.dist.testing import distributed_test, preload, run_ranks
 
 
-def pid():
-    return os.getpid()
-
-
 def leave_group():
     c10d.new_group([0, 1])
     return os.getpid()
@@ -35,10 +31,6 @@ def add(x):
 def compare(left):
     right = c10d.get_rank()
     assert left == right
-
-
-def variable():
-    return os.environ.get("MASTER_PORT"), os.environ.get("COLOUR")
 
 
 class OddWarning(UserWarning):
@@ -99,19 +91,19 @@ def test_a_property_of_a_distributed_body(x):
 
 
 def test_ranks_are_reused_while_that_is_safe():
-    first = run_ranks(pid, 2)
-    assert run_ranks(pid, 2) == first
+    first = run_ranks(os.getpid, 2)
+    assert run_ranks(os.getpid, 2) == first
     used = run_ranks(leave_group, 2)
     assert used == first
-    assert not set(run_ranks(pid, 2)) & set(first)
+    assert not set(run_ranks(os.getpid, 2)) & set(first)
 
 
 def test_a_failed_assert_shows_its_values_and_its_ranks_are_not_reused():
-    first = run_ranks(pid, 2)
+    first = run_ranks(os.getpid, 2)
     with pytest.raises(RankFailedError, match="rank 1 failed; rank 0 finished") as caught:
         run_ranks(compare, 2, 0)
     assert "assert 0 == 1" in str(caught.value)
-    assert not set(run_ranks(pid, 2)) & set(first)
+    assert not set(run_ranks(os.getpid, 2)) & set(first)
 
 
 def fail_alike_but_for_one(size, experts):
@@ -136,12 +128,10 @@ def test_ranks_that_fail_alike_have_one_traceback(experts):
 
 
 def test_ranks_see_the_environment_of_the_moment(monkeypatch):
-    assert run_ranks(variable, 2)[0] == (None, None)
+    assert run_ranks(os.getenv, 2, "COLOUR") == [None] * 2
     monkeypatch.setenv("COLOUR", "red")
-    assert run_ranks(variable, 2)[0] == (None, "red")
-    port, colour = run_ranks(variable, 2, init=False, env={"COLOUR": None})[0]
-    assert port is not None
-    assert colour is None
+    assert run_ranks(os.getenv, 2, "COLOUR") == ["red"] * 2
+    assert run_ranks(os.getenv, 2, "COLOUR", init=False, env={"COLOUR": None}) == [None] * 2
 
 
 def use_a_group_of_two():
@@ -165,7 +155,7 @@ def change_declared_state():
 
 def test_modules_may_declare_state_of_their_own():
     first = run_ranks(change_declared_state, 2)
-    assert not set(run_ranks(pid, 2)) & set(first)
+    assert not set(run_ranks(os.getpid, 2)) & set(first)
 
 
 def test_ranks_meet_the_warning_filters_of_the_moment():
@@ -182,13 +172,6 @@ def test_ranks_meet_the_warning_filters_of_the_moment():
         warnings.filterwarnings("error", module="elsewhere", append=True)
         assert run_ranks(warn, 2, "a word", OddWarning) == ["a word"] * 2
         assert run_ranks(actions, 2) == [["ignore", "error"]] * 2
-
-
-def test_warnings_are_errors_on_ranks_as_in_this_process():
-    with pytest.raises(UserWarning, match="a word"):
-        warn("a word")
-    with pytest.raises(RankFailedError, match="UserWarning: a word"):
-        run_ranks(warn, 2, "a word")
 
 
 def test_filters_of_unknown_categories_and_of_python_itself_are_taken_as_they_can_be():
@@ -242,6 +225,10 @@ class Argument:
 """
 
 
+def has_a_server_with(argument):
+    return process._server is not None
+
+
 @pytest.mark.parametrize("importable", [True, False])
 def test_a_rank_that_imports_a_file_starts_no_server_for_what_it_preloads(
     tmp_path, monkeypatch, importable
@@ -250,22 +237,13 @@ def test_a_rank_that_imports_a_file_starts_no_server_for_what_it_preloads(
     file = tmp_path / f"preloading_{importable}.py"
     file.write_text(PRELOADING)
     monkeypatch.syspath_prepend(tmp_path)
-    function = importlib.import_module(file.stem).has_a_server
-    if not importable:
+    module = importlib.import_module(file.stem)
+    if importable:
+        assert run_ranks(has_a_server_with, 1, module.Argument()) == [False]
+    else:
         monkeypatch.undo()
-    assert function()
-    assert run_ranks(function, 2) == [False, False]
-
-
-def has_a_server_with(argument):
-    return process._server is not None
-
-
-def test_a_rank_that_imports_a_file_of_its_arguments_starts_no_server_either(tmp_path, monkeypatch):
-    (tmp_path / "preloading_argument.py").write_text(PRELOADING)
-    monkeypatch.syspath_prepend(tmp_path)
-    argument = importlib.import_module("preloading_argument").Argument()
-    assert run_ranks(has_a_server_with, 1, argument) == [False]
+    assert module.has_a_server()
+    assert run_ranks(module.has_a_server, 2) == [False, False]
 
 
 def test_asserts_of_a_file_that_pytest_has_not_read_explain_themselves(tmp_path):
