@@ -8,6 +8,7 @@ from benchmarks.known.machines import GIB, MACHINES, STATES, Constants
 from benchmarks.known.predicted import predicted_gib, predicted_seconds
 from benchmarks.known.rows import llama_flops, rows
 from benchmarks.known.tables import compared, memory_errors, time_errors
+from benchmarks.published_plans import PAGES, TABLE, tables, written
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid
@@ -183,3 +184,11 @@ def test_operations_of_llama_are_six_times_its_parameters_and_attention():
     llama = next(row.sizes for row in rows() if row.table == "D")
     each = llama_flops(llama, 1)
     assert each == pytest.approx(6 * 405_853_388_800 + 6 * 126 * 16384 * 8192, rel=0.01)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=["english", "chinese"])
+def test_tables_of_the_page_are_computed(page):
+    text = page.read_text()
+    assert {match[2] for match in TABLE.finditer(text)} == set(tables())
+    again = written(text, chinese=page.parent.name == "zh")
+    assert again == text, "python -m benchmarks.published_plans --write"
