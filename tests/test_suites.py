@@ -1,4 +1,4 @@
-"""What a run of suites says: the lines that ranks and programs ran too, and tests that may not skip."""
+"""Suites: lines that ranks and programs ran count, and tests may not skip for what is there."""
 
 import os
 import shutil

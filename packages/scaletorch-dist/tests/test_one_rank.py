@@ -1,4 +1,4 @@
-"""One process or a group of one rank: each collective gives what N ranks would, and sends nothing."""
+"""One process, or a group of one: each call gives what N ranks would, and sends nothing."""
 
 import torch
 import torch.distributed as c10d

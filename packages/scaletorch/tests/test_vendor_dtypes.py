@@ -113,14 +113,9 @@ def run_axes(ranks, axes, vendor, folder):
 
 
 @pytest.mark.parametrize("vendor", today(VENDORS, 3), ids=lambda vendor: vendor[1])
-def test_every_axis_trains_like_one_process(plugins, monkeypatch, tmp_path, vendor):
+def test_every_axis_and_two_together_train_like_one_process(plugins, monkeypatch, tmp_path, vendor):
     monkeypatch.syspath_prepend(plugins)
     run_axes(2, today(PAIRS, 2), vendor, tmp_path)
-
-
-@pytest.mark.parametrize("vendor", today(VENDORS, 3), ids=lambda vendor: vendor[1])
-def test_two_axes_train_like_one_process(plugins, monkeypatch, tmp_path, vendor):
-    monkeypatch.syspath_prepend(plugins)
     run_axes(4, today(FOURS, 8), vendor, tmp_path)
 
 
