@@ -3,6 +3,7 @@
 import functools
 import operator
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from scaletorch.dist import InvalidArgumentError, MismatchError, NotInGroupError
 from scaletorch.dist.building import all_to_all_flat
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.wire.backend import Route
+from scaletorch.dist.wire.sums import as_one
 from scaletorch.dist.world.info import info_of
 
 OPS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
@@ -154,31 +156,15 @@ def test_leaves_that_require_grad_are_changed_and_record_nothing():
     assert (transposed == 2).all()
 
 
-@pytest.mark.parametrize("op", ["min", "max"])
 @distributed_test(world_size=3)
-def test_a_nan_on_any_rank_survives_on_every_rank(op):
-    for place in range(3):
+def test_a_nan_on_any_rank_survives_on_every_rank():
+    for op, place in product(("min", "max"), range(3)):
         data = torch.tensor([float(dist.get_rank()), float("nan")])
         if dist.get_rank() != place:
             data[1] = 7.0
         dist.all_reduce(data, op)
         assert data.isnan().tolist() == [False, True]
         assert data[0] == (0 if op == "min" else 2)
-
-
-@distributed_test(world_size=3)
-def test_the_mean_divides_by_the_size_of_the_group():
-    pair = c10d.new_group([0, 2])
-    if dist.get_rank() == 1:
-        with pytest.raises(NotInGroupError):
-            dist.all_reduce(torch.ones(1), "mean", pair)
-        return
-    data = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(data, ReduceOp.AVG, pair)
-    assert data.item() == 1.0
-    count = torch.tensor([-7 if dist.get_rank() else 2**62 + 1])
-    dist.all_reduce(count, "mean", pair)
-    assert count.item() == (2**62 + 1 - 7) // 2
 
 
 def move_everything():
@@ -296,30 +282,28 @@ def test_flat_parts_that_another_expects_otherwise_are_compared():
         dist.check_collectives(None)
 
 
-def call_by_keyword():
+@distributed_test(world_size=2)
+def test_the_arguments_of_both_forms_have_names():
     rank, size = dist.get_dist_info()
-    assert [int(part) for part in dist.all_gather(data=torch.tensor(rank))] == list(range(size))
+    assert [int(x) for x in dist.all_gather(data=torch.tensor(rank))] == [0, 1]
     targets = [torch.zeros(1) for _ in range(size)]
     assert dist.all_gather(tensor_list=targets, tensor=torch.full((1,), 5.0)) is None
-    assert [int(target) for target in targets] == [5] * size
+    assert [int(target) for target in targets] == [5, 5]
     assert dist.all_to_all(data=torch.arange(size)).tolist() == [rank] * size
     sent = [torch.full((1,), float(r)) for r in range(size)]
     assert dist.all_to_all(recv_list=targets, send_list=sent, group=None) is None
     assert [int(target) for target in targets] == [rank] * size
-    dist.all_reduce(sent[0], op=dist.ReduceOp.SUM, group=None)
-
-
-@pytest.mark.parametrize("size", [0, 2])
-def test_the_arguments_of_both_forms_have_names(size):
-    run_ranks(call_by_keyword, size) if size else call_by_keyword()
 
 
 @distributed_test(world_size=3)
-def test_roots_are_global_ranks_in_groups_too():
+def test_roots_are_global_ranks_in_groups_and_means_are_theirs():
     rank = dist.get_rank()
     pair = c10d.new_group([1, 2])
     if rank == 0:
         return
+    data = torch.tensor([-9 if rank == 1 else 2**62 + 1])
+    dist.all_reduce(data, ReduceOp.AVG, pair)
+    assert data.item() == (2**62 + 1 - 9) // 2
     data = torch.tensor([rank])
     dist.broadcast(data, 2, pair)
     assert data.item() == 2
@@ -522,3 +506,39 @@ def test_reduce_scatter_by_the_backends_own_call():
         x = torch.arange(8.0).view(2, 4) + rank
         piece = functional.reduce_scatter(x, 1)
         assert torch.equal(piece, (2 * torch.arange(8.0).view(2, 4) + 1).chunk(2, 1)[rank])
+
+
+def test_tensors_that_lie_in_one_memory_are_joined_without_a_copy():
+    whole = torch.arange(10.0)
+    pieces = list(whole[1:9].split([3, 0, 5]))
+    joined = as_one(pieces)
+    assert joined.data_ptr() == whole[1:].data_ptr()
+    assert joined.tolist() == whole[1:9].tolist()
+    for others in (
+        pieces[::-1],  # in another order
+        [whole[:3], whole[4:6]],  # with a hole
+        [whole[:3], whole[2:5]],  # with an overlap
+        [torch.ones(2), torch.zeros(2)],  # of two memories, wherever they lie
+        [whole[:0], torch.ones(2)],
+        [whole[:0], whole[:0]],
+    ):
+        assert as_one(others).tolist() == torch.cat(others).tolist()
+
+
+@distributed_test(world_size=3)
+def test_chunks_of_one_tensor_and_lists_of_several_dtypes():
+    rank = dist.get_rank()
+    whole = torch.arange(12.0, requires_grad=True) * (rank + 1)
+    before = whole.detach().clone()
+    entries, own = list(whole.chunk(3)), range(4 * rank, 4 * rank + 4)
+    output = entries[rank].detach().clone()
+    dist.reduce_scatter(output, entries)
+    assert output.tolist() == [6.0 * x for x in own]
+    received = list(torch.zeros(12).chunk(3))
+    dist.all_to_all(entries, received)
+    assert [x.tolist() for x in received] == [[x * (r + 1.0) for x in own] for r in range(3)]
+    assert torch.equal(whole, before)
+    mixed = [torch.tensor([rank], dtype=torch.uint8), torch.ones(3), torch.ones(1).double()]
+    shapes = [mixed[rank].clone().zero_() for _ in range(3)]
+    dist.all_to_all(mixed, shapes)  # slices that begin where their dtype may not
+    assert [x.dtype for x in shapes] == [mixed[rank].dtype] * 3

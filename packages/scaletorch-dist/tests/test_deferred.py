@@ -1,6 +1,5 @@
 """Names that are imported when they are asked for are as good as those of any package."""
 
-import compileall
 import subprocess
 import sys
 from importlib import import_module
@@ -74,15 +73,6 @@ def test_what_is_missing_is_said_in_the_words_of_python(package):
     assert not hasattr(found, "__pycache__")
     assert not hasattr(found, "not a name")
     assert not hasattr(found, "parts.py")
-
-
-def test_a_frozen_program_has_no_sources(package):
-    compileall.compile_dir(str(package), quiet=1, legacy=True)
-    for source in package.rglob("*.py"):
-        source.unlink()
-    found = import_module("put_off")
-    assert found.__all__ == ["below", "circle", "plain"]
-    assert found.plain() is sys.modules["put_off.beside"]
 
 
 def test_importing_the_package_imports_no_torch():

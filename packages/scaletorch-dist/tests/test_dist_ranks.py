@@ -98,10 +98,6 @@ def return_lock():
     return threading.Lock()
 
 
-def has_all_names():
-    return "scaletorch.dist.public" in sys.modules
-
-
 def draw():
     return random.random(), torch.rand(1).item()
 
@@ -146,11 +142,6 @@ def test_functions_and_values_of_any_module_travel():
     assert points[1].y.dtype == torch.float64
     assert launch(functools.partial(total, 1, factor=2), 2) == [4.0, 4.0]
     assert launch(c10d.get_world_size, 2) == [2, 2]
-
-
-def test_ranks_have_all_names_from_the_start():
-    """Each would import by itself what the server lacks."""
-    assert launch(has_all_names, 2) == [True, True]
 
 
 def test_one_failure_names_the_rank_and_shows_where_the_others_waited():
@@ -212,7 +203,7 @@ def test_what_cannot_travel_is_named():
         launch(total, 2, threading.Lock())  # before anything starts
 
 
-def test_functions_that_ranks_cannot_find_are_refused():
+def test_functions_that_ranks_cannot_find_are_refused(monkeypatch):
     def inner():
         return None
 
@@ -222,6 +213,10 @@ def test_functions_that_ranks_cannot_find_are_refused():
     for fn in ([].append, Point(1, torch.ones(1)).__eq__):
         with pytest.raises(InvalidArgumentError, match="module-level function"):
             launch(fn, 2)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(nothing, "__module__", "__main__")  # as typed into an interpreter
+    with pytest.raises(InvalidArgumentError, match="put it in a file and import it"):
+        launch(nothing, 2)
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 1.5, "2"])
@@ -359,13 +354,6 @@ def test_programs_launch_functions_of_their_own_below_a_main_guard(tmp_path, cap
     (tmp_path / "unguarded.py").write_text(text.partition("if __name__")[0] + "launch(work, 2)")
     launch(run_programs, 1, tmp_path, init=False, timeout=200)
     assert capfd.readouterr().out == "[0, 1]\n" * 2
-
-
-def test_what_is_typed_into_an_interpreter_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
-    monkeypatch.setattr(nothing, "__module__", "__main__")
-    with pytest.raises(InvalidArgumentError, match="put it in a file and import it"):
-        launch(nothing, 2)
 
 
 STUBBORN = """
