@@ -3,8 +3,6 @@
 import copy
 import importlib
 import sys
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torch import nn
 
 from scaletorch.dist.testing import run_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
 ACME, ZENITH = COPIES = ("acme._vendor.scaletorch", "zenith._vendor.scaletorch")
 
 
@@ -109,36 +106,6 @@ def guard_both():
 
 def test_both_guard_one_group():
     run_ranks(guard_both, 2)
-
-
-def record_with(copies, folder):
-    """Copies record one step at once, as one process or as ranks that have a row each."""
-    torch.manual_seed(0)
-    chain, data = Chain().double(), torch.randn(2, 4).double()
-    several = c10d.is_initialized()
-    rows = [c10d.get_rank()] if several else [0, 1]
-    with ExitStack() as stack:
-        tapes = [
-            stack.enter_context(
-                of(name, "bisect").record(folder / name, chain, describe={"rows": (rows, 2)})
-            )
-            for name in copies
-        ]
-        loss = chain(data[rows], 3).square().sum()
-        loss.backward()
-        for each in (loss.data, *(p.grad for p in chain.parameters())) if several else ():
-            c10d.all_reduce(each)
-        for tape in tapes:
-            tape.put("loss", loss)
-
-
-def test_both_record_one_step_and_one_reads_anothers(tmp_path):
-    record_with(COPIES, tmp_path / "one")
-    run_ranks(record_with, 2, [ACME], tmp_path / "two")
-    for reader, writer in ((ACME, ZENITH), (ZENITH, ACME)):
-        report = of(reader, "bisect").compare(tmp_path / "one" / writer, tmp_path / "two" / ACME)
-        assert report.sound, report
-        assert not report.count("unseen"), report
 
 
 def test_layers_of_another_copy_are_refused_and_not_taken_for_plain_ones():
