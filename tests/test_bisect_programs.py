@@ -1,7 +1,4 @@
-"""Programs of other people's shape: sound ones are reported sound, and where bugs are is named.
-
-The reports that docs/bisect.md shows are those of the same programs.
-"""
+"""Programs of other people's shape: sound ones are reported sound, and where bugs are is named."""
 
 import importlib
 import re

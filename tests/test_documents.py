@@ -1,7 +1,4 @@
-"""Programs and commands of the READMEs and guides run, and print the output shown after them.
-
-Each day others of them are tried; `python -m tools.wheels` runs all programs of wheels' READMEs.
-"""
+"""Programs and commands of the READMEs and guides run, and print the output shown after them."""
 
 import ast
 import re

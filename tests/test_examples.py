@@ -39,13 +39,7 @@ def load(name):
 
 
 def run(program, folder, *modules):
-    """Run a program as `python PROGRAM` does; return the numbers of each line that it prints.
-
-    Args:
-        program: Its path from the root.
-        folder: It runs there.
-        modules: What it, or each of its ranks, would import slowly.
-    """
+    """Run a program as `python PROGRAM` does; return the numbers of each line that it prints."""
     preload(*modules)
     return numbers(run_python([str(ROOT / program)], folder))
 

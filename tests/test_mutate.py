@@ -164,7 +164,6 @@ PLANT = planted.Plant(
 
 UNRUN = [  # what is written, and the test that is asked
     ("test_toy.py", TESTS + SKIPPED, "test_skipped"),
-    ("test_toy.py", TESTS, "test_ad"),
     ("conftest.py", "raise ImportError", "test_add"),
 ]
 

@@ -103,9 +103,11 @@ def test_a_minor_version_moves_pins_and_raises_dependents(workspace):
     pins = (workspace / TP / "pyproject.toml").read_text()
     assert '["scaletorch-dist~=0.2.0", "scaletorch-pg~=0.2.0", "torch>=2.10"]' in pins
     assert "scaletorch-dist[nccl]~=0.2.0; python_version>'3'" in pins
-    for package in (TP, UMBRELLA):
-        for file in (workspace / package).glob("src/**/_version.py"):
-            assert '"scaletorch-dist~=0.2.0": dist' in file.read_text()
+    for file in (
+        *(workspace / TP).rglob("_version.py"),
+        *(workspace / UMBRELLA).rglob("_version.py"),
+    ):
+        assert '"scaletorch-dist~=0.2.0": dist' in file.read_text()
     text = (workspace / DIST / "CHANGELOG.md").read_text()
     added = "## 0.2.0 (2030-01-02)\n\n### Added\n\n- Faster.\n\n"
     assert f"{added}### Changed\n\n- Needs scaletorch-guard 0.2.\n\n## 0.1.0 (unreleased)" in text
@@ -204,17 +206,14 @@ def test_addresses_follow_the_settings_and_without_one_nothing_is_built(workspac
         commit(workspace)
         for refused in (words, ("build", "scaletorch-pg")):
             assert why in release(workspace, *refused, code=1)
-        assert not (workspace / "dist").exists()
     run(workspace, "git", "reset", "-q", "--hard", "HEAD~2")
     release(workspace, *words)
-    settle(
-        workspace, 'repository = "https://other.invalid/x"', 'documentation = "https://d.invalid"'
-    )
+    settle(workspace, 'repository = "https://other.invalid/x"')
     commit(workspace)
     said = release(workspace, "build", "scaletorch-pg", code=1)
     assert "no release: scaletorch-pg has other [project.urls] than pyproject.toml says" in said
     release(workspace, *words)
-    assert urls(workspace)["scaletorch-dp"]["Documentation"] == "https://d.invalid"
+    assert urls(workspace)["scaletorch-dp"]["Issues"] == "https://other.invalid/x/issues"
     run(workspace, "git", "reset", "-q", "--hard", "HEAD~1")
 
 

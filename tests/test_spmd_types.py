@@ -29,10 +29,7 @@ FAMILIES = (
 
 
 def checked(name, *, sequence_parallel, mistake=False):
-    """Run a model under the checker; its parameters have the types that tp has inferred.
-
-    A mistake is to say of parameters whose gradients are summed over tp that they are whole.
-    """
+    """Run a model under the checker; its parameters have the types that tp has inferred."""
     torch.manual_seed(0)
     config = tiny(CONFIG_MAPPING[name], name)
     model = AutoModelForCausalLM.from_config(config).train()

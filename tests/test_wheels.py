@@ -84,12 +84,6 @@ def test_wrong_words_are_named(wheels, tmp_path, old, new, fault):
     assert any(each.startswith(fault) for each in wrong_words(wheel, PACKAGE))
 
 
-def test_metadata_against_the_standard_are_refused(wheels, tmp_path):
-    wheel = changed(wheels[PACKAGE], tmp_path, f"{ABOUT}/METADATA", "License-Exp", "Licence-Exp")
-    with pytest.raises(CheckError, match="licence-expression"):
-        own_words(wheel, PACKAGE)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
@@ -135,26 +129,16 @@ def test_a_wheel_that_needs_more_is_not_installed(wheels, torch_folder, tmp_path
         alone.install()
 
 
-@pytest.mark.parametrize(
-    ("snippet", "fault"),
-    [
-        ("print(1)\n```\n\n```python\nraise ValueError(2)", "snippet2 .*Error: 2"),
-        ("print(2)\n```\n\n```output\n3", "snippet1 fails:\n2"),
-    ],
-)
-def test_a_snippet_that_fails_or_prints_something_else_is_named(
-    wheels, torch_folder, tmp_path, snippet, fault
-):
-    told = f"```python\n{snippet}\n```\n"
+def test_a_snippet_that_prints_something_else_is_named(wheels, torch_folder, tmp_path):
+    told = "```python\nprint(1)\n```\n\n```python\nprint(2)\n```\n\n```output\n3\n```\n"
     own = (folder(PACKAGE) / "README.md").read_text()
     wheel = changed(wheels[PACKAGE], tmp_path / "wheels", f"{ABOUT}/METADATA", own, told)
     alone = Alone(PACKAGE, wheel, wheel.parent, create(tmp_path / "environment", torch_folder))
-    with pytest.raises(CheckError, match=f"(?s){fault}"):
+    with pytest.raises(CheckError, match=r"snippet2 fails:\n2"):
         alone.readme()
 
 
 def test_wheels_of_two_patch_releases_fit_together(wheels, torch_folder, tmp_path):
-    """A patch release may move everything that is not recorded."""
     major, minor, patch = version(DIST).split(".")
     newer = of_version(DIST, f"{major}.{minor}.{int(patch) + 1}", tmp_path)
     inside = newer / "src/scaletorch/dist"

@@ -1,8 +1,4 @@
-"""What two ranks must be able to do on every backend: the bodies of the tests on gloo, run again.
-
-`run_all` runs them in a process that has its default group; with a device, tensors that the tests
-make without naming one are made there.
-"""
+"""What two ranks must be able to do on every backend: the bodies of tests on gloo, run again."""
 
 import importlib.util
 import sys

@@ -8,14 +8,7 @@ from pathlib import Path
 
 import scaletorch.dist as dist
 
-LATER = (
-    "backends",
-    "bench",
-    "functional",
-    "guard",
-    "mpi",
-    "testing",
-)  # imported by whom they serve
+LATER = {"backends", "bench", "functional", "guard", "mpi", "testing"}
 
 OBSERVE = """
 import os, signal, sys, threading, torch
@@ -65,7 +58,7 @@ def test_importing_brings_little_beyond_torch_and_changes_and_prints_nothing():
     assert {name.partition(".")[0] for name in others} <= sys.stdlib_module_names
     assert len(others) <= 6, others
     first = {name.removeprefix(own).partition(".")[0] for name in brought.split()}
-    assert not first & set(LATER)
+    assert not first & LATER
     assert len(brought.split()) < 90, "each module of ours takes about half a millisecond"
 
 

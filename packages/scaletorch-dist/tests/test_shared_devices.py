@@ -1,7 +1,4 @@
-"""Ranks that share devices, by a stand-in that refuses two ranks on one device as NCCL does.
-
-It shows which environment each rank has, which device, and what is said. Nothing of NCCL itself.
-"""
+"""Ranks that share devices, by a stand-in that refuses two ranks on one device as NCCL does."""
 
 import logging
 import os

@@ -23,10 +23,7 @@ def label():
 
 
 def outcome(mistake):
-    """Run `mistake(rank)` among guarded steps on every rank; return what each rank raised.
-
-    The ranks are fresh: after a fault their groups are broken.
-    """
+    """Run `mistake(rank)` among guarded steps on every rank; return what each rank raised."""
     return dist.launch(guarded, 3, mistake, timeout=40)
 
 

@@ -1,7 +1,4 @@
-"""The guard where the host does not wait in a call: on a stand-in whose calls run on a stream.
-
-Whatever reads the device waits for the stream, in code that knows nothing of the guard.
-"""
+"""The guard where the host does not wait in a call: on a stand-in whose calls run on a stream."""
 
 import os
 import pickle
