@@ -62,17 +62,13 @@ def test_a_name_imports_what_it_needs(package):
 
 
 def test_what_is_missing_is_said_in_the_words_of_python(package):
-    (package / "__pycache__").mkdir(exist_ok=True)
     found = import_module("put_off")
-    with pytest.raises(AttributeError, match=r"^module 'put_off' has no attribute 'plane'$") as no:
+    with pytest.raises(AttributeError, match=r"^module 'put_off' has no attribute 'plane'$"):
         found.plane  # noqa: B018
-    assert (no.value.name, no.value.obj) == ("plane", found)
     with pytest.raises(ImportError, match="cannot import name 'plane' from 'put_off'"):
         exec("from put_off import plane")
-    assert not hasattr(found, "__wrapped__")
-    assert not hasattr(found, "__pycache__")
-    assert not hasattr(found, "not a name")
-    assert not hasattr(found, "parts.py")
+    for name in ("__wrapped__", "__pycache__", "not a name", "parts.py"):
+        assert not hasattr(found, name)
 
 
 def test_importing_the_package_imports_no_torch():

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import devices
@@ -101,12 +100,6 @@ def test_launch_takes_the_machines_own_backend_where_each_rank_has_a_device(card
         "2 ranks, 1 card device: backend 'gloo', by way of the host's memory; backend='cardcl' "
         "lets ranks share devices"
     ]
-
-
-def test_launch_on_a_machine_without_accelerators_takes_gloo_and_says_nothing(caplog):
-    caplog.set_level(logging.INFO, "scaletorch.dist.ranks")
-    assert dist.launch(c10d.get_backend, 2) == ["gloo", "gloo"]
-    assert not said(caplog)
 
 
 def join(setting):

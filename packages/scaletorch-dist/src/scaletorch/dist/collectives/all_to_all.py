@@ -107,8 +107,8 @@ def all_to_all_flat(
     if members is None:
         if list(counts) != list(received_counts):
             raise InvalidArgumentError(
-                f"all_to_all_flat sends {counts[0]} elements to this rank alone, and "
-                f"{received_counts[0]} are expected of it"
+                f"all_to_all_flat sends {counts[0]} elements to this rank, which expects "
+                f"{received_counts[0]}"
             )
         return Work((), partial(_copied, data))
     if comparing():  # not for a guard alone: it would cost a message for each dispatch of experts
