@@ -25,7 +25,8 @@ from scaletorch.parallel.tensor_parallel.tp_comms import (
 )
 
 
-def regions():
+@distributed_test(world_size=2)
+def test_regions_default_to_the_tensor_parallel_axis():
     rank = torch.distributed.get_rank()
     setup_process_group_manager(tp_size=2)
     results = []
@@ -45,10 +46,6 @@ def regions():
             assert torch.equal(x.detach(), kept)
     destroy_process_group_manager()
     return results
-
-
-def test_regions_default_to_the_tensor_parallel_axis():
-    run_ranks(regions, 2)
 
 
 def test_regions_are_the_identity_in_one_process():

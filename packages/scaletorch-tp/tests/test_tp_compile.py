@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import distributed_test, preload, run_ranks
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     Divide,
@@ -210,10 +210,7 @@ def head_and_loss(async_all_reduce):
     torch.testing.assert_close(*results)
 
 
-def heads_and_losses():
+@distributed_test(world_size=2, timeout=200)
+def test_head_and_loss():
     for async_all_reduce in (False, True):
         head_and_loss(async_all_reduce)
-
-
-def test_head_and_loss():
-    run_ranks(heads_and_losses, 2, timeout=200)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.placement import shard_sizes
 from scaletorch.parallel.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from scaletorch.parallel.tensor_parallel import cross_entropy as module
@@ -117,7 +117,8 @@ def test_parts_of_any_length(size):
     run_ranks(odd_divisions, size)
 
 
-def drawn_cases():
+@distributed_test(world_size=2)
+def test_drawn_shapes_divisions_and_blocks():
     @seed(7)  # all ranks must draw alike
     @FEW
     @given(
@@ -142,21 +143,15 @@ def drawn_cases():
     check()
 
 
-def test_drawn_shapes_divisions_and_blocks():
-    run_ranks(drawn_cases, 2)
-
-
-def a_large_prime():
+@distributed_test(world_size=3)
+def test_a_vocabulary_that_does_not_divide():
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         logits, targets = draw(50257, shape=(2, 7), dtype=dtype)
         agree(*both(logits, targets, label_smoothing=0.1), tolerance=tolerance)
 
 
-def test_a_vocabulary_that_does_not_divide():
-    run_ranks(a_large_prime, 3)
-
-
-def far_from_zero():
+@distributed_test(world_size=2)
+def test_large_logits_lose_nothing():
     logits, targets = draw(24, dtype=torch.float32)
     logits = (logits + 1e4).float()
     agree(*both(logits, targets, label_smoothing=0.1), tolerance=3e-6)
@@ -165,11 +160,9 @@ def far_from_zero():
     agree(*both(logits, targets.clamp_max(11), label_smoothing=0.1), tolerance=3e-6)
 
 
-def test_large_logits_lose_nothing():
-    run_ranks(far_from_zero, 2)
-
-
-def sixteen_bits(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@distributed_test(world_size=2)
+def test_sixteen_bits_are_no_worse_than_in_one_process(dtype):
     for smoothing, z in ((0.0, 0.0), (0.1, 1e-3)):
         logits, targets = draw(1013, shape=(64,), dtype=dtype)
         options = {"label_smoothing": smoothing, "z_loss": z}
@@ -189,11 +182,6 @@ def sixteen_bits(dtype):
         torch.manual_seed(5)
         weight = torch.rand((), dtype=torch.float64)
         assert error(grad, whole_grad) <= 1.25 * error(part.double() * weight, whole_grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_are_no_worse_than_in_one_process(dtype):
-    run_ranks(sixteen_bits, 2, dtype)
 
 
 def not_finite():
@@ -225,16 +213,13 @@ def test_what_is_not_finite_is_as_in_torch_on_every_rank(size):
     run_ranks(not_finite, size)
 
 
-def one_result_for_all():
+@distributed_test(world_size=3)
+def test_every_rank_has_the_same_bits():
     logits, targets = draw(23, dtype=torch.float32)
     loss = both(logits, targets, reduction="none")[0]
     parts = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, loss)
     assert all(torch.equal(part, loss) for part in parts)
-
-
-def test_every_rank_has_the_same_bits():
-    run_ranks(one_result_for_all, 3)
 
 
 def other_uses():
@@ -299,7 +284,9 @@ def test_other_uses(size):
     run_ranks(other_uses, size)
 
 
-def behind_a_head(autocast):
+@pytest.mark.parametrize("autocast", [False, True])
+@distributed_test(world_size=2)
+def test_behind_a_column_parallel_head(autocast):
     _, _, where = place()
     torch.manual_seed(2)
     head = torch.nn.Linear(8, 26, dtype=torch.float32 if autocast else torch.float64)
@@ -315,11 +302,6 @@ def behind_a_head(autocast):
     tolerance = 2e-2 if autocast else 1e-12
     torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0)
     torch.testing.assert_close(x.grad, y.grad, rtol=tolerance, atol=tolerance / 10)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_behind_a_column_parallel_head(autocast):
-    run_ranks(behind_a_head, 2, autocast)
 
 
 def communicated():

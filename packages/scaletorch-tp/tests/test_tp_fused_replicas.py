@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import all_reduce, checkpoint, get_rank, group
 from torch.nn import functional as F
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.placement import fuse, share_cut
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
@@ -216,7 +216,8 @@ def test_shares_and_replicas_make_the_whole_again(kv_heads, groups, tp, dim):
         assert torch.equal(whole.index_select(dim, indices), share)
 
 
-def gathered():
+@distributed_test(world_size=3)
+def test_an_output_of_replicas_is_gathered_once():
     """By hand: one replica's output is taken into the whole, and all make its gradient."""
     torch.manual_seed(0)
     plain = nn.Linear(3, 9).double()
@@ -236,10 +237,6 @@ def gathered():
         ValueError, match=r"'bias' has shape \(9,\), but this rank's shard has \(5,"
     ):
         split_by_owner(layer, {"bias": plain.bias})
-
-
-def test_an_output_of_replicas_is_gathered_once():
-    run_ranks(gathered, 3)
 
 
 def refuse(tp, text, **styles):

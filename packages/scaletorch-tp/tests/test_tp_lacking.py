@@ -9,13 +9,14 @@ import torch
 import torch.distributed as c10d
 from torch import nn
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test
 from scaletorch.dist.wire.backend import Route
 from scaletorch.dist.world.info import info_of
 from scaletorch.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
-def check():
+@distributed_test(world_size=2)
+def test_a_backend_without_sums():
     world = c10d.group.WORLD
     info_of(world).ways.clear()
     info_of(world).routes["cpu"] = Route("other", frozenset(("sum", "reduce_scatter")), True)
@@ -34,7 +35,3 @@ def check():
     torch.testing.assert_close(mine.grad, alone.grad, rtol=1e-12, atol=1e-12)
     info_of(world).routes.clear()
     info_of(world).ways.clear()
-
-
-def test_a_backend_without_sums():
-    run_ranks(check, 2)

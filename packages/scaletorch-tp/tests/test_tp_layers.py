@@ -11,7 +11,7 @@ from torch.distributed import group
 from torch.nn import functional
 
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -169,7 +169,8 @@ def test_layers_are_plain_without_torch_distributed():
     assert torch.equal(VocabParallelEmbedding.from_plain(table)(ids), table(ids))
 
 
-def of_plain():
+@distributed_test(world_size=2)
+def test_shards_keep_what_the_plain_layer_was():
     plain = nn.Linear(4, 8, dtype=torch.bfloat16).eval().requires_grad_(False)
     plain.bias.requires_grad_()
     plain.weight.note = "kept"
@@ -194,11 +195,8 @@ def of_plain():
     assert row.bias is plain.bias
 
 
-def test_shards_keep_what_the_plain_layer_was():
-    run_ranks(of_plain, 2)
-
-
-def tied():
+@distributed_test(world_size=2)
+def test_tied_parameters_stay_tied_also_in_copies():
     table, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
     head.weight = table.weight
     memo = {}
@@ -213,10 +211,6 @@ def tied():
     assert pair[0].weight is pair[1].weight
     assert pair[0].weight is not first.weight
     assert pair[0].group is group.WORLD
-
-
-def test_tied_parameters_stay_tied_also_in_copies():
-    run_ranks(tied, 2)
 
 
 def refusals():
@@ -303,12 +297,9 @@ def test_modules_whose_computation_is_their_own_are_refused(index, reason):
     assert not isinstance(module, TensorParallelLayer)
 
 
-def unknown_ids(ids):
+@pytest.mark.parametrize("ids", [[-1], [8], [0, 99]])
+@distributed_test(world_size=2)
+def test_an_id_outside_the_table_fails_on_every_rank(ids):
     table = VocabParallelEmbedding(8, 2, group=group.WORLD)
     with pytest.raises(IndexError):
         table(torch.tensor(ids))
-
-
-@pytest.mark.parametrize("ids", [[-1], [8], [0, 99]])
-def test_an_id_outside_the_table_fails_on_every_rank(ids):
-    run_ranks(unknown_ids, 2, ids)

@@ -16,7 +16,7 @@ from llamas import (
 from torch import nn
 from torch.distributed import group
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager import ModuleWrapper
 from scaletorch.parallel.tensor_parallel import (
     Divide,
@@ -115,7 +115,8 @@ def test_a_plan_that_does_not_compose_is_an_error_of_the_layer():
         assert "(2, 7, 12)" in message
 
 
-def under_a_wrapper():
+@distributed_test(world_size=2)
+def test_state_is_seen_through_a_wrapper():
     plain = make(tied=True)
     model = ModuleWrapper(apply_tensor_parallel(copy.deepcopy(plain), group=group.WORLD))
     assert shard_dims(model) == shard_dims(model.module)
@@ -123,7 +124,3 @@ def under_a_wrapper():
     assert shard_dims(model)["lm_head.weight"] == 0
     state = gather_state_dict(model)
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-
-
-def test_state_is_seen_through_a_wrapper():
-    run_ranks(under_a_wrapper, 2)

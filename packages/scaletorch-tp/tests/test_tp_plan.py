@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import group
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager.building import matching
 from scaletorch.parallel.placement import shard_sizes
 from scaletorch.parallel.tensor_parallel import (
@@ -211,7 +211,8 @@ def test_a_model_may_come_without_its_head():
         apply_tensor_parallel(model)
 
 
-def in_place():
+@distributed_test(world_size=2)
+def test_the_model_itself_is_rewritten_with_its_hooks_and_owners():
     root = nn.Linear(4, 8)
     calls = []
     handle = root.register_forward_hook(lambda *_: calls.append("hook"))
@@ -232,10 +233,6 @@ def in_place():
     assert model["b"][0] is model["a"] is shared
     assert shared.weight.shape == (4, 4)
     assert shared.bias.shape == (4,)
-
-
-def test_the_model_itself_is_rewritten_with_its_hooks_and_owners():
-    run_ranks(in_place, 2)
 
 
 def message_of_a_typo():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist import get_rank
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import (
     Divide,
     apply_tensor_parallel,
@@ -143,15 +143,12 @@ def test_recomputation_draws_the_same(form):
         assert torch.equal(grad, expected[3])
 
 
-def in_evaluation():
+@distributed_test(world_size=2)
+def test_evaluation_draws_nothing():
     model = apply_tensor_parallel(make(), PLAN, group.WORLD).eval()
     before = torch.get_rng_state()
     model(torch.ones(2, 3, HIDDEN))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_evaluation_draws_nothing():
-    run_ranks(in_evaluation, 2)
 
 
 def test_one_rank_is_the_plain_model():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     gather_state_dict,
@@ -53,7 +53,8 @@ class FewKeys(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
-def few_keys():
+@distributed_test(world_size=3)
+def test_a_key_head_shorter_than_the_ranks_is_replicated():
     torch.manual_seed(0)
     one = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8), FewKeys()).double()
     plan = {"0": "column", "1": "row", "2.q": "column", "2.k": "column", "2.v": "column"}
@@ -67,11 +68,8 @@ def few_keys():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-11, msg=name)
 
 
-def test_a_key_head_shorter_than_the_ranks_is_replicated():
-    run_ranks(few_keys, 3)
-
-
-def pickled():
+@distributed_test(world_size=2)
+def test_a_pickle_is_refused_and_a_copy_works():
     for options in ({}, {"sequence_parallel": True}):
         model = made(**options)
         for write in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
@@ -84,11 +82,8 @@ def pickled():
         assert copy.deepcopy(model)[5].weight is not model[5].weight
 
 
-def test_a_pickle_is_refused_and_a_copy_works():
-    run_ranks(pickled, 2)
-
-
-def parametrized():
+@distributed_test(world_size=2)
+def test_parametrizations_of_a_shard_are_refused():
     for change in (
         parametrizations.weight_norm,
         parametrizations.spectral_norm,
@@ -114,10 +109,6 @@ def parametrized():
     backward(alone)
 
 
-def test_parametrizations_of_a_shard_are_refused():
-    run_ranks(parametrized, 2)
-
-
 class ByNorm(torch.optim.SGD):
     """Divides each gradient by its norm; nothing in its name says so."""
 
@@ -132,7 +123,8 @@ class Muon8bit(torch.optim.SGD):
     """Treats every element alike, whatever its name says."""
 
 
-def optimizers():
+@distributed_test(world_size=2)
+def test_optimizers_of_whole_matrices_are_refused_before_the_first_update():
     kinds = {
         "Muon": torch.optim.Muon,
         "Adafactor": torch.optim.Adafactor,
@@ -174,22 +166,16 @@ def optimizers():
         kind(model.parameters(), lr=0.1, foreach=True).step()
 
 
-def test_optimizers_of_whole_matrices_are_refused_before_the_first_update():
-    run_ranks(optimizers, 2)
-
-
-def released():
+@distributed_test(world_size=2)
+def test_a_watched_model_can_be_freed():
     model = made()
     gone = weakref.ref(model[2].weight)
     del model
     assert gone() is None
 
 
-def test_a_watched_model_can_be_freed():
-    run_ranks(released, 2)
-
-
-def misspelt():
+@distributed_test(world_size=2)
+def test_a_misspelt_name_is_noticed():
     model = made()
     whole = torch.zeros(16, 8)
     assert take_own(model, "2.weight", whole).shape == (8, 8)
@@ -204,7 +190,3 @@ def misspelt():
             take_own(model, name, whole)
     model[2] = nn.Identity()  # as of another pipeline stage: which names it has is not known here
     assert take_own(model, "2.weight", whole) is whole
-
-
-def test_a_misspelt_name_is_noticed():
-    run_ranks(misspelt, 2)

@@ -10,7 +10,7 @@ from llamas import require_same_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import (
     Divide,
     apply_tensor_parallel,
@@ -116,17 +116,14 @@ class Counting(Model):
         return self.head(self.block(hidden + self.places(position_ids)))
 
 
-def called_with_ids_alone():
+@distributed_test(world_size=2)
+def test_a_model_is_told_the_positions_that_it_would_count():
     torch.manual_seed(0)
     one = Counting().double()
     many = apply_tensor_parallel(copy.deepcopy(one), PLAN, dist.group.WORLD, sequence_parallel=True)
     ids, _ = batch(9)
     for arguments, options in (((ids,), {}), ((), {"input_ids": ids, "position_ids": None})):
         torch.testing.assert_close(many(*arguments, **options), one(ids), rtol=1e-12, atol=1e-12)
-
-
-def test_a_model_is_told_the_positions_that_it_would_count():
-    run_ranks(called_with_ids_alone, 2)
 
 
 class Listed(Model):
@@ -149,7 +146,8 @@ class Called(Model):
         self.first.forward = lambda x: own(x) * self.own_scale
 
 
-def read_by_others():
+@distributed_test(world_size=2)
+def test_parameters_that_others_read_are_summed_too():
     for kind in (Listed, Called):
         torch.manual_seed(0)
         one = kind().double()
@@ -159,10 +157,6 @@ def read_by_others():
         for model in (one, many):
             model(*batch(9)).square().mean().backward()
         require_same_gradients(one, many, rtol=1e-9)
-
-
-def test_parameters_that_others_read_are_summed_too():
-    run_ranks(read_by_others, 2)
 
 
 def between(length):

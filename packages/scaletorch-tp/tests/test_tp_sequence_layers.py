@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     explain,
@@ -252,17 +252,6 @@ class Read(Model):
         return self.head(self.layers[1](x * self.scale))
 
 
-def refused():
-    cases = [
-        ((Second, Plain), "Plain was called with 'memory' of shape .* it cannot be known"),
-        ((Plains, CrossedLayer), "column-parallel layer was given this rank's 4 of 8 tokens"),
-        ((Read,), "Read uses 'scale' in a parallel region and outside of one"),
-    ]
-    for made_of, text in cases:
-        with pytest.raises(InvalidArgumentError, match=text):
-            divided(made(*made_of))(ids()).sum().backward()
-
-
 class Plains(Model):
     def forward(self, ids):
         x = self.words(ids)
@@ -271,8 +260,16 @@ class Plains(Model):
         return self.head(x)
 
 
+@distributed_test(world_size=2)
 def test_what_would_be_wrong_between_layers_is_refused():
-    run_ranks(refused, 2)
+    cases = [
+        ((Second, Plain), "Plain was called with 'memory' of shape .* it cannot be known"),
+        ((Plains, CrossedLayer), "column-parallel layer was given this rank's 4 of 8 tokens"),
+        ((Read,), "Read uses 'scale' in a parallel region and outside of one"),
+    ]
+    for made_of, text in cases:
+        with pytest.raises(InvalidArgumentError, match=text):
+            divided(made(*made_of))(ids()).sum().backward()
 
 
 def test_layers_of_two_lists_cannot_be():

@@ -11,7 +11,7 @@ from gpts import EVERY_SHARD
 from gpts import EveryShard as Net
 from torch.distributed import broadcast_object_list, checkpoint, get_rank, group, new_group
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 from scaletorch.parallel.tensor_parallel import (
     PiecesTensor,
@@ -93,7 +93,8 @@ def load_plain(folder):
         same(model.state_dict(), Net(0).state_dict())
 
 
-def pieces():
+@distributed_test(world_size=2)
+def test_pieces_share_the_model_s_memory_and_do_not_compute():
     model = sharded(0, group.WORLD)
     state = sharded_state_dict(model)
     whole = state["packed.weight"]
@@ -108,10 +109,6 @@ def pieces():
     index = checkpoint.metadata.MetadataIndex("packed.weight", torch.Size((0, 14)))
     with pytest.raises(ValueError, match=r"no piece of 'packed.weight' begins at"):
         whole.__get_tensor_shard__(index)
-
-
-def test_pieces_share_the_model_s_memory_and_do_not_compute():
-    run_ranks(pieces, 2)
 
 
 def in_a_grid(folder):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed import get_rank, group
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     gather_state_dict,
@@ -94,7 +94,8 @@ def test_shard_dims_names_every_parameter_also_in_a_copy():
     assert shard_dims(Net(0)) == dict.fromkeys(expected)
 
 
-def optimizer_state():
+@distributed_test(world_size=2)
+def test_optimizer_state_is_gathered_alike():
     """Adam's moments are gathered as the parameters are."""
     plain, model = Net(0), sharded(0)
     moments = []
@@ -108,11 +109,8 @@ def optimizer_state():
     same(gather_tensors(model, moments[1]), moments[0])
 
 
-def test_optimizer_state_is_gathered_alike():
-    run_ranks(optimizer_state, 2)
-
-
-def partial_loads():
+@distributed_test(world_size=2)
+def test_a_tied_name_may_be_missing_and_strictness_waived():
     model, state = sharded(1), Net(0).state_dict()
     del state["head.weight"]  # tied: the other name is enough
     load_full_state_dict(model, state)
@@ -122,11 +120,8 @@ def partial_loads():
     assert torch.equal(gather_state_dict(untied)["embed.weight"], state["embed.weight"])
 
 
-def test_a_tied_name_may_be_missing_and_strictness_waived():
-    run_ranks(partial_loads, 2)
-
-
-def mistakes():
+@distributed_test(world_size=2)
+def test_mistakes_load_nothing():
     model, state = sharded(1, tied=False), Net(0, tied=False).state_dict()
     before = gather_state_dict(model)
     small = torch.ones(2, 12)
@@ -147,22 +142,16 @@ def mistakes():
     same(gather_state_dict(model), before)
 
 
-def test_mistakes_load_nothing():
-    run_ranks(mistakes, 2)
-
-
-def other_names():
+@distributed_test(world_size=2)
+def test_ranks_that_gather_different_names_are_told():
     model = sharded(1)
     mine = "embed.weight" if get_rank() else "head.weight"
     with pytest.raises(RuntimeError, match=r"(?s)on the tensors to gather.*\+ embed.weight"):
         gather_tensors(model, {mine: model.embed.weight})
 
 
-def test_ranks_that_gather_different_names_are_told():
-    run_ranks(other_names, 2)
-
-
-def wrong_group():
+@distributed_test(world_size=2)
+def test_a_group_of_another_size_is_refused():
     model = sharded(1)
     alone = [torch.distributed.new_group([rank]) for rank in range(2)][get_rank()]
     for call in (
@@ -171,7 +160,3 @@ def wrong_group():
     ):
         with pytest.raises(ValueError, match="has 1 ranks, but the model was sharded over 2"):
             call()
-
-
-def test_a_group_of_another_size_is_refused():
-    run_ranks(wrong_group, 2)

@@ -8,7 +8,7 @@ from llamas import HEAD_DIM, OWN_PLAN, CountingAttention, as_one_process, close,
 from torch import nn
 from torch.distributed import get_rank, group
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager import ModuleWrapper
 from scaletorch.parallel.placement import Cut
 from scaletorch.parallel.tensor_parallel import (
@@ -54,17 +54,14 @@ def test_heads_that_do_not_divide_train_as_one_process(tp, heads, kv_heads, expe
             assert torch.equal(grad, held.setdefault(key, grad))
 
 
-def by_own_plans():
+@distributed_test(world_size=4)
+def test_a_plan_of_ones_own_is_cut_at_heads_too():
     """Counts are divided where a plan says so; projections are cut at heads in any case."""
     for kv_heads in (6, 3):
         options = {"kv_heads": kv_heads, "attention": CountingAttention}
         as_one_process(options, OWN_PLAN, asynchronous=True)
     plan = {name: style for name, style in OWN_PLAN.items() if name != "**.self_attn"}
     as_one_process({"kv_heads": 2}, plan)
-
-
-def test_a_plan_of_ones_own_is_cut_at_heads_too():
-    run_ranks(by_own_plans, 4)
 
 
 def test_a_vocabulary_of_50257():
@@ -118,7 +115,8 @@ def test_replicas_stay_bitwise_equal():
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def frozen_replicas():
+@distributed_test(world_size=4)
+def test_a_frozen_replica_gets_no_gradient():
     model = make(heads=4, kv_heads=2)
     model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
     apply_tensor_parallel(model, group=group.WORLD)
@@ -130,10 +128,6 @@ def frozen_replicas():
     out.sum().backward()
     assert model.layers[0].self_attn.k_proj.weight.grad is None
     assert model.layers[0].self_attn.k_proj.bias.grad is not None
-
-
-def test_a_frozen_replica_gets_no_gradient():
-    run_ranks(frozen_replicas, 4)
 
 
 def values(model, plan, tp, name):
@@ -193,7 +187,8 @@ def test_a_tie_of_unlike_cuts_is_refused():
         resolve(model, None, 4)
 
 
-def replicas_gathered():
+@distributed_test(world_size=3)
+def test_an_output_of_replicas_is_gathered_once():
     """Of replicas one is taken into the whole output, and into the whole weight."""
     torch.manual_seed(0)
     plain = nn.Linear(3, 7).double()
@@ -216,7 +211,3 @@ def replicas_gathered():
     own = {name: parameter.grad for name, parameter in layer.named_parameters()}
     for [(owner, _)] in split_by_owner(layer, own).values():
         assert owner == (0, 0, 2)[get_rank()]
-
-
-def test_an_output_of_replicas_is_gathered_once():
-    run_ranks(replicas_gathered, 3)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 
 ATTENTION = {**{f"attention.{name}": "column" for name in "qkv"}, "attention.o": "row"}
@@ -163,7 +163,8 @@ class CrossModel(Model):
         return self.attention(self.first(x), memory)
 
 
-def cross_attention():
+@distributed_test(world_size=2)
+def test_a_second_sequence_is_refused():
     message = r"TwoSequences was called with two sequences, of shapes \(2, 4, 12\) and \(2, "
     for kind, styles in (
         ("ids", {}),
@@ -174,10 +175,6 @@ def cross_attention():
     ):
         refused(made(CrossModel, kind), {**PLAN, **ATTENTION, **styles}, message)
     refused(made(CrossModel, "ids"), PLAN, message)  # attention left whole, too
-
-
-def test_a_second_sequence_is_refused():
-    run_ranks(cross_attention, 2)
 
 
 class Ordered(Attention):
@@ -207,16 +204,13 @@ class NoSequence(OrderedModel):
         return self.attention(self.positions, self.positions)
 
 
-def first_tensors():
+@distributed_test(world_size=2)
+def test_a_region_finds_its_hidden_states():
     for kind in (OrderedModel, ByName):
         for rows, length in ((2, 4), (4, 8), (3, 7)):
             compare(made(kind, Ordered), {**PLAN, **ATTENTION}, length, rows)
     plan = {**PLAN, **ATTENTION}
     refused(made(NoSequence, Ordered), plan, r"a floating tensor \[..., tokens, 12\], and got")
-
-
-def test_a_region_finds_its_hidden_states():
-    run_ranks(first_tensors, 2)
 
 
 class Residual(Attention):
@@ -244,7 +238,8 @@ class Reshaping(Model):
         return super().mixed(x).view(2, 8, 12)
 
 
-def in_words():
+@distributed_test(world_size=2)
+def test_errors_about_shapes_say_what_they_come_from():
     plan = {**PLAN, **ATTENTION}
     inside = r"in Residual does not fit this rank's share of the tokens \(4 of 8\)"
     refused(made(Model, Residual), plan, inside)
@@ -255,7 +250,3 @@ def in_words():
     refused(made(Longer), plan, r"Tokens were added or dropped .* style the layers 'sequence_lay")
     refused(made(Reshaping), plan, "in Reshaping does not fit .* 'sequence_layer'; or do w")
     refused(made(Model, Partly), plan, "checkpoint the whole module")
-
-
-def test_errors_about_shapes_say_what_they_come_from():
-    run_ranks(in_words, 2)

@@ -6,7 +6,7 @@ from torch import nn
 
 from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import RehearsalError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -86,12 +86,9 @@ def _train(kind):
         destroy_process_group_manager()
 
 
-def _refused():
+@distributed_test(world_size=2)
+def test_experts_that_are_not_apart_are_refused():
     _train(Stacked)
     for kind in (Normalising, Columns):
         with pytest.raises(RehearsalError, match=r"output of layers\.0 is off"):
             _train(kind)
-
-
-def test_experts_that_are_not_apart_are_refused():
-    run_ranks(_refused, 2)

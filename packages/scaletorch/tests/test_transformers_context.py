@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from exactly import compute_exactly
 
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
-from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
 from scaletorch.parallel.context_parallel import (
     ShardedSequences,
     apply_context_parallel,
@@ -243,7 +243,8 @@ def test_a_padded_zigzag_shard_needs_no_more_than_its_name():
     assert worst(run_ranks(_padded_by_name, 2)) < 1e-12
 
 
-def _faces():
+@distributed_test(world_size=2)
+def test_other_models_and_copies_are_not_touched():
     """Check what else changes, and what does not."""
     world = c10d.group.WORLD
     plain = _build("Llama")
@@ -274,10 +275,6 @@ def _faces():
         borrower.model.layers[0].self_attn(
             torch.ones(1, 4, 32).double(), (torch.ones(1, 4, 4), torch.ones(1, 4, 4))
         )
-
-
-def test_other_models_and_copies_are_not_touched():
-    run_ranks(_faces, 2)
 
 
 def test_one_process_is_left_as_it_is_outside_of_sequences():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import distributed_test, relative_error
 from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     Split,
@@ -114,7 +114,8 @@ def wrong(stage, plain):
     return [n for n, g in found.items() if relative_error(g, expected[n], scale=scale) > 1e-11]
 
 
-def train():
+@distributed_test(world_size=2)
+def test_families_on_two_stages():
     world = torch.distributed.group.WORLD
     for name, (*_, split) in FAMILIES.items():
         plain = build(name)
@@ -123,11 +124,8 @@ def train():
     assert not wrong(PipelineParallel(copy.deepcopy(plain), group=world), plain)
 
 
-def test_families_on_two_stages():
-    run_ranks(train, 2)
-
-
-def refuse():
+@distributed_test(world_size=2)
+def test_a_module_is_where_it_is_called_or_is_named():
     norm = DECODER + "layernorm_embedding"
     registered = Split(
         first=(DECODER + "embed_tokens", DECODER + "embed_positions"),
@@ -138,7 +136,3 @@ def refuse():
     text = r"layers\.0 is on stage 0 .* comes back to it after .*layernorm_embedding is on stage 1"
     with pytest.raises((InvalidArgumentError, StageError), match=text):
         train_step_pipeline(stage, make_batches())
-
-
-def test_a_module_is_where_it_is_called_or_is_named():
-    run_ranks(refuse, 2)

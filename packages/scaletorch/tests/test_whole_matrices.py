@@ -24,7 +24,7 @@ from scaletorch.compose import (
 )
 from scaletorch.dist import get_rank, get_world_size
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
@@ -264,7 +264,8 @@ def test_written_weights_reach_the_owners_and_the_rest_is_refused():
     assert abs(sum(first) - sum(second)) <= max(every)
 
 
-def disagreed():
+@distributed_test(world_size=2)
+def test_other_optimizers_are_refused_on_every_rank():
     global MANAGER
     MANAGER = setup_process_group_manager(tp_size=2)
     model = parallelize(plain("llama"), MANAGER, rehearse=False)
@@ -288,11 +289,8 @@ def disagreed():
     destroy_process_group_manager()
 
 
-def test_other_optimizers_are_refused_on_every_rank():
-    run_ranks(disagreed, 2)
-
-
-def on_a_pipeline():
+@distributed_test(world_size=2)
+def test_what_looks_at_all_parameters_is_refused_on_a_pipeline():
     manager = setup_process_group_manager(pp_size=2)
     model = parallelize(plain("llama"), manager, rehearse=False)
     train_step(model, shard_global_batch(batch(0), 2, model=model))
@@ -310,10 +308,6 @@ def on_a_pipeline():
     with pytest.raises(InvalidArgumentError, match="ClippedAll cannot be sharded: it looks at sev"):
         shard_optimizer(ClippedAll(model.parameters()), model)
     destroy_process_group_manager()
-
-
-def test_what_looks_at_all_parameters_is_refused_on_a_pipeline():
-    run_ranks(on_a_pipeline, 2)
 
 
 def counted():
