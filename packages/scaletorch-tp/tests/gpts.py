@@ -173,6 +173,15 @@ class GroupedHeads(nn.Module):
         self.v_proj, self.o_proj = nn.Linear(hidden, 4), nn.Linear(8, hidden)
 
 
+class FusedHeads(nn.Module):
+    """The same with queries, keys and values in one weight."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.head_dim = 2
+        self.qkv, self.out = nn.Linear(hidden, 8 + 4 + 4), nn.Linear(8, hidden)
+
+
 class EveryShard(nn.Module):
     """A module of every kind of shard, which is never called."""
 
@@ -180,9 +189,9 @@ class EveryShard(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(13, 10)
-        self.attention = GroupedHeads(10)
+        self.attention, self.fused = GroupedHeads(10), FusedHeads(10)
         self.gate_up = nn.Linear(10, 2 * 7)
-        self.down, self.joined = nn.Linear(7, 10), nn.Linear(13, 10)
+        self.down, self.joined = nn.Linear(7, 10).bfloat16(), nn.Linear(13, 10)
         self.packed = Conv1D(6 + 5 + 4, 10)
         self.norm = nn.BatchNorm1d(10)
         self.head = nn.Linear(10, 13, bias=False)
@@ -196,6 +205,8 @@ EVERY_SHARD = {
     "embed": "vocab",
     **{f"attention.{x}_proj": "column" for x in "qkv"},
     "attention.o_proj": "row",
+    "fused.qkv": Fused("column", (8, 4, 4)),
+    "fused.out": "row",
     "gate_up": Fused("column", 2),
     "packed": Fused("column", (6, 5, 4)),
     "joined": Fused("row", (4, 4, 5)),

@@ -1,36 +1,31 @@
-"""Query, key and value in one weight, with fewer key/value heads than ranks."""
+"""Several weights in one: gate and up, or query, key and value, at times replicated."""
 
 import copy
 from unittest.mock import patch
 
 import pytest
 import torch
-from gpts import Conv1D
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from llamas import rotate
+from gpts import HIDDEN as WIDTH
+from gpts import LENGTH, Conv1D, Gpt2, Packed
+from llamas import as_one_process, close, rotate
 from torch import nn
-from torch.distributed import all_reduce, checkpoint, get_rank, group
+from torch.distributed import all_reduce, get_rank, group
 from torch.nn import functional as F
 
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.placement import fuse, share_cut
+from scaletorch.parallel.placement import Cut, shard_sizes
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     Divide,
     Fused,
     apply_tensor_parallel,
     explain,
-    gather_state_dict,
     gather_tensors,
-    load_full_state_dict,
-    sharded_state_dict,
+    shard_dims,
     split_by_owner,
     take_own,
 )
 from scaletorch.parallel.tensor_parallel.building import find_cuts
-from scaletorch.parallel.tensor_parallel.plans.attention import head_cuts
-from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 HIDDEN, HEAD_DIM, VOCAB = 10, 4, 13
 
@@ -56,8 +51,8 @@ class Attention(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, heads=8, kv_heads=2, bias=True, dense=nn.Linear, seed=0):
-        torch.manual_seed(seed)
+    def __init__(self, heads=8, kv_heads=2, bias=True, dense=nn.Linear):
+        torch.manual_seed(0)
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
         self.norm = nn.RMSNorm(HIDDEN)
@@ -79,180 +74,146 @@ def plan(heads=8, kv_heads=2, **_):
     }
 
 
-def sharded(options, **how):
-    return apply_tensor_parallel(Net(**options), plan(**options), group.WORLD, **how)
+def pieces_of_qkv(options, asynchronous, **how):
+    """Train as one process does; return the gradients of the fused weight by owner."""
+    plain = Net(**options)
+    model, grads = as_one_process(plain, plan(**options), asynchronous=asynchronous, **how)
+    return split_by_owner(model, grads)["attention.qkv.weight"]
 
 
-def step(model):
-    """Add up two batches' gradients and take a step of SGD."""
-    torch.manual_seed(5)
-    for ids in torch.randint(VOCAB, (2, 2, 7)):
-        out = model(ids)
-        out.sin().sum().backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= 0.1 * parameter.grad
-    return out.detach(), {n: p.grad for n, p in model.named_parameters()}
-
-
-def same(state, expected):
-    assert list(state) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(state[name], value), name
-
-
-def as_one_process(options, how, asynchronous):
-    plain, model = Net(**options), sharded(options, **how)
-    model.attention.qkv.async_all_reduce = asynchronous
-    same(gather_state_dict(model), plain.state_dict())
-    (out, grads), (expected_out, expected) = step(model), step(plain)
-    close = {"rtol": 1e-12, "atol": 1e-12}
-    torch.testing.assert_close(out, expected_out, **close)
-    for name, whole in gather_tensors(model, grads).items():
-        torch.testing.assert_close(whole, expected[name], **close)
-        torch.testing.assert_close(grads[name], take_own(model, name, expected[name]), **close)
-    torch.testing.assert_close(gather_state_dict(model), plain.state_dict(), **close)
-    owned = split_by_owner(model, grads)
-    mine = [piece for pieces in owned.values() for owner, piece in pieces if owner == get_rank()]
-    total = sum((piece.square().sum() for piece in mine), start=torch.zeros(()).double())
-    all_reduce(total)  # each element counts once in the norm
-    torch.testing.assert_close(total, sum(g.square().sum() for g in expected.values()), **close)
-    return [owned[f"attention.qkv.{name}"] for name in ("weight", "bias") if options["bias"]]
-
-
+# Options of the model, and the first rank with the keys of each rank.
 CASES = [
-    (4, {"heads": 8, "kv_heads": 2, "bias": True}, {}, False),
-    (4, {"heads": 8, "kv_heads": 2, "bias": False}, {}, True),
-    (4, {"heads": 6, "kv_heads": 3, "bias": True}, {}, True),
-    (4, {"heads": 6, "kv_heads": 2, "bias": True, "dense": transposed}, {}, False),
-    (3, {"heads": 4, "kv_heads": 1, "bias": True}, {"sequence_parallel": True}, False),
+    ({"heads": 8, "kv_heads": 2}, (0, 0, 2, 2), False, {}),
+    ({"heads": 8, "kv_heads": 2, "bias": False}, (0, 0, 2, 2), True, {}),
+    ({"heads": 6, "kv_heads": 3}, (0, 0, 2, 3), True, {}),
+    ({"heads": 6, "kv_heads": 2, "dense": transposed}, (0, 0, 2, 2), False, {}),
+    ({"heads": 4, "kv_heads": 1}, (0, 0, 0), False, {"sequence_parallel": True}),
 ]
 
 
-@pytest.mark.parametrize(("tp", "options", "how", "asynchronous"), CASES)
-def test_replicated_parts_train_as_one_process(tp, options, how, asynchronous):
-    query, key_value = head_cuts(options["heads"], options["kv_heads"], tp)
+@pytest.mark.parametrize(("options", "owners", "asynchronous", "how"), CASES)
+def test_replicated_heads_train_as_one_process(options, owners, asynchronous, how):
+    found = run_ranks(pieces_of_qkv, len(owners), options, asynchronous, **how)
     held = {}
-    for rank, found in enumerate(run_ranks(as_one_process, tp, options, how, asynchronous)):
-        for name, pieces in enumerate(found):
-            (first,) = key_value.owners(rank)
-            assert [owner for owner, _ in pieces] == [rank, first, first]
-            assert pieces[0][1].numel() % (query.sizes[rank] * HEAD_DIM) == 0
-            for part, (owner, piece) in enumerate(pieces):  # replicas have the same bits
-                assert torch.equal(piece, held.setdefault((name, part, owner), piece))
+    for rank, (pieces, first) in enumerate(zip(found, owners, strict=True)):
+        assert [owner for owner, _ in pieces] == [rank, first, first]
+        for index, (owner, piece) in enumerate(pieces):  # replicas have the same bits
+            assert torch.equal(piece, held.setdefault((index, owner), piece))
 
 
-def loaded(state, folder):
-    """Load a state in every way; give it back, and leave a checkpoint for another tp."""
-    from safetensors.torch import load_file
-
-    models = [sharded({"seed": 1}) for _ in range(3)]
-    load_full_state_dict(models[0], state)
-    load_full_state_dict(models[1], load_file(folder / "model.safetensors"))
-    if (folder / ".metadata").exists():
-        checkpoint.load(sharded_state_dict(models[2]), checkpoint_id=folder)
-        same(gather_state_dict(models[2]), state)
-    for model in models[:2]:
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, take_own(model, name, state[name])), name
-    checkpoint.save(sharded_state_dict(models[0]), checkpoint_id=folder)
-    return gather_state_dict(copy.deepcopy(models[1]))
-
-
-@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")  # the ranks' own, of before
-def test_state_goes_round_bit_for_bit(tmp_path):
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    state = plain = Net().state_dict()
-    save_file(plain, tmp_path / "model.safetensors")
-    for tp in (4, 3, 2):
-        found = run_ranks(loaded, tp, state, tmp_path)
-        for state in found:
-            same(state, plain)
-
-
-def measured():
-    """Elements that this rank sums over the ranks, and how its weights lie."""
-    model, sent = sharded({}), []
-
-    def counted(x, *args, **kwargs):
-        sent.append(x.numel())
-        return all_reduce(x, *args, **kwargs)
-
-    with patch.object(torch.distributed, "all_reduce", counted):
+@distributed_test(world_size=4)
+def test_ranks_send_what_is_replicated_and_no_more():
+    model, rank = apply_tensor_parallel(Net(), plan(), group.WORLD), get_rank()
+    with patch.object(torch.distributed, "all_reduce", wraps=all_reduce) as sums:
         model(torch.arange(10).view(2, 5)).sum().backward()
-    held = {name: cut.cut.ranges[get_rank()] for name, cut in find_cuts(model).items()}
-    return sum(sent), held, {n: tuple(p.shape) for n, p in model.named_parameters()}
-
-
-def test_what_ranks_hold_and_send_is_told():
-    told = explain(Net(), 4, plan())
     # Of 8 query and 2 + 2 key/value heads the latter travel: 4 of 12, of the weight and the bias.
     replicas = 4 * HEAD_DIM * (HIDDEN + 1)
-    for rank, (sent, held, shapes) in enumerate(run_ranks(measured, 4)):
-        assert sent == 3 * 10 * HIDDEN + replicas  # of ten tokens: a sum, and two of gradients
-        assert {p.name: p.local_shapes[rank] for p in told.parameters} == shapes
-        query, key, value = held["attention.qkv.weight"]
-        assert query == range(8 * rank, 8 * rank + 8)
-        assert key == range(32 + rank // 2 * 4, 36 + rank // 2 * 4)
-        assert value == range(40 + rank // 2 * 4, 44 + rank // 2 * 4)
-        assert held["attention.qkv.bias"] == held["attention.qkv.weight"]
-
-
-@settings(deadline=None)
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.integers(0, 1))
-def test_shares_and_replicas_make_the_whole_again(kv_heads, groups, tp, dim):
-    heads = kv_heads * groups
-    query, key_value = head_cuts(heads, kv_heads, min(tp, heads))
-    cut = fuse([query.times(2), key_value.times(2), share_cut(9, min(tp, heads)), key_value])
-    length = 2 * heads + 3 * kv_heads + 9
-    whole = torch.arange(2 * length).view((-1, 2) if dim == 0 else (2, -1))
-    shares = [cut.take(whole, dim, rank) for rank in range(min(tp, heads))]
-    assert cut.whole == length
-    assert cut.replicated == (kv_heads < min(tp, heads))
-    assert tuple(share.shape[dim] for share in shares) == cut.sizes
-    assert torch.equal(cut.arrange(torch.cat(shares, dim), dim), whole)
-    for rank, share in enumerate(shares):
-        indices = torch.tensor([i for piece in cut.ranges[rank] for i in piece])
-        assert torch.equal(whole.index_select(dim, indices), share)
+    sent = sum(call.args[0].numel() for call in sums.call_args_list)
+    assert sent == 3 * 10 * HIDDEN + replicas  # of ten tokens: a sum, and two of gradients
+    first = 32 + rank // 2 * 4
+    held = range(8 * rank, 8 * rank + 8), range(first, first + 4), range(first + 8, first + 12)
+    for name in ("weight", "bias"):
+        assert find_cuts(model)[f"attention.qkv.{name}"].cut.ranges[rank] == held
 
 
 @distributed_test(world_size=3)
 def test_an_output_of_replicas_is_gathered_once():
-    """By hand: one replica's output is taken into the whole, and all make its gradient."""
+    """Of replicas one is taken into the whole output, and into the whole weight."""
     torch.manual_seed(0)
-    plain = nn.Linear(3, 9).double()
-    query, key_value = head_cuts(3, 1, 3)
-    cut = fuse([query.times(2), key_value.times(2), key_value])
-    layer = ColumnParallelLinear.convert(
-        copy.deepcopy(plain), group.WORLD, {}, cut, gather_output=True
-    )
-    x = torch.randn(2, 3, dtype=torch.float64)
-    torch.testing.assert_close(layer(x), plain(x))
-    for module in (layer, plain):
-        module(x).sin().sum().backward()
-    for name, parameter in plain.named_parameters():
-        own = take_own(layer, name, parameter.grad)
-        torch.testing.assert_close(getattr(layer, name).grad, own)
-    with pytest.raises(
-        ValueError, match=r"'bias' has shape \(9,\), but this rank's shard has \(5,"
-    ):
+    plain = nn.Linear(3, 7).double()
+    cut = Cut.of((4, 3), (0, 0, 1))
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    mine = x.detach().clone().requires_grad_()
+    for asynchronous in (False, True):
+        # Shards are made with the gradients that there are.
+        x.grad = mine.grad = plain.weight.grad = plain.bias.grad = None
+        options = {"gather_output": True, "async_all_reduce": asynchronous}
+        layer = ColumnParallelLinear.convert(copy.deepcopy(plain), group.WORLD, {}, cut, **options)
+        weight = torch.arange(14.0, dtype=torch.float64).view(2, 7)
+        (plain(x) * weight).sum().backward()
+        (layer(mine) * weight).sum().backward()
+        close(mine.grad, x.grad, "input gradient")
+        grads = gather_tensors(layer, {n: p.grad for n, p in layer.named_parameters()})
+        for name, parameter in plain.named_parameters():
+            close(grads[name], parameter.grad, name)
+            close(getattr(layer, name).grad, take_own(layer, name, parameter.grad), f"own {name}")
+    own = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    for [(owner, _)] in split_by_owner(layer, own).values():
+        assert owner == (0, 0, 2)[get_rank()]
+    with pytest.raises(ValueError, match=r"'bias' has shape \(7,\), but this rank's shard has"):
         split_by_owner(layer, {"bias": plain.bias})
 
 
-def refuse(tp, text, **styles):
-    changed = {f"attention.{name}": style for name, style in styles.items()}
+@distributed_test(world_size=3)
+def test_unequal_lengths_are_gathered_in_their_order_and_summed_over_rows():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 10), nn.Linear(10, 3))
+    x = torch.randn(5, 4)
+    for styles in (["column_gather"], ["column", "row"]):
+        fused = {str(index): Fused(style, (7, 3)) for index, style in enumerate(styles)}
+        model = apply_tensor_parallel(copy.deepcopy(plain), fused, group.WORLD)
+        torch.testing.assert_close(model(x), plain(x))
+        assert model[0].weight.shape[0] == (4, 3, 3)[get_rank()]
+        for index, length in ((0, 7), (1, 3)):  # every rank has some of each
+            own = plain[0].bias.split([7, 3])[index].split(shard_sizes(length, 3))[get_rank()]
+            assert set(own.tolist()) <= set(model[0].bias.tolist())
+
+
+def shapes_of_gpt2():
+    model = apply_tensor_parallel(Gpt2(), None, group.WORLD)
+    return shard_dims(model), {n: tuple(p.shape) for n, p in model.named_parameters()}
+
+
+def test_the_sharded_dim_of_a_transposed_weight():
+    dims, shapes = run_ranks(shapes_of_gpt2, 2)[1]
+    assert dims["transformer.h.0.attn.c_attn.weight"] == 1
+    assert dims["transformer.h.0.attn.c_proj.weight"] == 0
+    assert dims["transformer.h.0.attn.c_proj.bias"] is None
+    assert shapes["transformer.h.0.attn.c_attn.weight"] == (WIDTH, 3 * WIDTH // 2)
+    assert shapes["transformer.h.0.mlp.c_proj.weight"] == (15, WIDTH)
+    assert shapes["transformer.wpe.weight"] == (LENGTH, WIDTH)
+    told = {p.name: p for p in explain(Gpt2(), 2).parameters}
+    assert {name: parameter.dim for name, parameter in told.items()} == dims
+    assert told["transformer.h.0.attn.c_attn.weight"].style == "column, 3 parts"
+
+
+@pytest.mark.parametrize(
+    ("style", "lengths", "text"),
+    [
+        ("vocab", 2, "'column', 'column_gather', 'row'"),
+        *(("column", bad, "a number of equal parts") for bad in (0, (4, -1), (), (4, 2.0))),
+    ],
+)
+def test_a_fused_style_that_cannot_be(style, lengths, text):
     with pytest.raises(ValueError, match=text):
-        resolve(Net(), plan() | changed, tp)
+        Fused(style, lengths)
 
 
-def test_what_cannot_be_replicated_names_what_would_do():
-    refuse(9, "query heads of attention = 8; .* tp sizes up to 8 are legal", out="row")
-    refuse(4, "row.*has 2, and is not replicated.* up to 2 are legal", out=Fused("row", (8, 24)))
-    # What is gathered is cut anywhere: each rank needs some of each part.
-    gather = {"qkv": Fused("column_gather", (32, 8, 8)), "out": "row_split"}
-    refuse(
-        9, "without a share of attention.qkv.out_features = 8, .* legal tp sizes are 2", **gather
-    )
-    # Projections that do not fit together as heads.
-    odd = Fused("column", (30, 10, 8))
-    refuse(4, "tp = 4 does not divide .*out_features = 30.* legal tp sizes are 2", qkv=odd)
+def odd_conv1d():
+    odd = nn.ModuleDict({"up": Conv1D(6, 4)})
+    odd.up.nx = 5
+    return odd
+
+
+def heads(**styles):
+    return plan() | {f"attention.{name}": style for name, style in styles.items()}
+
+
+# What is gathered is cut anywhere: each rank needs some of each of the lengths.
+GATHER = {"qkv": Fused("column_gather", (32, 8, 8)), "out": "row_split"}
+REFUSED = [
+    (Packed, {"qkv": Fused("column", (12, 6))}, 2, "add up to 18 features, but it has 24"),
+    (Packed, {"qkv": Fused("column", 5)}, 2, "its 24 features are not 5 equal parts"),
+    (Packed, {"embed": Fused("column", 2)}, 2, "it is a Embedding, not a Linear"),
+    (odd_conv1d, {"up": "column"}, 2, "it is a Conv1D, not a Linear itself"),
+    (Net, plan(), 9, "query heads of attention = 8; .* tp sizes up to 8 are legal"),
+    (Net, heads(out=Fused("row", (8, 24))), 4, "row.*has 2, and is not replicated.* up to 2 are"),
+    (Net, heads(**GATHER), 9, "without a share of attention.qkv.out_features = 8, .* sizes are 2"),
+    (Net, heads(qkv=Fused("column", (30, 10, 8))), 4, "does not .*out_features = 30.* are 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "styles", "tp", "text"), REFUSED)
+def test_what_does_not_fit_the_module(build, styles, tp, text):
+    with pytest.raises(ValueError, match=text):
+        explain(build(), tp, styles)

@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
@@ -17,7 +16,6 @@ from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     gather_state_dict,
-    gather_tensors,
     take_own,
 )
 
@@ -36,36 +34,6 @@ def made(**options):
 
 def backward(model):
     model(torch.arange(8).view(2, 4)).square().mean().backward()
-
-
-class FewKeys(nn.Module):
-    """6 query heads and one key/value head of which a rank has less than an element each."""
-
-    def __init__(self):
-        super().__init__()
-        self.head_dim = 2
-        self.q, self.k, self.v = nn.Linear(8, 12), nn.Linear(8, 2), nn.Linear(8, 2)
-        self.o = nn.Linear(12, 8)
-
-    def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        return self.o(y.transpose(1, 2).flatten(2))
-
-
-@distributed_test(world_size=3)
-def test_a_key_head_shorter_than_the_ranks_is_replicated():
-    torch.manual_seed(0)
-    one = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8), FewKeys()).double()
-    plan = {"0": "column", "1": "row", "2.q": "column", "2.k": "column", "2.v": "column"}
-    many = apply_tensor_parallel(copy.deepcopy(one), {**plan, "2.o": "row"}, dist.group.WORLD)
-    x = torch.randn(2, 5, 8, dtype=torch.float64)
-    for model in (one, many):
-        model(x).square().sum().backward()
-    torch.testing.assert_close(many(x), one(x), rtol=0, atol=1e-12)
-    gradients = gather_tensors(many, {n: p.grad for n, p in many.named_parameters()})
-    for name, parameter in one.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-11, msg=name)
 
 
 @distributed_test(world_size=2)
