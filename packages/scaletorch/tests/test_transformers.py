@@ -3,9 +3,18 @@
 import pytest
 import torch
 from sweeps import today
+from tiny_transformers import tiny
 from torch import nn
+from training import tokens
 
-from scaletorch.parallel.pg_manager import Grid
+from scaletorch.compose import parallelize, shard_global_batch, train_step
+from scaletorch.dist.errors import ScaletorchError
+from scaletorch.dist.testing import distributed_test
+from scaletorch.parallel.pg_manager import (
+    Grid,
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 from scaletorch.verify import default_batch, every_layout, verify
 from scaletorch.verify.cases import OPTIONS
 from scaletorch.verify.problem import sharpened
@@ -15,16 +24,10 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(300)  # each rank imports transformers
 
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "use_cache": False,  # a cache would be of whole sequences
-    "attn_implementation": "sdpa",
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64,
+    "use_cache": False, "attn_implementation": "sdpa",
+}  # fmt: skip
 
 
 def llama() -> nn.Module:
@@ -165,3 +168,14 @@ def test_gpt2_reshapes_by_whole_sequences_which_stages_do_not_pass_on():
     options = {"sequence_parallel": ["on"]}
     report = verify(gpt2, layouts=[Grid(tp=2, pp=2)], dtype="float64", options=options)
     assert "does not fit this rank's share of the tokens" in str(report)
+
+
+@distributed_test(world_size=2)
+def test_roberta_is_told_where_its_positions_begin():
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    manager = setup_process_group_manager(cp_size=2)
+    roberta = tiny("Roberta", "ForMaskedLM", **drops, pad_token_id=1)
+    model = parallelize(roberta, manager, rehearse=False)
+    with pytest.raises(ScaletorchError, match="counts its positions from behind its padding index"):
+        train_step(model, shard_global_batch(tokens(0), 1, manager), manager)
+    destroy_process_group_manager()
