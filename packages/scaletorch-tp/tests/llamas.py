@@ -164,23 +164,6 @@ class Llama(Decoder):
         return self.lm_head(super().forward(ids))
 
 
-class CausalLM(nn.Module):
-    """The names of `transformers`: model.layers and so on."""
-
-    _tp_plan = {f"model.{name}": style for name, style in STYLES.items()} | HEAD
-
-    def __init__(self, tied=False, **options):
-        super().__init__()
-        self.model = Decoder(**options)
-        self.recompute = self.model.recompute
-        self.lm_head = nn.Linear(*self.model.embed_tokens.weight.shape[::-1], bias=False)
-        if tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def forward(self, ids):
-        return self.lm_head(self.model(ids))
-
-
 OWN_PLAN = {
     "embed_tokens": "vocab",
     "**.self_attn": Divide("num_heads", "num_kv_heads", "width"),

@@ -4,11 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from gpts import PACKED, Gpt2, Neox, Packed, linear
+from gpts import PACKED, Gpt2, Packed, linear
 from llamas import (
     HEAD_DIM,
     OWN_PLAN,
-    CausalLM,
     CountingAttention,
     as_one_process,
     make,
@@ -30,15 +29,12 @@ WITHOUT_COUNTS = {name: style for name, style in OWN_PLAN.items() if name != "**
 MODELS = [
     (make, COUNTING, OWN_PLAN),
     (make, {"tied": True, "kv_heads": 2}, None),
-    (make, {"kind": CausalLM, "heads": 8, "kv_heads": 4}, None),
-    (make, {"kind": CausalLM, "tied": True, "biases": (False, False)}, None),
+    (make, {"heads": 8, "kv_heads": 4, "biases": (False, False)}, None),
     (make, {"recompute": "reentrant", "tied": True}, None),
     (make, {"recompute": "non-reentrant", "tied": True}, None),
     (make, {"kv_heads": 2}, WITHOUT_COUNTS),  # projections are cut at heads in any case
     (make, {"kind": Gpt2}, None),
     (make, {"kind": partial(Gpt2, linear)}, None),
-    (make, {"kind": Neox}, None),
-    (make, {"kind": partial(Neox, "lm_head")}, None),
     (make, {"kind": Packed}, PACKED),
 ]
 

@@ -78,12 +78,6 @@ def train(one, plan, length=8, rows=2):
     compare(one, many, ids(length, rows))
 
 
-def refused(model, plan, message, length=8):
-    many = apply_tensor_parallel(model, plan, dist.group.WORLD, sequence_parallel=True)
-    with pytest.raises(InvalidArgumentError, match=message):
-        many(ids(length)).square().mean().backward()
-
-
 class Normed(Attention):
     """With a norm over all heads, as OLMo-2 has it: its layers are no region."""
 
@@ -158,20 +152,6 @@ class CrossModel(Model):
         return self.attention(self.first(x), memory)
 
 
-@distributed_test(world_size=2)
-def test_a_second_sequence_is_refused():
-    message = r"TwoSequences was called with two sequences, of shapes \(2, 4, 12\) and \(2, "
-    for kind, styles in (
-        ("ids", {}),
-        ("ids", {"memory": "vocab"}),
-        ("ids", {"memory": "replicate"}),
-        ("features", {}),
-        ("features", {"features": "replicate"}),
-    ):
-        refused(made(CrossModel, kind), {**PLAN, **ATTENTION, **styles}, message)
-    refused(made(CrossModel, "ids"), PLAN, message)  # attention left whole, too
-
-
 class Ordered(Attention):
     """Takes positions before the hidden states."""
 
@@ -199,13 +179,14 @@ class NoSequence(OrderedModel):
         return self.attention(self.positions, self.positions)
 
 
+SHARDED = {**PLAN, **ATTENTION}
+
+
 @distributed_test(world_size=2)
 def test_a_region_finds_its_hidden_states():
     for kind in (OrderedModel, ByName):
         for rows, length in ((2, 4), (4, 8), (3, 7)):
-            train(made(kind, Ordered), {**PLAN, **ATTENTION}, length, rows)
-    plan = {**PLAN, **ATTENTION}
-    refused(made(NoSequence, Ordered), plan, r"a floating tensor \[..., tokens, 12\], and got")
+            train(made(kind, Ordered), SHARDED, length, rows)
 
 
 class Residual(Attention):
@@ -219,8 +200,14 @@ class Whole(Attention):
 
 
 class Longer(Model):
+    added = 4
+
     def mixed(self, x):
         return super().mixed(torch.cat([x, x.new_zeros(2, self.added, 12)], 1))
+
+
+class LongerByOne(Longer):
+    added = 1
 
 
 class Partly(Attention):
@@ -233,15 +220,29 @@ class Reshaping(Model):
         return super().mixed(x).view(2, 8, 12)
 
 
+TWO = r"TwoSequences was called with two sequences, of shapes \(2, 4, 12\) and \(2, "
+REFUSED = [  # a model and its arguments, a plan, and what is said
+    ((CrossModel, "ids"), SHARDED, TWO),
+    ((CrossModel, "ids"), {**SHARDED, "memory": "vocab"}, TWO),
+    ((CrossModel, "ids"), {**SHARDED, "memory": "replicate"}, TWO),
+    ((CrossModel, "features"), SHARDED, TWO),
+    ((CrossModel, "features"), {**SHARDED, "features": "replicate"}, TWO),
+    ((CrossModel, "ids"), PLAN, TWO),  # attention left whole, too
+    ((NoSequence, Ordered), SHARDED, r"a floating tensor \[..., tokens, 12\], and got"),
+    ((Model, Residual), SHARDED,
+     r"in Residual does not fit this rank's share of the tokens \(4 of 8\)"),
+    ((Model, Whole), SHARDED, "in Whole does not fit .* heads and features"),
+    ((Longer,), SHARDED, "It is the whole sequence, made between the layers"),
+    ((LongerByOne,), SHARDED, "Tokens were added or dropped .* style the layers 'sequence_lay"),
+    ((Reshaping,), SHARDED, "in Reshaping does not fit .* 'sequence_layer'; or do w"),
+    ((Model, Partly), SHARDED, "checkpoint the whole module"),
+]  # fmt: skip
+
+
 @distributed_test(world_size=2)
-def test_errors_about_shapes_say_what_they_come_from():
-    plan = {**PLAN, **ATTENTION}
-    inside = r"in Residual does not fit this rank's share of the tokens \(4 of 8\)"
-    refused(made(Model, Residual), plan, inside)
-    refused(made(Model, Whole), plan, "in Whole does not fit .* heads and features")
-    Longer.added = 4
-    refused(made(Longer), plan, "It is the whole sequence, made between the layers")
-    Longer.added = 1
-    refused(made(Longer), plan, r"Tokens were added or dropped .* style the layers 'sequence_lay")
-    refused(made(Reshaping), plan, "in Reshaping does not fit .* 'sequence_layer'; or do w")
-    refused(made(Model, Partly), plan, "checkpoint the whole module")
+def test_what_does_not_fit_shares_is_refused_with_where_it_comes_from():
+    for arguments, plan, words in REFUSED:
+        many = made(*arguments)
+        apply_tensor_parallel(many, plan, dist.group.WORLD, sequence_parallel=True)
+        with pytest.raises(InvalidArgumentError, match=words):
+            many(ids()).square().mean().backward()
