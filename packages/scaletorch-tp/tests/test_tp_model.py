@@ -1,6 +1,8 @@
 """Whole models: every layout trains as one process does."""
 
+from contextlib import ExitStack
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from llamas import (
     HEAD_DIM,
     OWN_PLAN,
     CountingAttention,
+    HeadNorm,
     as_one_process,
+    loss_of,
     make,
     train,
     whole_names,
@@ -17,21 +21,30 @@ from llamas import (
 from torch import nn
 from torch.distributed import group
 
+from scaletorch.dist import all_reduce
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     gather_tensors,
     split_by_owner,
 )
+from scaletorch.parallel.tensor_parallel.regions import replicas
+from scaletorch.parallel.tensor_parallel.sharing import gradient_sums
 
 COUNTING = {"heads": 8, "kv_heads": 4, "attention": CountingAttention, "norm": nn.Identity}
 WITHOUT_COUNTS = {name: style for name, style in OWN_PLAN.items() if name != "**.self_attn"}
+NORMS = {"heads": 4, "kv_heads": 2, "norm": HeadNorm}  # no plan names norms of heads
 MODELS = [
     (make, COUNTING, OWN_PLAN),
     (make, {"tied": True, "kv_heads": 2}, None),
     (make, {"heads": 8, "kv_heads": 4, "biases": (False, False)}, None),
     (make, {"recompute": "reentrant", "tied": True}, None),
     (make, {"recompute": "non-reentrant", "tied": True}, None),
+    (make, NORMS, None),
+    (make, {**NORMS, "recompute": "reentrant"}, None),
+    (make, {**NORMS, "change": "norms tied", "recompute": "non-reentrant"}, None),
+    (make, {**NORMS, "change": "norm frozen", "recompute": "reentrant"}, None),
+    (make, {**NORMS, "change": "norm frozen"}, None),
     (make, {"kv_heads": 2}, WITHOUT_COUNTS),  # projections are cut at heads in any case
     (make, {"kind": Gpt2}, None),
     (make, {"kind": partial(Gpt2, linear)}, None),
@@ -44,6 +57,7 @@ def every_model():
         shares = (False, True) if plan is not PACKED else (False,)  # which returns hidden states
         for sequence_parallel in shares:
             as_one_process(build(**options), plan, sequence_parallel=sequence_parallel)
+    as_one_process(make(**NORMS, change="norms tied"), copied=True)
     for kv_heads in (4, 8):
         as_one_process(make(**COUNTING | {"kv_heads": kv_heads}), OWN_PLAN, asynchronous=True)
 
@@ -148,7 +162,7 @@ def test_bfloat16_loses_no_more_than_in_one_process(autocast, tp):
 
 
 def replicas_agree():
-    model = apply_tensor_parallel(make(tied=True), group=group.WORLD)
+    model = apply_tensor_parallel(make(**NORMS, tied=True), group=group.WORLD)
     for _ in range(3):
         model.zero_grad()
         train(model)
@@ -157,7 +171,7 @@ def replicas_agree():
 
 def test_replicated_parameters_stay_bitwise_equal():
     first, *others = run_ranks(replicas_agree, 4)
-    assert set(first) >= {"norm.weight", "layers.0.input_layernorm.weight"}
+    assert set(first) >= {"norm.weight", "layers.0.self_attn.q_norm.bias"}
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
@@ -169,3 +183,31 @@ def test_a_plan_that_does_not_compose_is_an_error_of_the_layer():
     rank = group.WORLD.rank()
     with pytest.raises(ValueError, match=rf"rank {rank}.* last dim 24.*\(2, 7, 12\)"):
         model(torch.arange(14).view(2, 7) % 13)  # o_proj gets a shard, and takes its whole input
+
+
+def test_one_rank_leaves_modules_alone():
+    model = apply_tensor_parallel(make(**NORMS))
+    assert {type(m) for m in model.modules()} == {type(m) for m in make(**NORMS).modules()}
+
+
+def dtypes_of_sums():
+    """Return the dtypes in which gradients of norms and of replicated heads are summed."""
+    model = apply_tensor_parallel(make(**NORMS).bfloat16(), group=group.WORLD)
+    found = {}
+    with ExitStack() as stack:
+        for module in (gradient_sums, replicas):
+            own = found[module.__name__.rpartition(".")[2]] = set()
+
+            def noting(data, group, own=own):
+                own.add(data.dtype)
+                all_reduce(data, group=group)
+
+            stack.enter_context(patch.object(module, "all_reduce", noting))
+        loss_of(model, 1)[0].backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+    return found
+
+
+def test_gradients_of_16_bits_are_summed_in_float32():
+    for found in run_ranks(dtypes_of_sums, 4):
+        assert found == {"gradient_sums": {torch.float32}, "replicas": {torch.float32}}
