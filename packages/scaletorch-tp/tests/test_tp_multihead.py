@@ -189,14 +189,11 @@ class Decoder(nn.Module):
         return self.layer(x, memory, tgt_mask=CAUSAL["attn_mask"], tgt_is_causal=True)
 
 
-def decoder():
-    torch.manual_seed(0)
-    return Decoder().double()
-
-
 @distributed_test(world_size=4)
 def test_decoder_layers_need_no_plan():
-    plain, model = decoder(), apply_tensor_parallel(decoder(), None, group.WORLD)
+    torch.manual_seed(0)
+    plain = Decoder().double()
+    model = apply_tensor_parallel(copy.deepcopy(plain), None, group.WORLD)
     x, memory = drawn(ROWS, LENGTH, SIZE), drawn(ROWS, KEYS, SIZE)
     for each in (plain, model):
         (each(x, memory) * x.cos()).sum().backward()
