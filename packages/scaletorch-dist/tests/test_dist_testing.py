@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import operator
 import os
 import sys
 import warnings
@@ -12,7 +13,7 @@ import torch.distributed as c10d
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaletorch.dist import RankFailedError, StateError, launch
+from scaletorch.dist import RankFailedError, RankPool, StateError, launch
 from scaletorch.dist.ranks import locate, process
 from scaletorch.dist.testing import distributed_test, preload, run_ranks
 
@@ -266,6 +267,13 @@ def test_a_rank_that_imports_a_file_of_its_arguments_starts_no_server_either(tmp
     monkeypatch.syspath_prepend(tmp_path)
     argument = importlib.import_module("preloading_argument").Argument()
     assert run_ranks(has_a_server_with, 1, argument) == [False]
+
+
+def test_a_function_of_a_file_that_no_path_leads_to_may_be_an_argument(monkeypatch):
+    """As of a test file, whose folders are on the path under `python -m pytest` alone."""
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", os.getcwd())])
+    with RankPool(1) as pool:  # whose rank has not loaded this file
+        assert pool.run(operator.call, variable)[0][0] is None
 
 
 def test_asserts_of_a_file_that_pytest_has_not_read_explain_themselves(tmp_path):
