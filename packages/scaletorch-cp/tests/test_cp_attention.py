@@ -11,7 +11,8 @@ from dense_attention import attended, joined, random_tensors, share, visible
 
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
 from scaletorch.dist.testing import relative_error, run_ranks, worst
-from scaletorch.parallel.context_parallel import LAYOUTS, attention, choose_method
+from scaletorch.parallel.context_parallel import LAYOUTS, agreement, attention, choose_method
+from scaletorch.parallel.context_parallel.cp_comms import Ring
 
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 
@@ -290,3 +291,29 @@ def test_a_call_that_one_rank_refuses_ends_on_every_rank():
     assert "k and v must have one shape" in third
     for message in (first, second):
         assert "rank 2 cannot take part in this call of context-parallel attention" in message
+
+
+class Group:
+    """A process group, which the cache of compared calls refers to weakly."""
+
+
+@pytest.fixture
+def compare(monkeypatch):
+    """Return a function that compares a call, and the list of calls that it compared."""
+    compared, ring = [], Ring(Group(), (0, 1), 0)
+    monkeypatch.setattr(agreement, "agree", lambda _, mine, *rest, **error: compared.append(mine))
+    monkeypatch.setattr(agreement, "_MANY", 3)
+    return lambda call, on: agreement.require_agreement((call,), torch.device(on), ring), compared
+
+
+def test_off_the_cpu_a_call_is_compared_if_it_is_new_or_was_long_ago(compare):
+    call, compared = compare
+    for device, times in (("cuda", 1), ("cpu", 3)):
+        compared.clear()
+        for _ in range(3):
+            call("the same", device)
+        assert len(compared) == times
+    compared.clear()
+    for name in "01233301":  # the fourth takes the place of the first three
+        call(name, "cuda")
+    assert [name for (name,) in compared] == [*"012301"]

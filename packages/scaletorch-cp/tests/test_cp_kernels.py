@@ -126,44 +126,11 @@ def test_strided_operands_and_their_safety(kernel, band):
 
 
 @by_kernel
-@pytest.mark.parametrize(
-    ("dtype", "band"),
-    [(torch.bfloat16, FULL), (torch.bfloat16, (-100, 0)), (torch.float32, CAUSAL)],
-)
-def test_bitwise_repeatable(kernel, dtype, band):
-    inputs = random_tensors(4, 2, 800, 800, 64, dtype=dtype)
-    first, second = (_run(kernel, *inputs, 0.25, band) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("cap", [0.5, 30])
-@pytest.mark.parametrize("band", [FULL, CAUSAL, (-9, 4), (40, None)])
-@pytest.mark.parametrize("kernel", [tile, kernels], ids=["tile", "table"])
-def test_capped_scores(kernel, band, cap):
-    inputs = random_tensors(4, 2, 37, 37, 8, batch=2)
-    assert_close(_run(kernel, *inputs, 0.9, band, cap), dense(*inputs, 0.9, band, cap), 1e-12)
-    large = [x * 1e4 for x in inputs[:2]]
-    assert all(x.isfinite().all() for x in _run(kernel, *large, *inputs[2:], 1.0, CAUSAL, cap))
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.3])
-@pytest.mark.parametrize("band", [FULL, CAUSAL])
-def test_scales_up_to_zero(band, scale):
-    inputs = random_tensors(4, 2, 37, 37, 8)
-    assert_close(_run(kernels, *inputs, scale, band), dense(*inputs, scale, band), 1e-12)
-
-
-@by_kernel
 def test_large_scores_do_not_overflow(kernel):
     q, k, v, grad = random_tensors(1, 1, 9, 9, 4)
-    mine = _run(kernel, q * 1e4, k * 1e4, v, grad, 1.0, CAUSAL)
-    assert all(x.isfinite().all() for x in mine)
-
-
-def test_head_dim_of_values_may_differ():
-    inputs = random_tensors(4, 2, 9, 11, 6, value_dim=4)
-    assert kernels.kernel_for(*inputs[:3], FULL) is kernels.TILE
-    assert_close(_run(kernels, *inputs, 0.3, (-5, 2)), dense(*inputs, 0.3, (-5, 2)), 1e-12)
+    for cap in ((), (0.5,)):
+        mine = _run(kernel, q * 1e4, k * 1e4, v, grad, 1.0, CAUSAL, *cap)
+        assert all(x.isfinite().all() for x in mine)
 
 
 def _in_blocks(tensors, band, count, scale):
@@ -371,17 +338,6 @@ def test_backwards_are_given_memory_in_the_order_that_they_read(operator):
         for tensor in (given.get("grad_out", given.get("grad_out_")), given["out"]):
             assert tensor.dtype == torch.bfloat16
             assert (tensor if operator is cuda.FLASH else tensor.transpose(1, 2)).is_contiguous()
-
-
-@pytest.mark.parametrize(("is_new", "first"), [(True, "cudnn"), (False, "flash")])
-def test_cudnn_is_asked_before_flash_on_new_devices(is_new, first, monkeypatch):
-    for name in ("flash", "cudnn", "efficient"):
-        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda *_: True)
-    monkeypatch.setattr(cuda, "_is_new", lambda device: is_new)
-    q, k, v, _ = _half(4, 2, 40, 40)
-    for band, name in ((CAUSAL, first), ((-3, 0), "flash")):
-        fits = [kernel.name for kernel in cuda.KERNELS if kernel.fits(q, k, v, band)]
-        assert fits[0] == name
 
 
 def test_devices_have_few_large_tiles():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
-
 import pytest
 import torch
 import torch.distributed as c10d
@@ -37,12 +34,7 @@ def _qkv(seed=0):
 
 
 class Layer(nn.Module):
-    """Causal attention of its input to itself; no model that could be asked what it mixes."""
-
-    def __call__(self, x):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*could not be asked", RuntimeWarning)
-            return super().__call__(x)
+    """Causal attention of its input to itself."""
 
     def forward(self, x):
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -73,17 +65,6 @@ def test_attention_takes_the_order_in_which_a_sequence_was_sharded():
     for errors in run_ranks(_errors_of_defaults, 2):
         for case, error in errors.items():
             assert error < 1e-12, case
-
-
-def test_all_that_shard_have_one_default():
-    defaults = {
-        inspect.signature(call).parameters["layout"].default
-        for call in (shard_sequence, shard_batch, ShardedSequences)
-    }
-    assert defaults == {"zigzag"}
-    others = (unshard_sequence, positions, attention, ring_attention, apply_context_parallel)
-    for call in (*others, update_rope_for_context_parallel):
-        assert inspect.signature(call).parameters["layout"].default is None
 
 
 def _taken(name, group, layout):

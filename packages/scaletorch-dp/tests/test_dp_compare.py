@@ -7,14 +7,12 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as c10d
-from in_turn import for_each, in_turn_of
+from in_turn import for_each, in_turn
 from torch import nn
 
 from scaletorch.dist.errors import MismatchError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
-
-in_turn = in_turn_of(__name__)
 
 
 class Renamed(nn.Module):

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as c10d
-from in_turn import in_turn_of
+from in_turn import in_turn
 from torch import nn
 
 from scaletorch.dist import all_gather_object
@@ -19,8 +19,6 @@ from scaletorch.dist.errors import InvalidArgumentError, MismatchError, NonFinit
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, shard_optimizer
 from scaletorch.parallel.data_parallel.buckets import reduction
-
-in_turn = in_turn_of(__name__)
 
 
 def net(dtype=torch.float32, seed=0):
@@ -58,25 +56,28 @@ def check_wire():
         assert torch.equal(found.grad, (one + other).float())
 
 
+def float32_sums(plain, micros):
+    """Return sums in float32 of a bfloat16 model's gradients over micro-batches."""
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
+    for micro in micros:
+        plain.zero_grad()
+        plain(rows(micro, torch.bfloat16)).sum().backward()
+        for total, p in zip(sums, plain.parameters(), strict=True):
+            total += p.grad
+    return sums
+
+
 def check_main_gradients():
     """Sums of many small bfloat16 gradients are float32's, with the same bits."""
     ranks, rank, micros = c10d.get_world_size(), c10d.get_rank(), 40
     plain = net(torch.bfloat16)
     model = wrap(copy.deepcopy(plain), grad_type=torch.float32, bucket_size=40)
-    with model.no_sync():
-        for micro in range(micros - 1):
-            model(rows(micro * ranks + rank, torch.bfloat16)).sum().backward()
-    model(rows((micros - 1) * ranks + rank, torch.bfloat16)).sum().backward()
-    sums = [[torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()] for _ in "12"]
     for micro in range(micros):
-        for each in range(ranks):
-            plain.zero_grad()
-            plain(rows(micro * ranks + each, torch.bfloat16)).sum().backward()
-            for total, p in zip(sums[each], plain.parameters(), strict=True):
-                total += p.grad
-    for at, parameter in enumerate(model.parameters()):
-        expected = sums[0][at] + sums[1][at] if ranks == 2 else sums[0][at]
-        assert torch.equal(parameter.grad, expected.to(torch.bfloat16))
+        with model.no_sync() if micro < micros - 1 else contextlib.nullcontext():
+            model(rows(micro * ranks + rank, torch.bfloat16)).sum().backward()
+    sums = [float32_sums(plain, range(each, micros * ranks, ranks)) for each in range(ranks)]
+    for parameter, *totals in zip(model.parameters(), *sums, strict=True):
+        assert torch.equal(parameter.grad, sum(totals).to(torch.bfloat16))
 
 
 def test_main_gradients_of_bfloat16_parameters_on_one_rank():
@@ -85,27 +86,19 @@ def test_main_gradients_of_bfloat16_parameters_on_one_rank():
 
 def check_one_rounding(stage):
     """Sums of 16-bit gradients are those of float32, rounded once or not at all."""
-    rank, ranks = c10d.get_rank(), c10d.get_world_size()
     plain = net(torch.bfloat16)
     model = wrap(copy.deepcopy(plain), bucket_size=40)
     if stage:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        shard_optimizer(optimizer, model, stage=stage)
-    model(rows(rank, torch.bfloat16)).sum().backward()
-    sums = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
-    for each in range(ranks):
-        plain.zero_grad()
-        plain(rows(each, torch.bfloat16)).sum().backward()
-        for total, p in zip(sums, plain.parameters(), strict=True):
-            total += p.grad
-    if stage:
-        exact = dict(zip((name for name, _ in plain.named_parameters()), sums, strict=True))
-        for shard in model.optimizer_shards:
-            whole = exact[shard.name].view(-1)[shard.start : shard.stop]
-            assert torch.equal(shard.tensor.grad.view(-1), whole), shard.name
-        return
-    for parameter, total in zip(model.parameters(), sums, strict=True):
-        assert torch.equal(parameter.grad, total.bfloat16())
+        shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=stage)
+    model(rows(c10d.get_rank(), torch.bfloat16)).sum().backward()
+    sums = float32_sums(plain, range(c10d.get_world_size()))
+    exact = dict(zip((name for name, _ in plain.named_parameters()), sums, strict=True))
+    for shard in model.optimizer_shards or ():
+        whole = exact[shard.name].view(-1)[shard.start : shard.stop]
+        assert torch.equal(shard.tensor.grad.view(-1), whole), shard.name
+    if not stage:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, exact[name].bfloat16())
 
 
 def test_sums_of_16_bit_gradients_are_rounded_once():
