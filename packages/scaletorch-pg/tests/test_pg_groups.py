@@ -117,28 +117,6 @@ def test_all_ranks_of_a_world_of_64_make_their_groups_in_one_order(experts, made
     run_ranks(all_ranks_of_64, 1, experts, made, init=False)
 
 
-def some_ranks_of_1024():
-    sizes = {"tp": 8, "cp": 4, "pp": 16, "dp": 2}
-    counts = {}
-    for ep, etp in ((1, None), (4, None), (32, None), (64, None), (2, 8), (8, 8)):
-        made = calls_of_ranks({**sizes, "ep": ep, "etp": etp}, (0, 300, 1023))
-        counts[ep, etp] = {len(calls) for calls in made.values()}
-    return counts
-
-
-def test_a_rank_of_1024_makes_a_few_groups():
-    """The calls are of members only: none grows with the world."""
-    counts = run_ranks(some_ranks_of_1024, 1, init=False)[0]
-    assert counts == {
-        (1, None): {7},
-        (4, None): {9},
-        (32, None): {8},
-        (64, None): {8},
-        (2, 8): {8},
-        (8, 8): {7},
-    }
-
-
 def calls_and_timeouts(sizes, folder):
     rank, world_size = torch_dist.get_rank(), torch_dist.get_world_size()
     torch_dist.destroy_process_group()
