@@ -285,8 +285,8 @@ def resolve_layout(
             names = " or ".join(f'layout="{name}"' for name in LAYOUTS)
             raise _error(
                 call,
-                "which positions does each rank have? No sequence was sharded over this group, and "
-                f"no layout was given. Pass {names}, or shard with shard_sequence, shard_batch or "
+                "the layout of these shards is unknown, since no sequence was sharded over this "
+                f"group: pass {names}, or shard with shard_sequence, shard_batch or "
                 "ShardedSequences",
             )
         return layout
@@ -301,7 +301,7 @@ def resolve_layout(
         raise _error(
             call,
             f"it takes the shards to be {layout}, but the sequences of this group were sharded "
-            f"{record}: use the same layout for both. For shards made by hand, pass a Layout: "
+            f"{record}: use one layout for both; for shards made by hand, pass "
             f"layout={layout}(length, ranks)",
         )
     record.used = record.used or consume
