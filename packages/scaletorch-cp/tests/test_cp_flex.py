@@ -14,13 +14,7 @@ from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletorch.parallel.context_parallel import attention, kernels
-from scaletorch.parallel.context_parallel.kernels import (
-    Operands,
-    cuda,
-    flex,
-    merge_into,
-    tile,
-)
+from scaletorch.parallel.context_parallel.kernels import Operands, cuda, flex, merge_into, tile
 from scaletorch.parallel.context_parallel.masks import CAUSAL, FULL
 
 CPU = torch.device("cpu")

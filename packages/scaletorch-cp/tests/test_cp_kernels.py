@@ -271,11 +271,7 @@ def test_merge_is_float32_for_half_precision():
     assert [x.dtype for x in update_out_and_lse(out, lse, out, lse)] == [torch.float32] * 2
 
 
-FUSED = {
-    "flash": cuda.FLASH,
-    "efficient": cuda.EFFICIENT,
-    "cudnn": cuda.CUDNN,
-}
+FUSED = {"flash": cuda.FLASH, "efficient": cuda.EFFICIENT, "cudnn": cuda.CUDNN}
 
 
 def _of(operator):

@@ -118,7 +118,7 @@ def test_another_order_than_the_shards_have_is_refused_on_every_rank():
 def _made_by_hand():
     for name in ("attention", "windowed", "unshard", "positions", "rope"):
         group = c10d.new_group()
-        with pytest.raises(InvalidArgumentError, match="these shards is unknown.*zigzag"):
+        with pytest.raises(InvalidArgumentError, match=r"these shards is unknown.*zigzag"):
             _taken(name, group, None)
         _taken(name, group, "contiguous")
 

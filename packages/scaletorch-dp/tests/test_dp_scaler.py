@@ -7,10 +7,7 @@ import torch
 from torch import distributed, nn
 
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.data_parallel import (
-    DataParallelBucket,
-    GradScaler,
-)
+from scaletorch.parallel.data_parallel import DataParallelBucket, GradScaler
 
 
 def build():

@@ -249,8 +249,7 @@ def test_coordinates_outside_their_axis(index):
 
 
 @pytest.mark.parametrize(
-    "axis",
-    ["", "xp", "cp_", "cp-dp", "tp_tp", "world_tp", "TP", 3, None, "tp_ep", "ep_ep", "ep_"],
+    "axis", ["", "xp", "cp_", "cp-dp", "tp_tp", "world_tp", "TP", 3, None, "tp_ep", "ep_ep", "ep_"]
 )
 def test_unknown_axes(axis):
     with pytest.raises(InvalidArgumentError) as caught:

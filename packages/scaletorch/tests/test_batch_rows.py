@@ -7,14 +7,7 @@ import torch
 from sweeps import today
 from test_loss_reads import PLAN, WIDTH, Layer
 from torch import nn
-from training import (
-    adamw,
-    cross_entropy,
-    grid,
-    in_one_process,
-    llama,
-    train_and_compare,
-)
+from training import adamw, cross_entropy, grid, in_one_process, llama, train_and_compare
 
 from scaletorch.compose import eval_step, parallelize, rows_of_step, shard_global_batch
 from scaletorch.compose.batches import rows_of_ranks
