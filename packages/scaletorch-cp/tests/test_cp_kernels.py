@@ -133,59 +133,6 @@ def test_large_scores_do_not_overflow(kernel):
         assert all(x.isfinite().all() for x in mine)
 
 
-def _in_blocks(tensors, band, count, scale):
-    """Return out and gradients of attention in blocks, and merged, as ranks compute it."""
-    q, k, v, grad = tensors
-    step = q.shape[2] // count
-    parts = [slice(first, first + step) for first in range(0, q.shape[2], step)]
-    blocks = [(a, b) for a in parts for b in parts if band == FULL or b.start <= a.start]
-    bands = [band if a == b else FULL for a, b in blocks]
-    out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -math.inf)
-    for (rows, keys), each in zip(blocks, bands, strict=True):
-        part = kernels.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, each)
-        merge_into(out[:, :, rows], lse[:, :, rows], *part)
-    operands = Operands(grad, q, k, v, out.to(q.dtype), lse)
-    totals = [torch.zeros(x.shape) for x in (q, k, v)]
-    for (rows, keys), each in zip(blocks, bands, strict=True):
-        shares = kernels.backward(operands.select(rows, keys), scale, each)
-        for total, share, place in zip(totals, shares, (rows, keys, keys), strict=True):
-            total[:, :, place] += share
-    return [operands.out, *(x.to(q.dtype) for x in totals)]
-
-
-@pytest.mark.parametrize("band", [FULL, CAUSAL])
-@pytest.mark.parametrize(
-    ("dtype", "length", "count", "mean", "peak"),
-    [
-        (torch.bfloat16, 256, 2, 0, 1),
-        (torch.bfloat16, 256, 2, 1, 2),
-        (torch.bfloat16, 256, 8, 1, 1),
-        (torch.bfloat16, 256, 8, 0, 2),
-        (torch.bfloat16, 1024, 2, 1, 1),
-        (torch.bfloat16, 2048, 2, 0, 2),
-        (torch.float16, 512, 4, 1, 2),
-    ],
-)
-def test_half_precision_in_blocks_loses_little_more_than_one_process(
-    dtype, length, count, mean, peak, band
-):
-    # FULL blocks weigh alike: `methods.call` gives them in float32.
-    most = 1.4 if band == FULL and dtype == torch.bfloat16 else 1.25
-    q, k, v, grad = random_tensors(2, 1, length, length, 64)
-    tensors = [x.to(dtype) for x in (q * peak, k, v + mean, grad + mean)]
-    reference = dense(*tensors, 0.125, band)
-    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
-    plain = F.scaled_dot_product_attention(*leaves, is_causal=band == CAUSAL, enable_gqa=True)
-    plain.backward(tensors[3])
-    mine = _in_blocks(tensors, band, count, 0.125)
-    theirs = [plain, *(x.grad for x in leaves)]
-    for name, a, b, exact in zip(
-        ("out", "dq", "dk", "dv"), mine, theirs, [reference[0], *reference[2:]], strict=True
-    ):
-        lost, allowed = ((x.double() - exact).norm().item() for x in (a, b))
-        assert lost <= most * allowed, f"{name}: {lost:.3e} against {allowed:.3e} of one process"
-
-
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=["mha", "mqa"])
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_one_block_in_bfloat16_has_the_bits_of_one_process(band, heads):
@@ -201,16 +148,6 @@ def test_gradients_of_a_group_are_summed_in_float32(kv_heads):
     mine, exact = _run(kernels, *tensors, 0.125, FULL), dense(*tensors, 0.125, FULL)
     for a, b in zip(mine[3:], exact[3:], strict=True):
         assert (a.double() - b).norm() <= 4e-3 * b.norm()
-
-
-def test_tile_keeps_one_tile_of_scores(monkeypatch):
-    monkeypatch.setitem(tile.SIZES, "cpu", tile.Size(8, 4096))
-    sizes, plain = [], tile._scores
-    monkeypatch.setattr(tile, "_scores", lambda *a: sizes.append(s := plain(*a)) or s)
-    _run(tile, *random_tensors(4, 2, 256, 256, 4), 1.0, (-31, 0))
-    assert max(s.numel() for s in sizes) <= 4096
-    # Rows and the keys that they see: 8 · (8 + 31) at most, for each of the 32 strips and 4 heads.
-    assert sum(s.numel() for s in sizes) <= 2 * 32 * 4 * 8 * 39
 
 
 def test_merge_equals_attention_over_all_keys():

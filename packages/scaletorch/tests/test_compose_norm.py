@@ -1,19 +1,22 @@
-"""The norm over the grid counts each element of the plain model once, whole or in shards."""
+"""The norm over the grid counts each element once, and clipping by it is one process's."""
 
 import functools
 import math
+import warnings
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from sweeps import today
+from test_changed_in_forward import CP, DP, PLAN, PP, TP, V, batch, made
 from torch import distributed, nn
 from training import in_one_process, llama, tokens, train_and_compare
 
 from scaletorch.compose import (
     clip_grad_norm_,
     full_gradients,
+    full_state_dict,
     global_grad_norm,
     nonfinite_gradients,
     parallelize,
@@ -21,7 +24,8 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist import NonFiniteError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.errors import MismatchError
+from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -139,7 +143,7 @@ class Packed(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2))
 
 
-PLAN = {"": Divide("num_heads"), "qkv": Fused("column", (12, 3, 3)), "out": "row"}
+PACKED = {"": Divide("num_heads"), "qkv": Fused("column", (12, 3, 3)), "out": "row"}
 
 
 def packed(parallel):
@@ -147,7 +151,7 @@ def packed(parallel):
     model = Packed().double()
     manager = grid((2, 1, 1, 2)) if parallel else None
     if manager is not None:
-        apply_tensor_parallel(model, PLAN, manager.tp_group)
+        apply_tensor_parallel(model, PACKED, manager.tp_group)
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     model(x).sin().sum().backward()  # alike over dp
     if manager is None:
@@ -199,3 +203,94 @@ def test_what_is_not_finite_somewhere_is_named_everywhere(layout, name, places, 
     for found, message, _ in results:
         assert found == [(name, place) for place in guilty]
         assert f"{name} on {', '.join(guilty)}. Skip the step" in message
+
+
+def theirs(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def ours(model):
+    clip_grad_norm_(model, 0.01)
+
+
+def values(model):
+    chosen = [p for name, p in model.named_parameters() if name == "embed.weight"]
+    if chosen:  # a stage may have none
+        nn.utils.clip_grad_value_(chosen, 0.01)
+
+
+def nothing(_):
+    pass
+
+
+def plain_steps(change, sparse=False):
+    model = made("Noted")
+    model.embed.sparse = sparse
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for step in range(2):
+        given = batch(step)
+        logits = model(given["input_ids"])
+        F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()).backward()
+        if change is ours:
+            grads = [p.grad.to_dense() for p in model.parameters()]
+            norm = nn.utils.get_total_norm(grads)
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
+        else:
+            change(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def train(change, sizes, sparse=False, **options):
+    """Return what was warned of, and the largest error of a weight."""
+    manager = setup_process_group_manager(**sizes)
+    if manager.tp_size > 1:
+        options["plan"] = {n: s for n, s in PLAN.items() if not (sparse and n == "embed")}
+    plain = made("Noted")
+    plain.embed.sparse = sparse
+    model = parallelize(plain, manager, **options, rehearse=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(2):
+            train_step(model, shard_global_batch(batch(step), 2, manager))
+            change(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    now, wanted = full_state_dict(model), plain_steps(change, sparse)
+    destroy_process_group_manager()
+    error = max(float(relative_error(now[name], value)) for name, value in wanted.items())
+    return [str(each.message) for each in said], error
+
+
+def check_clipping():
+    v = dict([V])
+    for sizes, options in ((TP, {}), (PP, {}), (PP, v)):
+        with pytest.raises(MismatchError, match=r"use scaletorch.compose.clip_grad_norm_\(model,"):
+            train(theirs, sizes, **options)
+        destroy_process_group_manager()
+        for change in (values, nothing):
+            said, error = train(change, sizes, **options)
+            assert not said, (change, sizes, said)
+            assert error < 1e-12, (change, sizes, error)
+    for sizes, options in ((DP, {}), (CP, {})):  # gradients are whole there
+        said, error = train(theirs, sizes, **options)
+        assert not said, (sizes, said)
+        assert error < 1e-12, (sizes, options, error)
+
+
+def test_torchs_clipping_is_refused_where_ranks_have_other_norms():
+    run_ranks(check_clipping, 2, timeout=200)
+
+
+def check_sparse():
+    for sizes, options in ((TP, {}), (PP, {}), (PP, dict([V]))):
+        for change in (ours, nothing):
+            said, error = train(change, sizes, sparse=True, **options)
+            assert not said
+            assert error < 1e-12, (sizes, change, error)
+
+
+def test_sparse_gradients_are_clipped_by_the_norm_of_the_whole():
+    run_ranks(check_sparse, 2, timeout=200)
