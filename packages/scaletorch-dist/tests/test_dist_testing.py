@@ -276,6 +276,11 @@ def test_a_function_of_a_file_that_no_path_leads_to_may_be_an_argument(monkeypat
         assert pool.run(operator.call, variable)[0][0] is None
 
 
+def test_a_function_is_found_where_it_is_loaded_already():
+    """Another module of this name would make its functions unpicklable."""
+    assert locate.locate(pid).find() is pid
+
+
 def test_asserts_of_a_file_that_pytest_has_not_read_explain_themselves(tmp_path):
     file = tmp_path / "new.py"
     file.write_text("def wrong(x):\n    assert x == [1, 2]\n")

@@ -140,12 +140,22 @@ def _find_module(locator: Locator) -> ModuleType:
 
 
 def _import(locator: Locator) -> ModuleType:
+    loaded = sys.modules.get("__main__" if locator.is_main else locator.module)
+    if loaded is not None and locator.path is not None and _is_own(loaded, locator.path):
+        return loaded
     by_name = not locator.explains and _is_importable(locator.module, locator.path)
     if locator.path is None or by_name:
         return importlib.import_module(locator.module)
     name = MAIN_ALIAS if locator.is_main else locator.module
     mtime = os.stat(locator.path).st_mtime_ns
     return _load_file(name, locator.path, mtime, locator.explains)
+
+
+def _is_own(module: ModuleType, path: str) -> bool:
+    """Return whether this process loaded a file by itself, not by its path for a rank."""
+    file, spec = getattr(module, "__file__", None), getattr(module, "__spec__", None)
+    by_path = spec is not None and spec.loader_state == _LOADED_BY_PATH
+    return file is not None and os.path.abspath(file) == path and not by_path
 
 
 def _is_importable(module: str, path: str | None) -> bool:
