@@ -10,7 +10,7 @@ from sweeps import today
 from torch import nn
 from training import grid, in_one_process, train_and_compare
 
-from scaletorch.compose import parallelize, shard_global_batch, train_step
+from scaletorch.compose import count_routing, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError, RehearsalError, ScaletorchError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import Divide
@@ -301,21 +301,45 @@ class Encoder(nn.Module):
         return self.head(self.attention(self.embed(input_ids)))
 
 
-def padded():
-    """Train sequences of 16 tokens and of 15, which cp pads, in steps of their own and in one."""
-    plan = {n.removeprefix("blocks.*."): s for n, s in PLAN.items() if "attention" in n}
+class Picked(nn.Module):
+    def forward(self, hidden, index, weights):
+        return hidden * weights.sum(-1, keepdim=True)
+
+
+class Routed(Encoder):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4), Picked()
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids).flatten(0, 1)
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        return self.head(self.experts(x, index, weights)).unflatten(0, input_ids.shape)
+
+
+def of_lengths(model, *lengths):
+    """Return micro-batches of sequences, each cut by itself; cp pads odd lengths."""
     ids = torch.arange(16).expand(2, 16)
+    wholes = ({"input_ids": ids[:, :n], "labels": ids[:, :n]} for n in lengths)
+    return [part for whole in wholes for part in shard_global_batch(whole, 1, model=model)]
+
+
+def padded():
+    plan = {n.removeprefix("blocks.*."): s for n, s in PLAN.items() if "attention" in n}
     for sizes in ({"cp_size": 4}, {"cp_size": 2, "dp_size": 2}, {"cp_size": 2, "tp_size": 2}):
         with grid(sizes) as manager:
             options = {"plan": plan} if manager.tp_size > 1 else {}
             model = parallelize(Encoder(), manager, **options, rehearse=False)
-            wholes = ({"input_ids": ids[:, :n], "labels": ids[:, :n]} for n in (16, 15))
-            full, short = (shard_global_batch(whole, 1, model=model) for whole in wholes)
-            for parts in (short, full + short, short + full):
-                train_step(model, full)
+            for lengths in ((15,), (16, 15), (15, 16)):
+                train_step(model, of_lengths(model, 16))
                 with pytest.raises(InvalidArgumentError, match="would see the padding"):
-                    train_step(model, parts)
+                    train_step(model, of_lengths(model, *lengths))
                 model.reset()
+    with grid({"cp_size": 4}) as manager:
+        model = parallelize(Routed(), manager, rehearse=False)
+        count_routing(model, "gate.bias")
+        with pytest.raises(InvalidArgumentError, match="several lengths, and count_routing"):
+            train_step(model, of_lengths(model, 16, 15))
 
 
 def test_full_attention_to_padding_is_refused_in_every_micro_batch():
