@@ -46,10 +46,10 @@ def build(**options):
     return Decaying(**options).double()
 
 
-def apply(model, layout):
+def apply(model, layout, group=None):
     """Make a model context parallel whose state-passing modules are said by hand."""
     keep_whole([model])
-    return apply_context_parallel(model, dist.group.WORLD, layout=layout)
+    return apply_context_parallel(model, group or dist.group.WORLD, layout=layout)
 
 
 def differences(rows, layout):
@@ -97,7 +97,7 @@ def refused():
         (False, torch.zeros(4, 4).double(), "without hidden states"),
     ):
         with pytest.raises(InvalidArgumentError, match=words):
-            apply(build(counts=counts), "zigzag")(given)
+            apply(build(counts=counts), "zigzag", dist.new_group())(given)
 
 
 def test_what_has_no_rows_is_refused():
