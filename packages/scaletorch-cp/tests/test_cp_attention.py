@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from dense_attention import attended, joined, random_tensors, share, visible
 
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
-from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
 from scaletorch.parallel.context_parallel import LAYOUTS, agreement, attention, choose_method
 from scaletorch.parallel.context_parallel.cp_comms import Ring
 
@@ -221,7 +221,8 @@ UNFIT = {  # of two ranks with three heads and eight positions each
 }  # fmt: skip
 
 
-def refused():
+@distributed_test(2)
+def test_what_does_not_fit_is_refused():
     q, k, v, _ = random_tensors(3, 3, 8, 8, 8)
     for options, message in UNFIT.values():
         with pytest.raises(InvalidArgumentError, match=message):
@@ -231,10 +232,6 @@ def refused():
         out = attention(x, x, x, method=method, group=dist.group.WORLD)
         with pytest.raises(StateError, match="no second derivatives"):
             torch.autograd.grad(out.sum(), x, create_graph=True)
-
-
-def test_what_does_not_fit_is_refused():
-    run_ranks(refused, 2)
 
 
 def test_the_choice_says_why():

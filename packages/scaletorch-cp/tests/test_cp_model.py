@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
-from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
 from scaletorch.parallel.context_parallel import (
     ShardedSequences,
     apply_context_parallel,
@@ -282,7 +282,8 @@ def test_recomputation_meets_the_batch_of_its_forward_or_raises(size):
     run_ranks(_interleave, size)
 
 
-def _inside_is_left():
+@distributed_test(2)
+def test_inside_ends_with_its_context():
     """Check that what a model runs inside of ends with the context, and is one at a time."""
     world = c10d.group.WORLD
     model = apply_context_parallel(_model(causal=False), world, layout="zigzag")
@@ -309,10 +310,6 @@ def _inside_is_left():
     alone = [c10d.new_group([rank]) for rank in range(c10d.get_world_size())][c10d.get_rank()]
     with pytest.raises(InvalidArgumentError, match=r"over ranks \(0, 1\), and the sequences are"):
         ShardedSequences(16, group=alone).inside(model).__enter__()
-
-
-def test_inside_ends_with_its_context():
-    run_ranks(_inside_is_left, 2)
 
 
 def _with_manager():
@@ -384,14 +381,11 @@ def _deep_copy():
     assert not model(*args).any()
 
 
-def _kept():
+@distributed_test(2)
+def test_names_other_models_and_copies_are_as_before():
     _same_face()
     _others_untouched()
     _deep_copy()
-
-
-def test_names_other_models_and_copies_are_as_before():
-    run_ranks(_kept, 2)
 
 
 class Calls(nn.Module):
@@ -456,16 +450,13 @@ REFUSED = {
 }
 
 
-def _refuse():
+@distributed_test(2)
+def test_what_cannot_be_exact_is_refused_by_name():
     for call, message in REFUSED.values():
         model = apply_context_parallel(Calls(call), c10d.new_group())
         named = rf"on rank {c10d.get_rank()}.*{re.escape(message)}"
         with pytest.raises((InvalidArgumentError, StateError), match=named):
             model(torch.ones(1, 2, 3, 4))
-
-
-def test_what_cannot_be_exact_is_refused_by_name():
-    run_ranks(_refuse, 2)
 
 
 def _own_forward():

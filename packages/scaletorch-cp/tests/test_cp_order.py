@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from scaletorch.dist.errors import InvalidArgumentError, ScaletorchError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks
 from scaletorch.parallel.context_parallel import (
     LAYOUTS,
     ShardedSequences,
@@ -99,7 +99,8 @@ def _contradicted(group, name, by, sharded, taken):
     _taken(name, group, sharded)
 
 
-def _all_contradicted():
+@distributed_test(2, timeout=200)
+def test_another_order_than_the_shards_have_is_refused_on_every_rank():
     for by in ("shard_batch", "shard_sequence", "ShardedSequences"):
         for at, name in enumerate(TAKE):
             sharded, taken = (("contiguous", "zigzag"), ("zigzag", "stripe"))[at % 2]
@@ -111,20 +112,13 @@ def _all_contradicted():
         _taken("attention", group, other)
 
 
-def test_another_order_than_the_shards_have_is_refused_on_every_rank():
-    run_ranks(_all_contradicted, 2, timeout=200)
-
-
-def _made_by_hand():
+@distributed_test(2)
+def test_the_order_of_shards_made_by_hand_must_be_said():
     for name in ("attention", "windowed", "unshard", "positions", "rope"):
         group = c10d.new_group()
         with pytest.raises(InvalidArgumentError, match=r"these shards is unknown.*zigzag"):
             _taken(name, group, None)
         _taken(name, group, "contiguous")
-
-
-def test_the_order_of_shards_made_by_hand_must_be_said():
-    run_ranks(_made_by_hand, 2)
 
 
 def _needs_no_order():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import distributed_test, relative_error
 from scaletorch.parallel.context_parallel import (
     ShardedSequences,
     apply_context_parallel,
@@ -88,11 +88,8 @@ def padded_on_one_rank():
         model(ids)
 
 
-def all_cases():
+@distributed_test(2)
+def test_full_attention_over_shards_that_may_be_padded_is_refused():
     cases = (unrecorded, without_padding, with_padding, after_causal_attention, padded_on_one_rank)
     for case in cases:
         case()
-
-
-def test_full_attention_over_shards_that_may_be_padded_is_refused():
-    run_ranks(all_cases, 2)

@@ -10,7 +10,7 @@ from dense_attention import joined, random_tensors, share
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.dist.testing import distributed_test, relative_error, worst
 from scaletorch.parallel.context_parallel import contiguous, ring_attention
 
 
@@ -67,15 +67,12 @@ def _without_gradient():
     assert v.grad is None
 
 
-def _on_two():
+@distributed_test(2)
+def test_ring_attention_is_torchs_attention_of_the_joined_shards():
     _strided(causal=True)
     _strided(causal=False)
     _autocast()
     _without_gradient()
-
-
-def test_ring_attention_is_torchs_attention_of_the_joined_shards():
-    run_ranks(_on_two, 2)
 
 
 def test_one_process_is_the_plain_function():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 import torch.distributed as c10d
 
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.context_parallel import (
     LAYOUTS,
     ShardedSequences,
@@ -60,7 +58,8 @@ def test_shards_of_every_layout(size):
     run_ranks(_every_layout, size)
 
 
-def _padded_and_differentiated():
+@distributed_test(2)
+def test_padding_is_shared_out_and_not_joined_and_gradients_are_of_whole_and_shard():
     world, rank = c10d.new_group(), c10d.get_rank()
     for kind, make in LAYOUTS.items():
         layout = make(13, 2)
@@ -76,11 +75,8 @@ def _padded_and_differentiated():
         assert torch.equal(shard.grad, layout.positions(rank).float())
 
 
-def test_padding_is_shared_out_and_not_joined_and_gradients_are_of_whole_and_shard():
-    run_ranks(_padded_and_differentiated, 2)
-
-
-def _batches():
+@distributed_test(2)
+def test_batches_are_cut_and_get_positions_or_have_theirs_cut():
     ids, rank = torch.arange(36).view(3, 12), c10d.get_rank()
     batch = {"input_ids": ids, "labels": ids + 1, "weights": ids / 7, "document": torch.arange(3)}
     for kind, make in LAYOUTS.items():
@@ -97,10 +93,6 @@ def _batches():
             given = {"input_ids": ids, "position_ids": torch.arange(12).flip(0).repeat(rows, 1)}
             found = shard_batch(given, group, layout=kind)["position_ids"]
             assert torch.equal(found, given["position_ids"][:, held])
-
-
-def test_batches_are_cut_and_get_positions_or_have_theirs_cut():
-    run_ranks(_batches, 2)
 
 
 def test_one_process_gets_the_whole_with_positions():
@@ -200,39 +192,6 @@ def _batch():
     return {"input_ids": ids, "labels": labels}
 
 
-def _joined(name, batch, documents):
-    """Return one entry of the shards, joined again, and this rank's padding of it."""
-    sequences = ShardedSequences(LENGTH, cu_seqlens=documents, group=c10d.group.WORLD)
-    own = sequences.shard(batch)[name]
-    padding = own[:, sequences.positions() >= LENGTH]
-    assert padding.shape[1] == (3, 0)[c10d.get_rank()]
-    return sequences.unshard(own), padding
-
-
-def _labels_and_positions():
-    batch = _batch()
-    kept = batch["labels"].clone()
-    for documents in (None, PACKED):
-        targets, places = torch.full_like(kept, -100), torch.zeros_like(kept)
-        for start, stop in pairwise(documents or (0, LENGTH)):
-            targets[:, start : stop - 1] = kept[:, start + 1 : stop]
-            places[:, start:stop] = torch.arange(stop - start)
-        labels, padding = _joined("labels", batch, documents)
-        assert torch.equal(labels, targets), "shifted within documents before they are cut"
-        assert (padding == -100).all()
-        ids, padding = _joined("position_ids", batch, documents)
-        assert torch.equal(ids, places)
-        assert not padding.any()
-    assert torch.equal(batch["labels"], kept)
-    given = torch.arange(LENGTH).flip(0)[None]
-    ids, _ = _joined("position_ids", {**batch, "position_ids": given}, None)
-    assert torch.equal(ids, given)
-
-
-def test_labels_are_shifted_and_positions_count_within_documents_before_they_are_cut():
-    run_ranks(_labels_and_positions, 2)
-
-
 def test_labels_that_are_shifted_already_are_cut_as_they_are():
     batch = _batch()
     mine = ShardedSequences(LENGTH, cu_seqlens=PACKED).shard(batch, shifted=True)
@@ -246,13 +205,14 @@ def _round_trips():
             "input_ids": _batch()["input_ids"],
             "weights": torch.randn(2, LENGTH, generator=torch.Generator().manual_seed(4)),
             "seen": torch.ones(2, LENGTH, dtype=torch.bool),
+            "position_ids": torch.arange(LENGTH).flip(0).expand(2, -1),
             "labels": None,
             "name": "text",
         }
         mine = sequences.shard(batch)
         assert mine["labels"] is None
         assert mine["name"] == "text"
-        for name in ("input_ids", "weights", "seen"):
+        for name in ("input_ids", "weights", "seen", "position_ids"):
             assert mine[name].shape == (2, sequences.layout.local_length)
             assert mine[name].dtype == batch[name].dtype
             assert torch.equal(sequences.unshard(mine[name]), batch[name])

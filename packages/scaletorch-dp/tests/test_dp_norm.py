@@ -9,7 +9,7 @@ from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletorch.dist import NonFiniteError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
     GradScaler,
@@ -209,15 +209,12 @@ def test_large_gradients_do_not_overflow():
     assert global_grad_norm(other).item() == pytest.approx(2e18 * math.sqrt(82), rel=1e-6)
 
 
-def no_group():
+@distributed_test(2)
+def test_several_ranks_need_a_group():
     with pytest.raises(StateError, match="no process group for the cp_dp axis"):
         global_grad_norm(nn.Linear(1, 1))
     with pytest.raises(StateError, match="no process group for the world axis"):
         GradScaler("cpu")
-
-
-def test_several_ranks_need_a_group():
-    run_ranks(no_group, 2)
 
 
 def test_a_module_may_have_an_attribute_groups():

@@ -16,7 +16,7 @@ from torch import nn
 
 from scaletorch.dist import all_gather_object
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, NonFiniteError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive, shard_optimizer
 from scaletorch.parallel.data_parallel.buckets import reduction
 
@@ -105,7 +105,8 @@ def test_sums_of_16_bit_gradients_are_rounded_once():
     run_ranks(in_turn, 4, [partial(check_one_rounding, stage) for stage in (0, 2)])
 
 
-def check_initial_values():
+@distributed_test(3)
+def test_initial_values_are_compared_or_sent():
     rank = c10d.get_rank()
 
     def build():
@@ -134,10 +135,6 @@ def check_initial_values():
     assert len({float(w) for w in all_gather_object(loose.module[0].weight[0, 0].item())}) == 3
     with pytest.raises(InvalidArgumentError, match="init_sync must be one of 'check', 'broadcast'"):
         wrap(build(), init_sync="yes")
-
-
-def test_initial_values_are_compared_or_sent():
-    run_ranks(check_initial_values, 3)
 
 
 def check_finite():

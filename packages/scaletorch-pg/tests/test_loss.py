@@ -9,7 +9,7 @@ import torch
 import torch.distributed as c10d
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     global_token_count,
@@ -18,7 +18,8 @@ from scaletorch.parallel.pg_manager import (
 )
 
 
-def check_count():
+@distributed_test(4)
+def test_counts_over_the_group():
     rank, world = c10d.get_rank(), c10d.group.WORLD
     labels = torch.full((2, 4), -100)
     labels[0, :rank] = 1  # rank 0 has none
@@ -31,11 +32,8 @@ def check_count():
         global_token_count(labels)
 
 
-def test_counts_over_the_group():
-    run_ranks(check_count, 4)
-
-
-def check_axis():
+@distributed_test(4)
+def test_group_defaults_to_the_cp_dp_axis():
     """Ranks that share a batch element over tp count it once."""
     setup_process_group_manager(tp_size=2, dp_size=2)
     try:
@@ -43,10 +41,6 @@ def check_axis():
         assert global_token_mean(torch.tensor(6.0), 3).item() == 2.0
     finally:
         destroy_process_group_manager()
-
-
-def test_group_defaults_to_the_cp_dp_axis():
-    run_ranks(check_axis, 4)
 
 
 def check_mean(counts, expected_total):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scaletorch.dist import StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager import (
     Grid,
     ProcessGroupManager,
@@ -222,14 +222,11 @@ def test_a_set_up_that_fails_is_told_to_all_and_leaves_nothing_behind(bad_ranks)
         )
 
 
-def set_up_and_destroy_at_once():
+@distributed_test(4)
+def test_a_quick_rank_does_not_cut_off_slow_ones():
     for _ in range(20):
         setup_process_group_manager(tp_size=2, dp_size=2)
         destroy_process_group_manager()
-
-
-def test_a_quick_rank_does_not_cut_off_slow_ones():
-    run_ranks(set_up_and_destroy_at_once, 4)
 
 
 def like_mpi(sizes, axis):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from scaletorch.dist import StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager import (
     ProcessGroupManager,
     destroy_process_group_manager,
@@ -164,13 +164,10 @@ def test_mesh_without_process_groups_says_what_to_do():
         ProcessGroupManager().expert_mesh  # noqa: B018
 
 
-def mesh_after_destroy():
+@distributed_test(2)
+def test_mesh_after_destroy_is_refused():
     manager = ProcessGroupManager(dp_size=2)
     manager.destroy()
     for name in ("device_mesh", "expert_mesh"):
         with pytest.raises(StateError, match="before the manager is destroyed"):
             getattr(manager, name)
-
-
-def test_mesh_after_destroy_is_refused():
-    run_ranks(mesh_after_destroy, 2)

@@ -12,7 +12,7 @@ from training import grid, in_one_process, train_and_compare
 
 from scaletorch.compose import count_routing, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError, RehearsalError, ScaletorchError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import Divide
 
 ROWS = 7
@@ -232,14 +232,11 @@ def step_of_noises(sizes, options, dims):
         train_step(model, cut, loss_fn=of_noise)
 
 
-def refused():
+@distributed_test(2)
+def test_what_divides_positions_is_refused():
     for *case, words in REFUSED:
         with pytest.raises(ScaletorchError, match=words):
             step_of_noises(*case)
-
-
-def test_what_divides_positions_is_refused():
-    run_ranks(refused, 2)
 
 
 @pytest.fixture

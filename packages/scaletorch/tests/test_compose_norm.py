@@ -25,7 +25,7 @@ from scaletorch.compose import (
 )
 from scaletorch.dist import NonFiniteError
 from scaletorch.dist.errors import MismatchError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks
 from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -264,7 +264,8 @@ def train(change, sizes, sparse=False, **options):
     return [str(each.message) for each in said], error
 
 
-def check_clipping():
+@distributed_test(2, timeout=200)
+def test_torchs_clipping_is_refused_where_ranks_have_other_norms():
     v = dict([V])
     for sizes, options in ((TP, {}), (PP, {}), (PP, v)):
         with pytest.raises(MismatchError, match=r"use scaletorch.compose.clip_grad_norm_\(model,"):
@@ -280,17 +281,10 @@ def check_clipping():
         assert error < 1e-12, (sizes, options, error)
 
 
-def test_torchs_clipping_is_refused_where_ranks_have_other_norms():
-    run_ranks(check_clipping, 2, timeout=200)
-
-
-def check_sparse():
+@distributed_test(2, timeout=200)
+def test_sparse_gradients_are_clipped_by_the_norm_of_the_whole():
     for sizes, options in ((TP, {}), (PP, {}), (PP, dict([V]))):
         for change in (ours, nothing):
             said, error = train(change, sizes, sparse=True, **options)
             assert not said
             assert error < 1e-12, (sizes, change, error)
-
-
-def test_sparse_gradients_are_clipped_by_the_norm_of_the_whole():
-    run_ranks(check_sparse, 2, timeout=200)

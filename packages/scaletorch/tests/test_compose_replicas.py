@@ -17,7 +17,7 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist.errors import MismatchError, NonFiniteError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -130,7 +130,8 @@ def test_a_rank_that_goes_astray_is_named(ranks):
     run_ranks(run_faults, ranks, own, timeout=200)
 
 
-def changed():
+@distributed_test(2)
+def test_models_that_differ_from_the_start_or_change_later():
     """Begin with other weights, and change the model on one rank."""
     with Job({"dp_size": 2}, seed=c10d.get_rank(), **UNCHECKED) as job:
         job.backward(0)
@@ -147,7 +148,3 @@ def changed():
         flip(job.parameter("norm.weight")) if c10d.get_rank() else None
         with pytest.raises(MismatchError, match=r"parameter norm.weight"):
             job.check(2)
-
-
-def test_models_that_differ_from_the_start_or_change_later():
-    run_ranks(changed, 2)

@@ -29,7 +29,7 @@ from scaletorch.compose import (
     shard_global_batch,
     train_step,
 )
-from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
 from scaletorch.parallel.data_parallel import GradScaler
 
 LAYOUTS = {
@@ -211,7 +211,8 @@ def test_what_a_loss_returns_is_refused_on_every_rank():
             assert second == "", (name, second)
 
 
-def refuse_entries():
+@distributed_test(2)
+def test_a_loss_on_some_ranks_alone_and_its_entries():
     with grid({"dp_size": 2}) as manager:
         model = parallelize(language(), manager, rehearse=False)
         micro_batches = shard_global_batch(batch(), 2, model=model)
@@ -222,7 +223,3 @@ def refuse_entries():
             shard_global_batch({**batch(), "loss_last": torch.zeros(3)}, 2, model=model)
         with pytest.raises(ValueError, match="token_losses takes the micro-batch that loss_fn"):
             smoothed(torch.zeros(1, 1, 1), micro_batches[0])
-
-
-def test_a_loss_on_some_ranks_alone_and_its_entries():
-    run_ranks(refuse_entries, 2)

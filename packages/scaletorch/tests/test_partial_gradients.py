@@ -14,7 +14,7 @@ from training import grid
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks
 from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -195,7 +195,8 @@ def whole_of(model):
     }
 
 
-def in_own_loops():
+@distributed_test(4, timeout=200)
+def test_loops_of_ones_own():
     """A backward of one's own sums by itself: thawed parameters and parts divided before, too."""
     with grid({"tp_size": 2, "dp_size": 2}) as manager:
         wanted = {n: g for n, g in expected(1).items() if n in whole_of_names()}
@@ -225,11 +226,8 @@ def whole_of_names():
     return whole_of(model)
 
 
-def test_loops_of_ones_own():
-    run_ranks(in_own_loops, 4, timeout=200)
-
-
-def under_fsdp():
+@distributed_test(4, timeout=200)
+def test_fully_sharded_parameters():
     with grid({"tp_size": 2, "dp_size": 2}) as manager:
         wanted = {n: g for n, g in expected(2).items() if n in whole_of_names()}
         for options in ({}, SHARED):
@@ -245,10 +243,6 @@ def under_fsdp():
             for number in range(2):
                 loss_of(model, number, rows).backward()
             assert far(whole_of(model), wanted) < 1e-11, options
-
-
-def test_fully_sharded_parameters():
-    run_ranks(under_fsdp, 4, timeout=200)
 
 
 class Hidden(torch.autograd.Function):
@@ -276,12 +270,9 @@ def refused(sizes, options, micro_batches, runs_again, words):
             train_step(model, shard_global_batch(batch(0), micro_batches, model=model))
 
 
-def all_refused():
+@distributed_test(4, timeout=200)
+def test_functions_that_run_layers_again_or_may_communicate_are_refused():
     for sizes, options, micro_batches, _ in LAYOUTS[::2]:
         words = r"layers.\d.scale.* does not show.*\.Again"
         refused(sizes, options, micro_batches, True, words)
     refused(*LAYOUTS[0][:3], False, "Hidden, which holds the process group of tens")
-
-
-def test_functions_that_run_layers_again_or_may_communicate_are_refused():
-    run_ranks(all_refused, 4, timeout=200)
