@@ -3,6 +3,7 @@
 import gc
 import importlib
 import math
+import operator
 import os
 import sys
 import warnings
@@ -11,8 +12,14 @@ import pytest
 import torch
 import torch.distributed as c10d
 
-from scaletorch.dist import InvalidArgumentError, RankFailedError, StateError, launch
-from scaletorch.dist.ranks import process
+from scaletorch.dist import (
+    InvalidArgumentError,
+    RankFailedError,
+    RankPool,
+    StateError,
+    launch,
+)
+from scaletorch.dist.ranks import locate, process
 from scaletorch.dist.testing import distributed_test, preload, relative_error, run_ranks, worst
 
 
@@ -206,6 +213,18 @@ def test_a_rank_that_imports_a_file_starts_no_server_for_what_it_preloads(
         monkeypatch.undo()
     assert module.has_a_server()
     assert run_ranks(module.has_a_server, 2) == [False, False]
+
+
+def test_a_function_of_a_file_that_no_path_leads_to_may_be_an_argument(monkeypatch):
+    """As of a test file, whose folders are on the path under `python -m pytest` alone."""
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", os.getcwd())])
+    with RankPool(1) as pool:  # whose rank has not loaded this file
+        assert pool.run(operator.call, variable)[0][0] is None
+
+
+def test_a_function_is_found_where_it_is_loaded_already():
+    """Another module of this name would make its functions unpicklable."""
+    assert locate.locate(variable).find() is variable
 
 
 NAN = float("nan")

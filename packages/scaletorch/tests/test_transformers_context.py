@@ -315,7 +315,7 @@ REFUSED = {  # a call and what is said of it; the family and its options, if it 
     "end": (_calls(cu_seq_lens_q=torch.tensor([0, 12])), "end with .* 24; it ends with 12"),
     "2-d": (_calls(cu_seq_lens_q=TOLD[None]), r"1-d tensor of integers; it is .* \[1, 5\]"),
     "twice": (_inside, r"cu_seq_lens_q are \(0, 6, 24\), and the sequences .* \(0, 5, 12"),
-    "restart": (_packed, "tell the documents, as cu_seq_lens_q"),
+    "restart": (_packed, "pass the documents as cu_seq_lens_q"),
     "layout": (_other_layout, "not those of this rank's zigzag shard"),
     "dropout": (
         _calls(), "attention dropout must be 0, and is 0.5", "Llama", {"attention_dropout": 0.5},

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree
@@ -161,13 +161,23 @@ def _called(
     pipeline.check_ties()
     called = [as_called(batch, terms) for batch in batches]
     if manager.cp_size > 1:
-        cut = next((batch.cut for batch in batches if isinstance(batch, MicroBatch)), None)
-        if cut is not None and cut.sequences is not None:
-            # Batches may have been sharded for another model since then.
-            note_shards(pipeline.module, cut.sequences.layout)
+        _note_layouts(pipeline.module, batches, terms)
         for batch in called:
             require_computable(pipeline.module, batch)
     return called
+
+
+def _note_layouts(module: nn.Module, batches: Sequence[Batch], terms: Terms) -> None:
+    """Record the layouts of sequences of all micro-batches, which may have padding over cp."""
+    cuts = [batch.cut.sequences for batch in batches if isinstance(batch, MicroBatch)]
+    layouts = [sequences.layout for sequences in cuts if sequences is not None]
+    if terms.counts_routing and len({layout.length for layout in layouts}) > 1:
+        raise InvalidArgumentError(
+            "the micro-batches have sequences of several lengths, and count_routing takes the "
+            "padding of the first for that of all: cut them from one global batch"
+        )
+    if layouts:  # batches may have been sharded for another model since then
+        note_shards(module, layouts)
 
 
 def as_called(batch: Batch, terms: Terms) -> Called:
