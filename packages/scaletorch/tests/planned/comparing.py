@@ -12,8 +12,7 @@ from scaletorch.plan.known import Known
 from scaletorch.plan.memory import memory
 from scaletorch.plan.stages import alive
 
-from .drawing import Case
-from .models import described
+from .cases import Case, described
 from .peaks import Peak
 
 CLOSE = 0.03  # of what ranks hold
@@ -58,7 +57,7 @@ def random_states(known: Known, layout: Layout, place: int) -> int:
     """
     if layout.recompute != "full":
         return 0
-    chunks = known.content(known.numbers(layout)[place]).chunks
+    chunks = known.contents[known.numbers(layout)[place]].chunks
     layers = [sum(n for kind, n in runs if kind in known.layers) for runs in chunks]
     return torch.get_rng_state().nbytes * max(
         sum(map(mul, moment.whole, layers)) for moment in alive(layout, place)

@@ -121,7 +121,7 @@ class Steps(Once):
         ]
 
     def _rank(self, layout: Layout, number: int, ways: Mapping[str, Route]) -> Rank:
-        kinds, chunks = self._of_kinds(layout, ways), self._known.content(number).chunks
+        kinds, chunks = self._of_kinds(layout, ways), self._known.contents[number].chunks
         forward, backward = (
             [summed((kinds[kind][way], n) for kind, n in chunk) for chunk in chunks]
             for way in (0, 1)
@@ -166,31 +166,15 @@ class Steps(Once):
                 found = max(found, done + SURE * going[at] + ranks[0].after)
         return found
 
-    def stages(self, layout: Layout, ranks: list[Rank]) -> list[Stage]:
-        """Return the seconds of all stages, in the order of the forward."""
-        order = _order(layout.schedule, layout.grid.pp, layout.chunks)
-        return [ranks[rank].stages[chunk] for rank, chunk in order]
-
-    def message(self, layout: Layout) -> float:
-        """Return the seconds of a message between stages, which has the largest output's size."""
-        way = self._routes(layout.grid)["pp"]
-        return seconds("send", 1, self._known.handed(layout), way, self._cluster)
+    def step(self, layout: Layout) -> float:
+        """Return the seconds of a step alone, by one simulation."""
+        return self._last(layout)[0] + self._control(layout)
 
     def exact(self, layout: Layout) -> Time:
         """Return the time of a step, on the rank that ends last."""
-        ranks, number = self.ranks(layout), layout.micro_batches
-        message, stages = self.message(layout), self.stages(layout, ranks)
-        done, ways = ends(layout, stages, message), self._routes(layout.grid)
-        control = sum(
-            seconds("all_reduce", n, 0, ways[axis], self._cluster) for axis, n in CONTROL.items()
-        )
-        pipeline = max(done)
-        passing = pipeline - max(ends(layout, stages, 0.0)) if message else 0.0
-        step, rank = max(
-            ((end + rank.after, rank) for end, rank in zip(done, ranks, strict=True)),
-            key=lambda each: each[0],
-        )
-        step += control
+        _, rank, pipeline = self._last(layout)
+        step, number, control = self.step(layout), layout.micro_batches, self._control(layout)
+        passing = pipeline - max(self._ends(layout, 0.0)) if self._message(layout) else 0.0
         others = Seconds(exposed={"pp": passing, "world": control})
         whole = summed([(rank.batch, number), (rank.end, 1), (others, 1)])
         busy = number * rank.batch.total + passing
@@ -201,6 +185,27 @@ class Steps(Once):
             step, whole.computing, {axis: each for axis, each in whole.exposed.items() if each},
             hidden, bubble, rank.update, step - unsure, step + unsure + sum(hidden.values()),
         )  # fmt: skip
+
+    def _last(self, layout: Layout) -> tuple[float, Rank, float]:
+        """Return when the last rank ends, that rank, and when the pipeline ends."""
+        done, ranks = self._ends(layout, self._message(layout)), self.ranks(layout)
+        each = ((end + rank.after, rank) for end, rank in zip(done, ranks, strict=True))
+        return *max(each, key=lambda pair: pair[0]), max(done)
+
+    def _control(self, layout: Layout) -> float:
+        """Return the seconds of the small all-reduces of a step."""
+        ways, cluster = self._routes(layout.grid), self._cluster
+        return sum(seconds("all_reduce", n, 0, ways[axis], cluster) for axis, n in CONTROL.items())
+
+    def _message(self, layout: Layout) -> float:
+        """Return the seconds of a message between stages, which has the largest output's size."""
+        way = self._routes(layout.grid)["pp"]
+        return seconds("send", 1, self._known.handed(layout), way, self._cluster)
+
+    def _ends(self, layout: Layout, message: float) -> list[float]:
+        """Return when each pipeline rank ends its last action, with messages that take so long."""
+        ranks, order = self.ranks(layout), _order(layout.schedule, layout.grid.pp, layout.chunks)
+        return ends(layout, [ranks[rank].stages[chunk] for rank, chunk in order], message)
 
 
 def _ended(
@@ -255,8 +260,8 @@ def ends(layout: Layout, stages: Sequence[Stage], message: float) -> list[float]
     costs = _costs(stages, message)
     unit = (costs.forward + costs.backward) / len(stages)
 
-    def share(seconds: float, parts: int = 1) -> float:
-        return max(round(seconds / unit * parts, DIGITS) / parts, 1e-12)
+    def share(seconds: float, scale: int = 1) -> float:
+        return max(round(seconds / unit * scale, DIGITS) / scale, 1e-12)
 
     alike = (
         layout.schedule, layout.chunks, ranks, share(costs.forward), share(costs.backward),
