@@ -17,6 +17,11 @@ from scaletorch.plan.stages import alive, places, schedule_of, stages_of
 SCHEDULES = [*TRAINING, ("interleaved_1f1b", 1), ("interleaved_1f1b", 3), ("looped_bfs", 3)]
 
 
+def without_activations(known):
+    kinds = (replace(kind, kept=Affine(), shared=Affine()) for kind in known.cuts[Cut()])
+    return replace(known, cuts={Cut(): tuple(kinds)})
+
+
 def test_blocks_lie_on_stages_as_the_pipeline_spreads_them():
     found = places(sketch(), "interleaved_1f1b", 3, 2)
     assert found == (((0, 1, 2), (6,)), ((3, 4), (7,)), ((5,), (8, 9)))
@@ -90,11 +95,10 @@ def test_sixteen_bits_have_masters_only_where_the_state_is_shared():
 @pytest.mark.parametrize("zero", [1, 2])
 def test_sums_of_16_bits_come_whole_on_every_backend(zero):
     """A rank takes all that others send of them; of float32 a native backend gives it its shard."""
+    known, layout = without_activations(sketch()), Layout(Grid(dp=4), zero=zero)
     totals = {
-        (item, native): memory(
-            sketch(), Layout(Grid(dp=4), zero=zero), Optimizer(sum_item=item, native=native)
-        )[0].total
-        for item, native in product((2, 4), (True, False))
+        each: memory(known, layout, Optimizer(sum_item=each[0], native=each[1]))[0].total
+        for each in product((2, 4), (True, False))
     }
     assert totals[2, True] == totals[2, False]
     assert totals[4, True] < totals[4, False]
@@ -124,10 +128,7 @@ def test_gradients_that_no_ranks_sum_come_with_the_first_backward():
     whole = 4 * known.elements
     assert (before.activations > 0, before.gradients) in ((True, 0), (False, whole))
     assert behind.gradients in (0, whole)
-    small = replace(known, cuts={Cut(): tuple(
-        replace(kind, kept=Affine(), shared=Affine()) for kind in known.cuts[Cut()]
-    )})  # fmt: skip
-    assert memory(small, Layout(Grid()))[0].gradients == whole
+    assert memory(without_activations(known), Layout(Grid()))[0].gradients == whole
 
 
 @pytest.mark.parametrize("dp", [1, 2])

@@ -100,9 +100,9 @@ def test_numbers_in_words():
 
 
 def test_reasons_that_differ_in_numbers_are_one():
-    refused = [Refused(Grid(dp=at), f"dp = {at} is 0.5 too many") for at in (2, 3)]
-    assert grouped([Refused(Grid(pp=2), "no"), *refused]) == [
-        (2, "2x1x1x1", "dp = 2 is 0.5 too many"), (1, "1x2x1x1", "no"),
+    refused = [(at, Refused(Grid(dp=at), f"dp = {at} is 0.5 too many")) for at in (2, 3)]
+    assert grouped([(1, Refused(Grid(pp=2), "no")), *refused]) == [
+        (5, "2x1x1x1", "dp = 2 is 0.5 too many"), (1, "1x2x1x1", "no"),
     ]  # fmt: skip
 
 

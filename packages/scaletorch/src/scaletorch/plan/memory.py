@@ -210,7 +210,8 @@ def _peaks(
             activations, come = chunk.kept, round(own.last * max(0.0, 1 - share - chunk.ahead))
         elif own.inside or own.brought:
             coming = own.again if all_ else own.brought
-            come = round(coming * max(0.0, 1 / count - share - chunk.ahead))
+            ahead = chunk.ahead if own.whole else 0.0  # the running layer's come during its peak
+            come = round(coming * max(0.0, 1 / count - share - ahead))
         else:
             continue
         for gone, working, gradients in (
