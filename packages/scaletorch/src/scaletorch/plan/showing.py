@@ -165,8 +165,8 @@ def grouped(refused: Iterable[tuple[int, Refused]]) -> list[tuple[int, str, str]
     found: dict[str, tuple[int, str, str]] = {}
     for number, each in refused:
         key = re.sub(r"\d+(\.\d+)?", "0", each.why)
-        before, *example = found.get(key, (0, named(each), each.why))
-        found[key] = (before + number, *example)
+        before, example, why = found.get(key, (0, named(each), each.why))
+        found[key] = before + number, example, why
     return sorted(found.values(), key=lambda reason: -reason[0])
 
 
