@@ -10,7 +10,7 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.parallel.pipeline_parallel import building, check
 from scaletorch.plan import Affine, Cut, Layout, Optimizer
-from scaletorch.plan.known import Known
+from scaletorch.plan.facts import Facts
 from scaletorch.plan.memory import IN_FLIGHT, memory, peak
 from scaletorch.plan.stages import alive, places, schedule_of, stages_of
 
@@ -135,7 +135,7 @@ def test_gradients_that_no_ranks_sum_come_with_the_first_backward():
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
     description = sketch(layers=11, tied=tied)
-    known = Known(description)
+    known = Facts(description)
     rest = cycle(product((1, 3, 8, 20), (1, 2)))
     for (name, chunks), zero, recompute in product(
         SCHEDULES, range(3), ("none", "full", "offload")
@@ -147,4 +147,4 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
         )  # fmt: skip
         held = memory(description, layout)
         assert peak(known, layout) == pytest.approx(max(e.total for e in held), rel=0.03), layout
-        assert memory(description, layout, known=known) == held
+        assert memory(description, layout, facts=known) == held

@@ -14,7 +14,7 @@ from scaletorch.dist.devices import entry_of_backend
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid, count_communicators, legal_layouts
 from scaletorch.plan import Layout, Options, Refused, cluster_named, legal, plan, time
-from scaletorch.plan.known import Known
+from scaletorch.plan.facts import Facts
 from scaletorch.plan.memory import memory, peak
 from scaletorch.plan.options import ladder
 from scaletorch.plan.timing import Steps
@@ -63,7 +63,7 @@ def test_layouts_are_ranked_as_if_the_times_of_all_were_known(whole):
 
 def each_by_its_peak(known, room):
     """Return what fits with the least savings of memory, and what does not with any of them."""
-    holdings = Known(known)
+    holdings = Facts(known)
     fitting, refused = [], []
     for layout in legal(known, 24, 8, MANY):
         if isinstance(layout, Refused):
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused_with_what_it_needs():
     assert [each.peak for each in found.over] == sorted(each.peak for each in found.over)
     assert all(each.time == time(UNEVEN, each.layout, cluster(8)) for each in found.over)
     for each in large:
-        needed = peak(Known(UNEVEN), each.layout)
+        needed = peak(Facts(UNEVEN), each.layout)
         assert needed > room
         said = re.match(r"needs ([\d.]+) KiB of .* KiB, with zero \d and recompute \w+$", each.why)
         assert 2**10 * float(said[1]) == pytest.approx(needed, rel=0.005)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .description import Behaviour, Description
 from .estimate import Memory
-from .known import Group, Known, Optimizer
+from .facts import Facts, Group, Optimizer
 from .layout import Layout
 from .stages import Runs, alive, begun
 
@@ -51,26 +51,26 @@ class State(NamedTuple):
         return self.brought * whole + self.first * first + self.second * second
 
 
-def state(known: Known, layout: Layout, number: int) -> State:
+def state(facts: Facts, layout: Layout, number: int) -> State:
     """Return the parameter, gradient and optimizer bytes of ranks with a number."""
     grid, zero = layout.grid, layout.zero
     key = "state", grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, number, zero
 
     def work_out() -> State:
         each = [
-            _state(known, layout, group, grid.edp if group.axis == "edp" else grid.cp * grid.dp)
-            for group in known.groups(layout, number)
+            _state(facts, layout, group, grid.edp if group.axis == "edp" else grid.cp * grid.dp)
+            for group in facts.groups(layout, number)
         ]
         return State(*map(sum, zip(*each, strict=True)))
 
-    return known.once(key, work_out)
+    return facts.once(key, work_out)
 
 
-def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
+def _state(facts: Facts, layout: Layout, group: Group, ranks: int) -> State:
     """Return the bytes of one parameter group, reduced over `ranks` ranks."""
-    optimizer, item, zero = known.optimizer, group.item, layout.zero
+    optimizer, item, zero = facts.optimizer, group.item, layout.zero
     sums, whole = optimizer.sum_item or item, group.elements
-    early = known.description.early
+    early = facts.description.early
     if not zero or group.others:
         # Sums of another dtype are kept in addition to the gradients for the optimizer.
         gradients = whole * (item if sums == item else item + sums)
@@ -136,49 +136,49 @@ def memory(
     layout: Layout,
     optimizer: Optimizer | None = None,
     *,
-    known: Known | None = None,
+    facts: Facts | None = None,
 ) -> tuple[Memory, ...]:
     """Return the bytes of the fullest rank at each place of the pipeline.
 
-    `zero` 3 is torch's `fully_shard`, one block at a time. `known` has cached results.
+    `zero` 3 is torch's `fully_shard`, one block at a time. `facts` has cached results.
     """
-    own = known or Known(description, optimizer)
+    own = facts or Facts(description, optimizer)
     return tuple(
         _fullest(own, layout, number, rank) for rank, number in enumerate(own.numbers(layout))
     )
 
 
-def peak(known: Known, layout: Layout, room: int | None = None) -> int:
+def peak(facts: Facts, layout: Layout, room: int | None = None) -> int:
     """Return the largest total of `memory`, or the first one found above `room`."""
     found = 0
-    for number, rank in known.ends(layout):
-        own = state(known, layout, number)
+    for number, rank in facts.ends(layout):
+        own = state(facts, layout, number)
         still = own.parameters + own.gradients + own.optimizer
         if room is not None and still > room:
             return still
-        for sizes in _peaks(known, layout, own, number, rank):
+        for sizes in _peaks(facts, layout, own, number, rank):
             found = max(found, still + sum(sizes))
             if room is not None and found > room:
                 return found
     return found
 
 
-def _fullest(known: Known, layout: Layout, number: int, rank: int) -> Memory:
+def _fullest(facts: Facts, layout: Layout, number: int, rank: int) -> Memory:
     """Return the memory of a rank at its peak moment."""
-    own = state(known, layout, number)
-    gradients, *rest = max(_peaks(known, layout, own, number, rank), key=sum)
+    own = state(facts, layout, number)
+    gradients, *rest = max(_peaks(facts, layout, own, number, rank), key=sum)
     return Memory(own.parameters, own.gradients + gradients, own.optimizer, *rest)
 
 
 def _peaks(
-    known: Known, layout: Layout, own: State, number: int, rank: int
+    facts: Facts, layout: Layout, own: State, number: int, rank: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield gradients, activations, working memory and buffers at each moment that may be the peak.
 
     Backward frees activations as gradients arrive: its peak is when it begins, when the first
     bucket is full, or when it ends. On 58 layouts of real ranks each changed some peak by 3 to 8 %.
     """
-    chunks, message = chunks_of(known, layout, number), _messages(known, layout, number)
+    chunks, message = chunks_of(facts, layout, number), _messages(facts, layout, number)
     kept, left = [chunk.kept for chunk in chunks], [chunk.left for chunk in chunks]
     # A bucket is sent when full; by then the same share of activations has been freed.
     share = own.bucket / own.whole if own.whole else 0.0
@@ -229,16 +229,16 @@ def _peaks(
     yield end + own.last, 0, 0, own.ties
 
 
-def _messages(known: Known, layout: Layout, number: int) -> Callable[[int], int]:
+def _messages(facts: Facts, layout: Layout, number: int) -> Callable[[int], int]:
     """Return a function of live micro-batches: the bytes of messages between stages.
 
     A sent output stays until its backward.
     """
-    content = known.contents[number]
+    content = facts.contents[number]
     ways = (content.sent > 0) + (content.received > 0)
     if not ways:
         return lambda _: 0
-    size, chunks, early = known.handed(layout), len(content.chunks), known.description.early
+    size, chunks, early = facts.handed(layout), len(content.chunks), facts.description.early
     all_ = layout.micro_batches * chunks
 
     def message(alive_: int) -> int:
@@ -255,34 +255,34 @@ def _messages(known: Known, layout: Layout, number: int) -> Callable[[int], int]
     return message
 
 
-def chunks_of(known: Known, layout: Layout, number: int) -> list[Chunk]:
+def chunks_of(facts: Facts, layout: Layout, number: int) -> list[Chunk]:
     """Return the memory needs of a rank's chunks for a micro-batch."""
     way = layout.cut, layout.recompute, layout.micro_rows
 
     def work_out() -> list[Chunk]:
         found = [
-            known.once(("chunk", *way, runs), partial(_chunk, known, layout, runs))
-            for runs in known.contents[number].chunks
+            facts.once(("chunk", *way, runs), partial(_chunk, facts, layout, runs))
+            for runs in facts.contents[number].chunks
         ]
-        all_ = sum(group.elements for group in known.groups(layout, number)) or 1
+        all_ = sum(group.elements for group in facts.groups(layout, number)) or 1
         return [own._replace(ahead=own.ahead / all_) for own in found]
 
-    return known.once(("chunks", *way, number), work_out)
+    return facts.once(("chunks", *way, number), work_out)
 
 
-def _chunk(known: Known, layout: Layout, runs: Runs) -> Chunk:
+def _chunk(facts: Facts, layout: Layout, runs: Runs) -> Chunk:
     """Return the bytes of a chunk.
 
     Blocks after the running one keep `left` and the gradient of its output, nothing else.
     """
     rows = layout.micro_rows
-    behaviours = known.description.behaviours(layout.cut)
+    behaviours = facts.description.behaviours(layout.cut)
     shared = left = under = 0.0
     forwards: list[float] = []
     backwards: list[tuple[float, float, bool]] = []  # bytes, `left`, whether it is a layer
     gradients = [behaviours[kind].entered.at(rows) for kind, _ in runs[1:]] + [0.0]
     for (kind, times), gradient in zip(runs, gradients, strict=True):
-        own, layer = behaviours[kind], kind in known.layers
+        own, layer = behaviours[kind], kind in facts.layers
         entered, again, keeps = own.entered.at(rows), 0.0, own.kept.at(rows)
         if layer and layout.recompute == "full":
             keeps, again = entered, max(0.0, keeps - entered)
@@ -304,7 +304,7 @@ def _chunk(known: Known, layout: Layout, runs: Runs) -> Chunk:
     most = {"F": max(forwards), "B": max(plain), "I": max(halved), "W": under}
     most["FB"] = max(most["F"], most["B"])
     working = {kind: max(0, round(needs - under)) for kind, needs in most.items()}
-    first = next((at for at, (kind, _) in enumerate(runs) if kind in known.layers), 0)
+    first = next((at for at, (kind, _) in enumerate(runs) if kind in facts.layers), 0)
     early = [*runs[:first], (runs[first][0], 1)]
     ahead = sum(_elements(behaviours[kind]) * times for kind, times in early)
     return Chunk(

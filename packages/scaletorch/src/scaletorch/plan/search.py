@@ -14,7 +14,7 @@ from ..parallel.pg_manager import Grid, count_communicators
 from .clusters import Cluster
 from .description import Description
 from .estimate import Estimate, in_bytes
-from .known import Known, Optimizer
+from .facts import Facts, Optimizer
 from .layout import Layout
 from .memory import memory, peak
 from .options import Options, Refused, ladder, legal
@@ -35,11 +35,11 @@ class Plan:
         optimizer: Optimizer | None,
     ) -> None:  # fmt: skip
         self.description, self.rows, self.cluster = description, rows, cluster
-        self._known = Known(description, optimizer)
-        self._steps = Steps(description, cluster, self._known)
+        self._facts = Facts(description, optimizer)
+        self._steps = Steps(description, cluster, self._facts)
         self._communicators = cache(self._communicators_of)
         self._peak = cache(
-            lambda layout: peak(self._known, layout) + self._communicators(layout.grid)
+            lambda layout: peak(self._facts, layout) + self._communicators(layout.grid)
         )
         self._search, self._found = self._in_order(), list[Estimate]()
         self._options, self._fitted = options, cache(self._fit)
@@ -64,7 +64,7 @@ class Plan:
             if variant.cut not in self.description.cuts:  # not described with this recomputation
                 continue
             tried.append(variant)
-            if peak(self._known, variant, room) <= room:
+            if peak(self._facts, variant, room) <= room:
                 fitting.append(variant)
                 enough.append((first, second))
         return fitting, tried
@@ -150,7 +150,7 @@ class Plan:
         Raises:
             InvalidArgumentError: The model cannot have this cut, or has fewer layers than stages.
         """
-        held = memory(self.description, layout, known=self._known)
+        held = memory(self.description, layout, facts=self._facts)
         return Estimate(layout, held, self._steps.exact(layout), self._communicators(layout.grid))
 
     @cached_property

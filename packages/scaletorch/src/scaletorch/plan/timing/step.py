@@ -18,7 +18,7 @@ from ...parallel.pipeline_parallel.schedules import rank_ends
 from ..clusters import Cluster
 from ..description import Description
 from ..estimate import Time
-from ..known import Group, Known, Once
+from ..facts import Facts, Group, Once
 from ..layout import Layout
 from ..stages import SPLIT, schedule_of, stages_of
 from .costs import WORLD, Route, Seconds, block_seconds, route, seconds, summed
@@ -74,11 +74,11 @@ class Steps(Once):
     """Step times of one model's layouts on a cluster, with a cache of what layouts share."""
 
     def __init__(
-        self, description: Description, cluster: Cluster, known: Known | None = None
+        self, description: Description, cluster: Cluster, facts: Facts | None = None
     ) -> None:
         super().__init__()
         self._description, self._cluster = description, cluster
-        self._known = known or Known(description)
+        self._facts = facts or Facts(description)
         self._routes = cache(
             lambda grid: {a: route(grid, a, cluster) for a in (*INNER, *OUTER, WORLD)}
         )
@@ -91,7 +91,7 @@ class Steps(Once):
             "rank", layout.cut, layout.micro_rows, layout.recompute, layout.zero, rounds,
             *(ways[axis] for axis in (*INNER, *OUTER)),
         )  # fmt: skip
-        numbers = self._known.numbers(layout)
+        numbers = self._facts.numbers(layout)
         each = {
             number: self.once((number, *own), partial(self._rank, layout, number, ways))
             for number in {*numbers}
@@ -116,18 +116,18 @@ class Steps(Once):
         if layout.recompute != "full":
             return found
         return [
-            (once, summed([(back, 1), (once, int(kind in self._known.layers))]))
+            (once, summed([(back, 1), (once, int(kind in self._facts.layers))]))
             for kind, (once, back) in enumerate(found)
         ]
 
     def _rank(self, layout: Layout, number: int, ways: Mapping[str, Route]) -> Rank:
-        kinds, chunks = self._of_kinds(layout, ways), self._known.contents[number].chunks
+        kinds, chunks = self._of_kinds(layout, ways), self._facts.contents[number].chunks
         forward, backward = (
             [summed((kinds[kind][way], n) for kind, n in chunk) for chunk in chunks]
             for way in (0, 1)
         )
         both = [sum(each.computing for each in way) for way in (forward, backward)]
-        end, update = _ended(self._known.groups(layout, number), layout, both, self._cluster, ways)
+        end, update = _ended(self._facts.groups(layout, number), layout, both, self._cluster, ways)
         batch = summed((each, 1) for each in (*forward, *backward))
         return Rank([*zip(forward, backward, strict=True)], batch, end, update)
 
@@ -158,7 +158,7 @@ class Steps(Once):
             coming.append(coming[-1] + forward.total)
             going.append(going[-1] + backward.total)
         found = 0.0
-        for _, at in self._known.ends(layout):
+        for _, at in self._facts.ends(layout):
             own = ranks[at]
             done = SURE * (coming[at] + number * own.batch.total)
             found = max(found, done + own.after)
@@ -200,7 +200,7 @@ class Steps(Once):
     def _message(self, layout: Layout) -> float:
         """Return the seconds of a message between stages, which has the largest output's size."""
         way = self._routes(layout.grid)["pp"]
-        return seconds("send", 1, self._known.handed(layout), way, self._cluster)
+        return seconds("send", 1, self._facts.handed(layout), way, self._cluster)
 
     def _ends(self, layout: Layout, message: float) -> list[float]:
         """Return when each pipeline rank ends its last action, with messages that take so long."""

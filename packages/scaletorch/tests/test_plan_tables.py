@@ -22,7 +22,7 @@ from scaletorch.plan import (
     plan,
 )
 from scaletorch.plan.estimate import in_bytes, in_seconds, in_short
-from scaletorch.plan.showing import explained, grouped, page, table, words_of
+from scaletorch.plan.tables import explained, grouped, page, table, words_of
 
 GIB = 2**30
 

@@ -82,7 +82,7 @@ class Once:
         return cast(T, self._found[key])
 
 
-class Known(Once):
+class Facts(Once):
     """A description, and cached results derived from it; the optimizer is AdamW by default."""
 
     def __init__(self, description: Description, optimizer: Optimizer | None = None) -> None:
