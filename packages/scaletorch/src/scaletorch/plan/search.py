@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
@@ -72,7 +73,8 @@ class Plan:
     @cached_property
     def fitting(self) -> list[Layout]:
         """Layouts that fit, in no order."""
-        return [variant for layout in self._legal for variant in self._fitted(layout)[0]]
+        with _uncollected():
+            return [variant for layout in self._legal for variant in self._fitted(layout)[0]]
 
     def ranked(self) -> Iterator[Estimate]:
         """Yield the estimates that fit, fastest first."""
@@ -197,12 +199,19 @@ def plan(
     Raises:
         InvalidArgumentError: No rows, no ranks, or no figure of the device for the model's dtype.
     """
-    collecting = gc.isenabled()
-    gc.disable()  # a search makes no reference cycles, but very many long-lived objects
-    try:
+    with _uncollected():
         found = Plan(description, rows, cluster, options or Options(), optimizer)
         _ = found.first  # compute it now
+    return found
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage: a search makes no reference cycles, but very many long-lived objects."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collecting:
             gc.enable()
-    return found
