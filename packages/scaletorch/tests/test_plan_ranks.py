@@ -31,6 +31,12 @@ PEAKS = [  # pipelines; activations, buckets or shards at the peak; experts; tie
     Case("large", 8, False, "float32", 64,
          Layout(Grid(pp=2, dp=2), zero=2, recompute="full", micro_rows=2, micro_batches=4,
                 schedule="zb_v", chunks=2)),
+    Case("large mixture", 8, False, "float32", 64,
+         Layout(Grid(pp=2, dp=2), zero=2, recompute="full", micro_rows=4, micro_batches=2,
+                schedule="zb_h1")),
+    Case("large", 8, True, "float32", 64,
+         Layout(Grid(pp=2, dp=2), zero=2, recompute="selective", micro_rows=3,
+                schedule="dualpipe_v", chunks=2)),
 ]  # fmt: skip
 GATHERING = [
     Case("wide", 3, False, "float32", 64,
