@@ -107,7 +107,7 @@ def block_of(name: str, blocks: Sequence[Block]) -> Block | None:
     return next(
         (
             block for block in blocks
-            if any(name == part or name.startswith(f"{part}.") for part in block.name.split("+"))
+            if any(name == own or name.startswith(f"{own}.") for own in block.name.split("+"))
         ),
         None,
     )  # fmt: skip

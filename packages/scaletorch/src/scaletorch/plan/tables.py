@@ -42,20 +42,20 @@ def table(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
     head = [
         f"{known.name}: {plan.rows} rows of {known.length} tokens a step on {plan.cluster.ranks} x "
         f"{device.name}, {memory} each",
-        f"{len(plan.fitting)} layouts fit; {len(plan.refused)} do not, or cannot be",
+        f"{len(plan.fitting)} layouts fit; {sum(n for n, _ in plan.reasons)} are refused",
     ]
     ranking, foot = list[str](), list[str]()
     if listed := plan.top(top):
         ranking = ["", *_ranking(plan, listed)]
         if not plan.fitting:
             cures = "take more ranks, --recompute full, --zero 3 or --micro-rows 1"
-            foot.append(f"! none fits in {memory}: {cures}")
+            foot.append(f"! no layout fits in {memory}: {cures}")
         low, high = in_seconds(listed[0].time.low), in_seconds(listed[0].time.high)
         foot += [f"steps are estimates: the first takes {low} to {high}", ""]
-    elif not plan.refused:
+    elif not plan.reasons:
         foot.append(
-            "none is there: sizes of dp, pp, cp and tp have to multiply to the ranks, and ep to "
-            "divide dp x cp x tp and be one that the model is described for"
+            "no layout is possible: dp x pp x cp x tp must be the number of ranks, and ep must "
+            "divide dp x cp x tp and the experts"
         )
     foot += [*_refusals(plan), *(f"note: {note}" for note in notes)]
     return "\n".join([*_wrapped(head), *ranking, "", *_wrapped(foot)]).rstrip()
@@ -134,7 +134,7 @@ def _ranking(plan: Plan, listed: Sequence[Estimate]) -> Iterator[str]:
 
 def _refusals(plan: Plan) -> Iterator[str]:
     """Yield the reasons for refused layouts, most frequent first."""
-    reasons = grouped(plan.refused)
+    reasons = grouped(plan.reasons)
     for count, example, why in reasons[:REASONS]:
         others = f" and {count - 1} like it" if count > 1 else ""
         yield f"refused: {example}{others}: {why}"
@@ -157,14 +157,17 @@ def words_of(layout: Layout) -> list[str]:
     return [word for word, matters in said.items() if matters]
 
 
-def grouped(refused: Iterable[Refused]) -> list[tuple[int, str, str]]:
-    """Return (number of layouts, an example, its reason) by reason without numbers, most first."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for each in refused:
-        pair = named(each), each.why
-        found.setdefault(re.sub(r"\d+(\.\d+)?", "0", each.why), []).append(pair)
-    ordered = sorted(found.values(), key=len, reverse=True)
-    return [(len(pairs), *pairs[0]) for pairs in ordered]
+def grouped(refused: Iterable[tuple[int, Refused]]) -> list[tuple[int, str, str]]:
+    """Return (number of layouts, an example, its reason) by reason without numbers, most first.
+
+    Each refusal comes with the number of layouts that it stands for.
+    """
+    found: dict[str, tuple[int, str, str]] = {}
+    for number, each in refused:
+        key = re.sub(r"\d+(\.\d+)?", "0", each.why)
+        before, example, why = found.get(key, (0, named(each), each.why))
+        found[key] = before + number, example, why
+    return sorted(found.values(), key=lambda reason: -reason[0])
 
 
 def named(refused: Refused) -> str:

@@ -47,6 +47,8 @@ class Group(NamedTuple):
     tensors: int = 0  # number of parameters
     largest: int = 0  # elements of the largest parameter
     others: int = 0  # number of other pipeline ranks to which all of these are tied
+    deferred: int = 0  # elements whose gradients the second half of a split backward makes
+    most: int = 0  # elements of the largest of these parameters
     layer: int = 0  # elements in the largest layer
     rest: int = 0  # elements outside the layers
 
@@ -80,27 +82,43 @@ class Once:
         return cast(T, self._found[key])
 
 
-class Known(Once):
+class Facts(Once):
     """A description, and cached results derived from it; the optimizer is AdamW by default."""
 
     def __init__(self, description: Description, optimizer: Optimizer | None = None) -> None:
         super().__init__()
         self.description, self.optimizer = description, optimizer or Optimizer()
         self.layers = {block.kind for block in description.blocks if block.place == "layer"}
-        self._contents: dict[Content, int] = {}
+        self.contents: list[Content] = []  # of pipeline ranks, by their numbers
+        self._numbers: dict[Content, int] = {}
 
     def numbers(self, layout: Layout) -> tuple[int, ...]:
         """Return a number for each pipeline rank; ranks with the same content share it."""
+        return self._pipeline(layout)[0]
 
-        def work_out() -> tuple[int, ...]:
-            each, known = contents(self.description, layout), self._contents
-            return tuple(known.setdefault(content, len(known)) for content in each)
+    def ends(self, layout: Layout) -> list[tuple[int, int]]:
+        """Return (number, rank) of the first and the last rank with each number.
 
-        return self.once((layout.schedule, layout.grid.pp, layout.chunks), work_out)
+        One of these holds the most: between them, live micro-batches only increase or decrease.
+        """
+        return self._pipeline(layout)[1]
 
-    def content(self, number: int) -> Content:
-        """Return the content of the ranks with a number."""
-        return self.once(("content", number), lambda: [*self._contents][number])
+    def _pipeline(self, layout: Layout) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        key = layout.schedule, layout.grid.pp, layout.chunks
+
+        def work_out() -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+            numbers = tuple(map(self._number, contents(self.description, *key)))
+            ranks = [(number, rank) for rank, number in enumerate(numbers)]
+            ends = *dict(reversed(ranks)).items(), *dict(ranks).items()
+            return numbers, [*dict.fromkeys(ends)]
+
+        return self.once(key, work_out)
+
+    def _number(self, content: Content) -> int:
+        number = self._numbers.setdefault(content, len(self.contents))
+        if number == len(self.contents):
+            self.contents.append(content)
+        return number
 
     def handed(self, layout: Layout) -> int:
         """Return the bytes of a message between stages: the largest output of a block."""
@@ -112,19 +130,6 @@ class Known(Once):
 
         return self.once(("handed", layout.cut, layout.micro_rows), work_out)
 
-    def ends(self, layout: Layout) -> list[tuple[int, int]]:
-        """Return (number, rank) of the first and the last rank with each number.
-
-        One of these holds the most: between them, live micro-batches only increase or decrease.
-        """
-
-        def work_out() -> list[tuple[int, int]]:
-            ranks = [(number, rank) for rank, number in enumerate(self.numbers(layout))]
-            first, last = dict(reversed(ranks)), dict(ranks)
-            return [*dict.fromkeys((*first.items(), *last.items()))]
-
-        return self.once(("ends", layout.schedule, layout.grid.pp, layout.chunks), work_out)
-
     def groups(self, layout: Layout, number: int) -> tuple[Group, ...]:
         """Return the parameter groups of a rank with this number, on the fullest tp and ep rank."""
         grid = layout.grid
@@ -134,7 +139,7 @@ class Known(Once):
     def _groups(self, layout: Layout, number: int) -> list[Group]:
         grid, behaviours = layout.grid, self.description.behaviours(layout.cut)
         apart = grid.ep * grid.etp != grid.tp  # if equal, edp is cp x dp
-        content = self.content(number)
+        content = self.contents[number]
         others, seen = dict(content.ties), set[str]()
         found: dict[tuple[str, int, int], Group] = {}
         for kind, times in content.kinds.items():
@@ -153,6 +158,8 @@ class Known(Once):
                 found[key] = own._replace(
                     elements=own.elements + elements * more, tensors=own.tensors + more,
                     largest=max(own.largest, elements),
+                    deferred=own.deferred + elements * more * each.deferred,
+                    most=max(own.most, elements * each.deferred),
                 )  # fmt: skip
             for key, size in sizes.items():
                 own = found[key]

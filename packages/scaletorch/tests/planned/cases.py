@@ -1,24 +1,34 @@
-"""Layouts and options, drawn with a seed."""
+"""Tiny models and layouts to plan and to train, drawn with a seed."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from unittest.mock import patch
 
-from scaletorch.dist.errors import InvalidArgumentError
+import torch
+
+from scaletorch.dist.transport import ways
+from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
 from scaletorch.parallel.pg_manager import Grid, legal_layouts
-from scaletorch.plan import Layout
+from scaletorch.plan import Cut, Description, Layout, describe
 
 SCHEDULES = (("1f1b", 1), ("afab", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("looped_bfs", 2),
              ("zb_v", 2), ("dualpipe_v", 2))  # fmt: skip
+SIZES = {
+    "wide": {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176},
+    "large": {"vocab_size": 256, "hidden_size": 160, "intermediate_size": 440},  # several buckets
+    "small": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48},
+}
 
 
 @dataclass(frozen=True)
 class Case:
     """A model of a size and a way to train it."""
 
-    family: str
+    family: str  # a size, and "mixture" behind it for one with experts
     layers: int
     tied: bool
     dtype: str
@@ -34,6 +44,26 @@ class Case:
             f"sp {at.sequence_parallel} {at.micro_batches} x {at.micro_rows}"
             f"{f' summed in {self.sum_item} bytes' * bool(self.sum_item)}"
         )
+
+
+def model_of(case: Case) -> Llama:
+    """Return the plain model."""
+    size, *mixture = case.family.split()
+    sizes = {**SIZES[size], "num_layers": case.layers, "tie_embeddings": case.tied}
+    model = Mixture(MixtureConfig(**sizes)) if mixture else Llama(LlamaConfig(**sizes))
+    return model.to(getattr(torch, case.dtype))
+
+
+def described(case: Case) -> Description:
+    """Describe what a case trains, in its cut, with gloo: what that lacks is done another way."""
+    return _described(replace(case, layout=Layout(Grid()), sum_item=None), case.layout.cut)
+
+
+@cache
+def _described(case: Case, cut: Cut) -> Description:
+    real = ways.route
+    with patch.object(ways, "route", lambda *of: replace(real(*of), backend="gloo")):
+        return describe(lambda: model_of(case), case.length, cuts=[cut], kernels="cpu")
 
 
 def drawn_wide(seed: int, ranks: int) -> Iterator[Case]:
@@ -66,13 +96,8 @@ def drawn_shared(seed: int, ranks: int) -> Iterator[Case]:
         if grid.cp * grid.dp > 1:
             family, tied = models.choice(("large", "large mixture")), models.random() < 0.4
             if family == "large mixture":
-                grid = _with_experts(models, grid)
+                ep = models.choice((1, 2, 4))
+                fits = grid.tp * grid.cp * grid.dp % ep == 0
+                grid = Grid(grid.tp, grid.cp, grid.pp, grid.dp, ep=ep) if fits else grid
             layout = replace(case.layout, grid=grid, zero=random_.choice((1, 2)))
             yield replace(case, family=family, tied=tied, layout=layout)
-
-
-def _with_experts(random_: random.Random, grid: Grid) -> Grid:
-    try:
-        return Grid(grid.tp, grid.cp, grid.pp, grid.dp, ep=random_.choice((1, 2, 4)))
-    except InvalidArgumentError:
-        return grid
