@@ -10,7 +10,7 @@ from typing import Any
 
 from .comparison.births import Birth
 from .comparison.judge import BAD, UNSEEN, Judged
-from .keys import FINAL, GRADIENT, START, Key
+from .keys import FINAL, Key, Kind
 
 SHOWN = 3  # births and inputs that the text names
 
@@ -33,7 +33,7 @@ class Found:
         where = ", ".join(name or "the model itself" for name in birth.modules[:SHOWN])
         more = f" and {len(birth.modules) - SHOWN} more" if len(birth.modules) > SHOWN else ""
         came = f"in {birth.direction}"
-        if birth.direction == START:
+        if birth.direction == Kind.START:
             came = "before the step, where weights are made, loaded or divided"
         lines = [
             f"{own.key}, step {own.key.step}: off by {_figure(own.error)}, and rounding explains "
@@ -84,7 +84,7 @@ class Report:
     def unjudged(self) -> list[str]:
         """The results of the training that were not compared, each with the reason."""
         results = [each for each in self.judged.values() if each.key.kind in FINAL]
-        if not any(each.key.kind == GRADIENT for each in results):
+        if not any(each.key.kind == Kind.GRADIENT for each in results):
             return ["no gradient was recorded: record a backward, and the model that it trains"]
         return [f"{each.key}: {each.why}" for each in results if each.state == UNSEEN]
 

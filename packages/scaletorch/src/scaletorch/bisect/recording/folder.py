@@ -9,16 +9,17 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
 
+T = TypeVar("T")
 VERSION = 4
 _ALIGNED = 64  # bytes; any dtype can be viewed in place
 
@@ -28,13 +29,13 @@ class Line:
     """A tensor of a recording."""
 
     kind: str  # as in `keys.Key`
-    name: str  # as in `keys.Key`
-    item: str  # as in `keys.Key`
-    # Number of earlier calls of the module in this step, or of the model for a TERM. For DATA, the
-    # micro-batch.
-    call: int
-    dtype: str  # without 'torch.'
-    shape: list[int]  # shape of this rank's tensor
+    name: str = ""  # as in `keys.Key`
+    item: str = ""  # as in `keys.Key`
+    # Number of earlier calls of the module in this step; of the model for a term. For an entry of
+    # the batch, the micro-batch.
+    call: int = 0
+    dtype: str = ""  # without 'torch.'
+    shape: list[int] = field(default_factory=list)  # shape of this rank's tensor
     offset: int = -1  # its first byte in the file; -1 if it is the tensor of line `same`
     same: int = -1  # a line of the same tensor, or -1
     # lines of the tensors that it was computed from
@@ -100,13 +101,19 @@ class Recording:
     path: Path  # the file of the tensors
     # unique among the recordings of this process
     number: int = field(default_factory=itertools.count().__next__)
-    # cache of places and indices worked out from it
-    known: dict[Any, Any] = field(default_factory=dict)
+    _cache: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
         """The global rank."""
         return int(self.header["rank"])
+
+    def cached(self, key: Any, compute: Callable[[], T]) -> T:
+        """Return what `compute` returns, which depends on nothing but the recording and the key."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+        found: T = self._cache[key]
+        return found
 
     def tensor(self, number: int) -> Tensor:
         """Return the tensor of a line, read from the file."""
