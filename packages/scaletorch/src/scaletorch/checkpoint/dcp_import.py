@@ -158,9 +158,10 @@ def _read(root: Path, file: str, offset: int, length: int, **_: Any) -> Any:
 class _Reader(Reader):
     """Reads the files; loads each chunk once before any copy, to check it."""
 
-    def check(self, read: Read, checked: set[tuple[str, int]]) -> None:
-        if (read.chunk.file, read.chunk.offset) not in checked:
-            checked.add((read.chunk.file, read.chunk.offset))
+    def check(self, read: Read) -> None:
+        place = read.chunk.file, read.chunk.offset
+        if place not in self._checked:
+            self._checked.add(place)
             self.tensor(read)
 
     def tensor(self, read: Read) -> Tensor:

@@ -10,25 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from ..parallel.data_parallel import Shard
 from ..parallel.pg_manager import ProcessGroupManager
-from .agreement import (
-    CheckpointError,
-    DamagedCheckpointError,
-    all_or_none,
-    control_group,
-    find_manager,
-    on_first_rank,
-)
-from .format.folders import UNFINISHED, candidates
+from .agreement import CheckpointError, DamagedCheckpointError, Ranks, find_manager
+from .format.folders import candidates
 from .format.metadata import METADATA, Saved, from_json, unseal
 from .format.values import decode, like
 from .saving import wait_for_last
-from .state.fit import all_names, check_fit, check_parts, plan_model, plan_shards
+from .state.fit import all_names, check_fit, check_programs, plan_model, plan_shards
 from .state.generators import find_random, restore_random, seed_anew
-from .state.model_tensors import Held, find_held, find_shards, refresh_shards
+from .state.model_tensors import device_of, find_held, find_shards, refresh_shards
 from .state.optimizer import make_states
 from .state.record import Entry
 from .storage import Reader
@@ -49,17 +40,23 @@ class Loaded:
     folder: Path
 
 
-@dataclass(frozen=True, slots=True)
 class Program:
-    """The program into which a checkpoint is loaded."""
+    """The program into which a checkpoint is loaded; made without communication."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    scheduler: Any
-    manager: ProcessGroupManager
-    held: dict[int, Held]
-    shards: list[tuple[Shard, Held]]
-    group: ProcessGroup | None
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any,
+        manager: ProcessGroupManager | None,
+        ranks: Ranks,
+    ) -> None:
+        wait_for_last()
+        self.optimizer, self.scheduler, self.ranks = optimizer, scheduler, ranks
+        self.manager = find_manager(manager)
+        found = find_held(model, self.manager)
+        self.held = list(found.values())
+        self.shards = find_shards(model, found, optimizer, self.manager)
 
 
 def load(
@@ -99,13 +96,11 @@ def load(
             the one given; or the folder has no checkpoint, but files of another or unknown kind.
         DamagedCheckpointError: The checkpoint, and every one before it, is incomplete or changed.
     """
-    group, root = control_group(), Path(folder).absolute()
-    program = all_or_none(
-        "what a checkpoint is loaded into",
-        lambda: describe(model, optimizer, scheduler, manager, group),
-        group,
+    ranks, root = Ranks(), Path(folder).absolute()
+    program = ranks.all_or_none(
+        f"loading {root} failed", lambda: Program(model, optimizer, scheduler, manager, ranks)
     )
-    found = on_first_rank(lambda: candidates(root), group)
+    found = ranks.on_first(lambda: candidates(root))
     damage: dict[str, str] = {}
     for candidate in found if fall_back else found[:1]:
         try:
@@ -123,42 +118,20 @@ def load(
     return None
 
 
-def describe(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Any,
-    manager: ProcessGroupManager | None,
-    group: ProcessGroup | None,
-) -> Program:
-    """Return the program that a checkpoint is loaded into, without communication."""
-    wait_for_last()
-    manager = find_manager(manager)
-    held = find_held(model, manager)
-    shards = find_shards(model, held, optimizer, manager)
-    return Program(model, optimizer, scheduler, manager, held, shards, group)
-
-
 def _load_one(
     folder: Path, program: Program, check: Callable[[dict[str, Any]], None] | None
 ) -> Loaded:
     """Load one checkpoint; if this raises, nothing has changed."""
-    group, what = program.group, f"{folder}"
-    document = on_first_rank(lambda: read_document(folder), group)
+    ranks, what = program.ranks, f"{folder}"
+    document = ranks.on_first(lambda: unseal(folder / METADATA))
     extra = decode(document["extra"])
     if check is not None:
-        all_or_none(what, lambda: check(extra), group)
+        ranks.all_or_none(what, lambda: check(extra))
     saved = from_json(document["entries"])
-    names = all_names(program.held.values(), program.manager)
-    plan = all_or_none(what, lambda: Plan(program, document, saved, names), group)
+    names = all_names(program.held, program.manager)
+    plan = ranks.all_or_none(what, lambda: Plan(program, document, saved, names))
     plan.read(Reader(folder, saved, document["files"]), what)
     return Loaded(document["step"], extra, folder)
-
-
-def read_document(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's description, and check its digest."""
-    if folder.name.endswith(UNFINISHED):
-        raise DamagedCheckpointError(f"{folder} was never finished")
-    return unseal(folder / METADATA)
 
 
 class Plan:
@@ -174,10 +147,9 @@ class Plan:
         cast: bool = False,
     ) -> None:
         self._program, self._document = program, document
-        check_parts(document, program.optimizer, program.scheduler)
-        held = program.held.values()
-        check_fit(held, names, saved, document["ties"])
-        self.targets = plan_model(held, program.shards, saved, cast=cast)
+        check_programs(document, program.optimizer, program.scheduler)
+        check_fit(program.held, names, saved, document["ties"])
+        self.targets = plan_model(program.held, program.shards, saved, cast=cast)
         plan_shards(program.shards, saved, self.targets)
         self._state: list[tuple[Tensor, dict[str, Any]]] = []
         self._groups: list[dict[str, Any]] = []
@@ -192,10 +164,7 @@ class Plan:
             )
         self._schedule: dict[str, Any] | None = None
         if program.scheduler is not None:
-            own = program.scheduler.state_dict()
-            self._schedule = like(own, decode(document["scheduler"]))
-        devices = (each.tensor.device for each in program.held.values())
-        self._device = next(devices, torch.device("cpu"))
+            self._schedule = like(program.scheduler.state_dict(), decode(document["scheduler"]))
         self._random: dict[str, Tensor] | None = None
         self._random_targets: dict[str, Entry] = {}
         grid = program.manager.grid
@@ -204,10 +173,10 @@ class Plan:
 
     def read(self, reader: Reader, what: str) -> None:
         """Read everything and install it; if this raises, model and optimizer are unchanged."""
-        program, group = self._program, self._program.group
-        reads = all_or_none(what, lambda: reader.plan(self.targets), group)
-        reader.copy(all_or_none(what, lambda: reader.plan(self._random_targets), group))
-        all_or_none(what, self._install_states, group)
+        program, ranks = self._program, self._program.ranks
+        reads = ranks.all_or_none(what, lambda: reader.plan(self.targets))
+        reader.copy(ranks.all_or_none(what, lambda: reader.plan(self._random_targets)))
+        ranks.all_or_none(what, self._install_states)
         reader.copy(reads)
         refresh_shards(program.shards)
         if program.optimizer is not None:
@@ -226,7 +195,7 @@ class Plan:
             if self._schedule is not None:
                 self._program.scheduler.load_state_dict(self._schedule)
             if self._random is not None:
-                restore_random(self._random, self._device)
+                restore_random(self._random, device_of(self._program.held))
         except Exception as error:  # schedulers may raise any kind
             raise CheckpointError(
                 "its generators or its scheduler cannot be given their state here: "

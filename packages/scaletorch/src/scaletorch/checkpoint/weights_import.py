@@ -12,17 +12,11 @@ from torch import nn
 
 from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
-from .agreement import (
-    CheckpointError,
-    DamagedCheckpointError,
-    all_or_none,
-    control_group,
-    on_first_rank,
-)
+from .agreement import CheckpointError, DamagedCheckpointError, Ranks
 from .format.metadata import from_json
 from .format.safetensors_files import read_header
 from .format.values import dtype_name
-from .loading import Plan, Program, describe
+from .loading import Plan, Program
 from .state.fit import all_names
 from .state.model_tensors import find_ties
 from .storage import Reader
@@ -70,17 +64,17 @@ def read_folder(
     reader: type[Reader],
 ) -> None:
     """Load another program's folder, which `find` describes like `metadata.json` on rank 0."""
-    group, what = control_group(), f"{root}"
-    program = all_or_none(what, lambda: describe(model, optimizer, None, manager, group), group)
-    names = all_names(program.held.values(), program.manager)
+    ranks, what = Ranks(), f"{root}"
+    program = ranks.all_or_none(what, lambda: Program(model, optimizer, None, manager, ranks))
+    names = all_names(program.held, program.manager)
     stages = all_gather_object(find_ties(program.held), program.manager.pp_group)
     ties = {name: tied for stage in stages for name, tied in stage.items()}
     firsts = {name: name for name in names}
     firsts |= {alias: first for first, tied in ties.items() for alias in tied}
     whole = Whole(firsts, ties, optimizer, _group_names(program))
-    document = on_first_rank(lambda: find(root, whole), group) | {"ties": ties}
+    document = ranks.on_first(lambda: find(root, whole)) | {"ties": ties}
     saved = from_json(document["entries"])
-    plan = all_or_none(what, lambda: Plan(program, document, saved, names, cast=True), group)
+    plan = ranks.all_or_none(what, lambda: Plan(program, document, saved, names, cast=True))
     plan.read(reader(root, saved, document["files"]), what)
 
 
@@ -91,7 +85,7 @@ def _group_names(program: Program) -> list[set[str]]:
     names = {id(shard.tensor): own.name for shard, own in program.shards}
     groups = [group["params"] for group in program.optimizer.param_groups]
     own = [sorted({names[id(t)] for t in each if id(t) in names}) for each in groups]
-    every = all_gather_object(own, program.group)
+    every = all_gather_object(own, program.ranks.group)
     return [set().union(*ranks) for ranks in zip(*every, strict=True)]
 
 

@@ -84,8 +84,7 @@ def plan_model(
             continue
         # Through `data`, which leaves version counters unchanged. From a changed one a sharded
         # optimizer would conclude that its parameters changed, and round its masters to them.
-        parts = list(each.parts(each.tensor.data))
-        targets[name] = Entry(each.shape, dtype, parts, source)
+        targets[name] = Entry(each.shape, dtype, [*each.rectangles(each.tensor.data)], source)
     if wrong:
         raise CheckpointError("it is of another model: " + "; ".join(wrong[:12]))
     return targets
@@ -100,25 +99,25 @@ def plan_shards(
             name = f"master.{own.name}"
             source = name if name in saved else f"model.{own.name}"
             entry = targets.setdefault(name, Entry(own.shape, shard.tensor.dtype, [], source))
-            entry.parts.extend(own.parts(shard.tensor, shard.start, shard.stop))
+            entry.rectangles.extend(own.rectangles(shard.tensor, shard.start, shard.stop))
         elif is_whole_matrix(shard, own):
-            targets[f"model.{own.name}"].parts.extend(own.parts(shard.tensor))
+            targets[f"model.{own.name}"].rectangles.extend(own.rectangles(shard.tensor))
 
 
-def check_parts(
+def check_programs(
     document: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, scheduler: Any
 ) -> None:
     """Refuse a checkpoint that does not fit the optimizer and scheduler to restore."""
     programs = {"optimizer": (optimizer, "groups"), "scheduler": (scheduler, "scheduler")}
-    for part, (program, key) in programs.items():
-        saved, own = document.get("kinds", {}).get(part), kind_of(program)
-        article = "an" if part == "optimizer" else "a"
+    for kind, (program, key) in programs.items():
+        saved, own = document.get("kinds", {}).get(kind), kind_of(program)
+        article = "an" if kind == "optimizer" else "a"
         if program is not None and document[key] is None:
-            raise CheckpointError(f"it was saved without {article} {part}; load it without one")
+            raise CheckpointError(f"it was saved without {article} {kind}; load it without one")
         if program is not None and saved not in (None, own):
             raise CheckpointError(
-                f"its {part} is {article} {saved}, and the one given is {own}, which cannot go on "
-                f"from its state: give {saved}, or load without {article} {part}"
+                f"its {kind} is {article} {saved}, and the one given is {own}, which cannot go on "
+                f"from its state: give {saved}, or load without {article} {kind}"
             )
     if optimizer is not None and len(document["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -21,7 +21,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Rectangle:
     """A rectangle of a whole tensor, held by this rank."""
 
     offsets: tuple[int, ...]  # its first index in the whole tensor, per dim
@@ -29,7 +29,7 @@ class Part:
     owner: int  # the first tp rank that has it
 
 
-def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
+def split_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
     """Split a range of a row-major tensor's elements into rectangles, in order.
 
     These are whole rows, and before and after them partial rows, split in the same way.
@@ -52,7 +52,7 @@ def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
 
 def _within(index: int, start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
     before = index * prod(shape[1:])  # elements of earlier rows
-    for offsets, sizes in rectangles(start - before, stop - before, shape[1:]):
+    for offsets, sizes in split_range(start - before, stop - before, shape[1:]):
         yield (index, *offsets), (1, *sizes)
 
 
@@ -81,27 +81,34 @@ class Held:
         """Number of bytes of the whole tensor."""
         return torch.Size(self.shape).numel() * self.tensor.dtype.itemsize
 
-    def parts(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Part]:
+    @property
+    def replicas(self) -> str:
+        """The axis of the ranks that hold the same values."""
+        return "cp_dp" if self.experts is None else "edp"
+
+    def rectangles(
+        self, tensor: Tensor, start: int = 0, stop: int | None = None
+    ) -> Iterator[Rectangle]:
         """Yield the rectangles in `tensor`: this rank's shard, or its flat range start to stop."""
         found, shape = tensor.detach(), tuple(self.tensor.shape)
         if tuple(found.shape) == shape:  # may be non-contiguous
             boxes = [((0,) * len(shape), found)] if found.numel() else []
         else:
-            places = list(rectangles(start, self.tensor.numel() if stop is None else stop, shape))
+            places = list(split_range(start, self.tensor.numel() if stop is None else stop, shape))
             flat = found.split([prod(sizes) for _, sizes in places])
             boxes = [(start, t.view(sizes)) for (start, sizes), t in zip(places, flat, strict=True)]
         for offsets, box in boxes:
-            for part in self._cut(offsets, box):
+            for rectangle in self._cut(offsets, box):
                 if self.experts is None:
-                    yield part
+                    yield rectangle
                 else:
-                    first, *rest = part.offsets
-                    yield replace(part, offsets=(first + self.experts.own.start, *rest))
+                    first, *rest = rectangle.offsets
+                    yield replace(rectangle, offsets=(first + self.experts.own.start, *rest))
 
-    def _cut(self, offsets: tuple[int, ...], box: Tensor) -> Iterator[Part]:
+    def _cut(self, offsets: tuple[int, ...], box: Tensor) -> Iterator[Rectangle]:
         """Split a rectangle of this shard where its slices are not adjacent in the whole tensor."""
         if self.cut is None:
-            yield Part(offsets, box, self.owner)
+            yield Rectangle(offsets, box, self.owner)
             return
         dim, cut, rank, local = self.cut.dim, self.cut.cut, self.cut.layer.tp_rank, 0
         begin, end = offsets[dim], offsets[dim] + box.shape[dim]
@@ -109,8 +116,13 @@ class Held:
             low, high = max(begin, local), min(end, local + len(own))
             if low < high:
                 begins = (*offsets[:dim], own.start + low - local, *offsets[dim + 1 :])
-                yield Part(begins, box.narrow(dim, low - begin, high - low), owner)
+                yield Rectangle(begins, box.narrow(dim, low - begin, high - low), owner)
             local += len(own)
+
+
+def device_of(held: Iterable[Held]) -> torch.device:
+    """Return the device of a model's tensors; the CPU if there are none."""
+    return next((each.tensor.device for each in held), torch.device("cpu"))
 
 
 def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]:
@@ -134,30 +146,17 @@ def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]
         tie = stages.get(names[0])
         every = tuple(names) if tie is None else tie.names
         first = tie is None or tie.owners[0] == manager.pp_rank
-        how = cuts.get(names[0]), experts.get(names[0])
-        held[key] = describe(tensors[key], every, *how, manager, first=first)
+        cut, expert_cut = cuts.get(names[0]), experts.get(names[0])
+        shape, owner = tuple(tensors[key].shape), 0
+        if cut is not None and cut.layer.tp_size == 1:
+            cut = None
+        if cut is not None:
+            shape = cut.whole(shape)
+        if expert_cut is not None:
+            shape = (expert_cut.whole, *shape[1:])
+            owner = 0 if manager.grid.etp > 1 else manager.tp_rank  # 0: all tp ranks have them
+        held[key] = Held(every, tensors[key], shape, cut, expert_cut, owner, first)
     return held
-
-
-def describe(
-    tensor: Tensor,
-    names: tuple[str, ...],
-    cut: ParameterCut | None,
-    experts: ExpertCut | None,
-    manager: ProcessGroupManager,
-    *,
-    first: bool = True,
-) -> Held:
-    """Return the `Held` of a tensor; with etp = tp all tp ranks have the same experts."""
-    shape, owner = tuple(tensor.shape), 0
-    if cut is not None and cut.layer.tp_size == 1:
-        cut = None
-    if cut is not None:
-        shape = cut.whole(shape)
-    if experts is not None:
-        shape = (experts.whole, *shape[1:])
-        owner = 0 if manager.grid.etp > 1 else manager.tp_rank
-    return Held(names, tensor, shape, cut, experts, owner, first)
 
 
 @torch.no_grad()
@@ -171,9 +170,9 @@ def refresh_shards(shards: Sequence[tuple[Shard, Held]]) -> None:
             shard.tensor.copy_(own.view_as(shard.tensor))
 
 
-def find_ties(held: dict[int, Held]) -> dict[str, list[str]]:
+def find_ties(held: Iterable[Held]) -> dict[str, list[str]]:
     """Map the name under which each tied tensor is saved to all its names."""
-    return {each.name: list(each.names) for each in held.values() if len(each.names) > 1}
+    return {each.name: list(each.names) for each in held if len(each.names) > 1}
 
 
 def find_shards(
