@@ -138,7 +138,7 @@ def _plain(found: Found) -> dict[str, Any]:
         "bound": _number(own.bound),
         "direction": found.birth.direction,
         "modules": found.birth.modules,
-        "parts": [{"rank": rank, "micro_batch": number} for rank, number in own.wrong],
+        "shards": [{"rank": rank, "micro_batch": number} for rank, number in own.wrong],
         "how": found.how,
         "inputs": [
             {"tensor": str(each.key), "error": _number(each.error), "bound": _number(each.bound)}
