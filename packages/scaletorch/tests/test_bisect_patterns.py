@@ -140,7 +140,7 @@ def test_one_fault_is_one_sentence(name):
 
 def test_two_faults_are_two_sentences_and_nan_comes_first():
     def change(rank, x, index):
-        return (2 * x, 2 * x, filled(x, math.nan, 0), 0 * x)[rank]
+        return (2 * x, 2 * x, filled(x.clone(), math.nan, 0), 0 * x)[rank]
 
     assert explain(pieces(WHOLE, 1, 4, change), WHOLE, 1e-9, axes=AXES) == [
         "rank 2 has NaN or infinity at positions 8-11 of row 0, unlike the reference",

@@ -311,11 +311,11 @@ def test_a_wrapper_that_ends_after_its_save_keeps_the_folder_locked(tmp_path):
     (tmp_path / LOCK).write_text("process 7 on host elsewhere since Sun\n")  # of a job that ended
     model = nn.Linear(2, 2)
     save(tmp_path, nn.Sequential(model), step=1)
-    assert f"process {os.getpid()} " in (tmp_path / LOCK).read_text()
     gc.collect()
     command = [sys.executable, "-c", JOB, str(tmp_path)]
     other = subprocess.run(command, input="", capture_output=True, text=True, timeout=60)
     assert f"is being written by process {os.getpid()} on host" in other.stderr
+    assert f"process {os.getpid()} " in (tmp_path / LOCK).read_text()  # closing it ends the lock
 
 
 def test_a_lock_of_another_user_is_not_ignored(tmp_path, monkeypatch):

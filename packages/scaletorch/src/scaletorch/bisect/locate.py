@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,7 +191,7 @@ def bisect(
     where = choose_where(device, backend)
     grid = parse_layout(layout) if isinstance(layout, str) else layout
     case = Case(grid, dtype=dtype, **{str(k): v for k, v in (options or {}).items()})  # type: ignore[arg-type]
-    phases = problem.PHASES
+    phases: Sequence[problem.Phase] = problem.PHASES
     if optimizer is not None:
         phases = problem.phases_of(problem.Chosen(locator(optimizer), dict(optimizer_args or {})))
     subject = Subject(
