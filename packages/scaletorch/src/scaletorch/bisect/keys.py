@@ -46,7 +46,7 @@ class Key(NamedTuple):
 
     @property
     def is_output(self) -> bool:
-        """Whether it is the output of a module."""
+        """True if it is the output of a module."""
         return self.kind == Kind.FORWARD and self.item.startswith("out")
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,12 +191,10 @@ def bisect(
     where = choose_where(device, backend)
     grid = parse_layout(layout) if isinstance(layout, str) else layout
     case = Case(grid, dtype=dtype, **{str(k): v for k, v in (options or {}).items()})  # type: ignore[arg-type]
-    phases: Sequence[problem.Phase] = problem.PHASES
-    if optimizer is not None:
-        phases = problem.phases_of(problem.Chosen(locator(optimizer), dict(optimizer_args or {})))
+    chosen = None if optimizer is None else problem.Chosen(locator(optimizer), optimizer_args or {})
     subject = Subject(
-        locator(model_fn), plan, split, phases, where.device, row_dims, sequence_dims,
-        None if loss_fn is None else locator(loss_fn),
+        locator(model_fn), plan, split, problem.phases_of(chosen) if chosen else problem.PHASES,
+        where.device, row_dims, sequence_dims, None if loss_fn is None else locator(loss_fn),
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="scaletorch-bisect-") as own:
         place = Path(own if folder is None else folder)

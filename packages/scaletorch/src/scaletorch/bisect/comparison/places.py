@@ -40,7 +40,7 @@ class Held:
 
     @property
     def is_second_name(self) -> bool:
-        """Whether the tensor was recorded before under another name."""
+        """True if the tensor was recorded before under another name."""
         return self.recording.lines[self.number].same >= 0
 
     @property
