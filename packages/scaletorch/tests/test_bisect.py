@@ -157,7 +157,7 @@ def test_recording_leaves_nothing_behind(one, tmp_path):
     with pytest.raises(OSError, match="disk on fire"):
         step(tmp_path / "failed", fails=True)
     assert nn.Module.__call__ is call
-    with pytest.raises(InvalidArgumentError, match="that was recorded failed: OSError: disk on"):
+    with pytest.raises(InvalidArgumentError, match="the recorded step failed: OSError: disk on"):
         compare(one, tmp_path / "failed")
     report = compare(one, tmp_path / "two")
     assert report.sound
@@ -187,12 +187,12 @@ def add_a_rank_of_another_run(folder):
 INCOMPLETE = {
     "none": (shutil.rmtree, "has no recording"),
     "other sizes": (lambda f: step(f, sizes=(8, 12)), "different models"),
-    "torn": (lambda f: truncate(f, "*.bin", -64), r"is torn: it has \d+ bytes, and \d+ were"),
+    "torn": (lambda f: truncate(f, "*.bin", -64), r"is incomplete: it has \d+ bytes, and \d+ were"),
     "a rank": (lambda f: replace(f, '"world_size": 1', '"world_size": 2'), r"\[1\] are missing"),
-    "two runs": (add_a_rank_of_another_run, r"two runs: those of ranks \[1\] are of another"),
-    "half an index": (lambda f: truncate(f, "*.json", 500), "is no index of a recording"),
-    "no index": (lambda f: next(f.glob("*.json")).unlink(), "ended before its recording did"),
-    "version": (lambda f: replace(f, '"version": ', '"version": 9'), r"is of version 9\d, and"),
+    "two runs": (add_a_rank_of_another_run, r"two runs: those of ranks \[1\] were made by another"),
+    "half an index": (lambda f: truncate(f, "*.json", 500), "is not the index of a recording"),
+    "no index": (lambda f: next(f.glob("*.json")).unlink(), "ended before the recording"),
+    "version": (lambda f: replace(f, '"version": ', '"version": 9'), r"has version 9\d, this"),
 }
 
 
@@ -213,7 +213,7 @@ def test_another_batch_is_named(one, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": [nn.Linear(2, 2)]}, r"not a list; of a pipeline's stage pass the"),
+        ({"model": [nn.Linear(2, 2)]}, r"not a list; for a stage of a pipeline, pass its"),
         ({"describe": {"rows": 3}}, r'describe\["rows"\] must be'),
         ({"describe": {"rows": ([], 4)}}, r'describe\["rows"\] must be'),
         ({"describe": {"rows": (range(2), "x")}}, r'describe\["rows"\] must be'),

@@ -175,15 +175,15 @@ def resize(layers):
 
 STATES = {
     "moment": (lose_a_moment, "no exp_avg_sq of the optimizer for layers.1.mlp.up_proj.weight"),
-    "groups": (regroup, "another one, or has other groups.*AdamW"),
-    "class": (add_dampening, "another one.*dampening"),
+    "groups": (regroup, "another optimizer or other groups.*AdamW"),
+    "class": (add_dampening, "another optimizer.*dampening"),
     "number": (number, r"no exp_avg, exp_avg_sq, step of the optimizer for .*get_state_dict"),
     "twice": (
         lambda state: state.update(average=state["model"]),
         r"more than once, as \['average.', 'model.'\]: save it once",
     ),
-    "untied": (untie, "other values for model.lm_head.weight"),
-    "elsewhere": (rename, "has another model"),
+    "untied": (untie, "different values for model.lm_head.weight"),
+    "elsewhere": (rename, "checkpoint of another model"),
     "model alone": (lambda state: state.pop("optim"), "saved without an optimizer"),
     "larger": (resize(3), "no layers.2."),
     "smaller": (resize(1), "has no layers.1."),
@@ -227,13 +227,13 @@ class Evil:
 
 
 FILES = {
-    "offset": (lambda f: change_metadata(f, move_a_chunk), "chunks of model.norm.weight do not"),
+    "offset": (lambda f: change_metadata(f, move_a_chunk), "of model.norm.weight do not cover"),
     "bytes": (lambda f: change_metadata(f, swap_bytes), "which is not that of model"),
-    "flipped": (flip, "checksum is another|cannot be read at byte"),
+    "flipped": (flip, "checksum does not|cannot be read at byte"),
     "truncated": (lambda f: os.truncate(f / "__0_0.distcp", 9000), "cannot be read at byte"),
     "no file": (lambda f: (f / "__0_0.distcp").unlink(), "cannot be read"),
     "no metadata": (lambda f: (f / ".metadata").unlink(), "one finished checkpoint"),
-    "evil": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil())), "names .*system"),
+    "evil": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil())), "refers to .*system"),
 }
 WORDS = {name: words for name, (_, words) in (STATES | FILES).items()}
 

@@ -240,7 +240,7 @@ def test_an_export_that_was_killed_does_not_count_and_is_not_in_the_way(tmp_path
 def test_a_folder_of_other_files_is_no_empty_one(tmp_path, name, words):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
-    with pytest.raises(CheckpointError, match=f"has no checkpoint that .*{words}"):
+    with pytest.raises(CheckpointError, match=f"has no checkpoint of .*{words}"):
         load(tmp_path, filled(1.0))
     save(tmp_path, filled(2.0), step=3)  # beside ours it does no harm
     assert load(tmp_path, filled(1.0)).step == 3

@@ -108,7 +108,7 @@ def differ(root):
     with pytest.raises(MismatchError, match="extra"):
         save(root, model, optimizer, step=1, extra={"position": get_rank()})
     kind = MismatchError if get_rank() else InvalidArgumentError
-    with pytest.raises(kind, match="step must be a number"):
+    with pytest.raises(kind, match="step must be an integer"):
         save(root, model, optimizer, step=1 if get_rank() else None)
     assert latest(root) is None
 
@@ -210,7 +210,7 @@ def assert_equal_shared(found, expected):
 
 def refuse_narrow(root):
     model, optimizer, _ = setup((2, 1, 1, 2), dtype=torch.bfloat16)
-    with pytest.raises(CheckpointError, match=r"is torch\.float32 there and torch\.bfloat16"):
+    with pytest.raises(CheckpointError, match=r"is torch\.float32 in .* torch\.bfloat16"):
         load(root, model, optimizer)
 
 
@@ -249,7 +249,7 @@ def factored(root, layout, stage):
             train(model, optimizer, manager, 0)
         with patch.object(optimizers, "update_scope", return_value=Scope.ELEMENT):  # as if not seen
             train(model, optimizer, manager, 0)
-        with pytest.raises(InvalidArgumentError, match=r"optimizer\..*divided"):
+        with pytest.raises(InvalidArgumentError, match=r"optimizer\..*sharded"):
             save(root, model, optimizer, step=1)
         return None
     save(root, model, optimizer, step=1)
@@ -328,7 +328,7 @@ def test_other_weights_are_refused(tmp_path):
     export_safetensors(nn.Linear(3, 2), tmp_path / "linear")
     with pytest.raises(CheckpointError, match=r"the model has no bias, weight; the checkpoint has"):
         import_safetensors(Llama(SIZES), tmp_path / "linear")
-    with pytest.raises(CheckpointError, match=r"shape \(2, 3\) there and \(2, 4\)"):
+    with pytest.raises(CheckpointError, match=r"shape \(2, 3\) in the checkpoint and \(2, 4\)"):
         import_safetensors(nn.Linear(4, 2), tmp_path / "linear")
     (tmp_path / "linear" / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(DamagedCheckpointError, match="cannot be read as safetensors"):

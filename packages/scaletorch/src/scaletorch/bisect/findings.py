@@ -49,13 +49,12 @@ class Found:
         lines += [f"  {sentence}" for sentence in self.how]
         if birth.inputs:
             worst = max(birth.inputs, key=lambda each: each.error)
-            lines.append(
-                f"  what it was computed from agrees, {len(birth.inputs)} in all, "
-                f"{worst.key} to {_figure(worst.error)}"
-            )
+            count = f"{len(birth.inputs)} right tensor{'s' * (len(birth.inputs) > 1)}"
+            error = f"the largest error is {_figure(worst.error)}, in {worst.key}"
+            lines.append(f"  it was computed from {count}; {error}")
         if birth.others:
-            named = ", ".join(str(each.key) for each in birth.others[:SHOWN])
-            lines.append(f"  so born too, {len(birth.others)}: {named}" + _dots(birth.others))
+            named = ", ".join(str(each.key) for each in birth.others[:SHOWN]) + _dots(birth.others)
+            lines.append(f"  wrong in the same way, {len(birth.others)} more: {named}")
         return "\n".join(lines)
 
 
@@ -112,7 +111,7 @@ class Report:
         if not self.found:
             text += f" ({len(self.unjudged)} results among them)" * bool(self.unjudged)
             return f"{text}: no result of the training differs by more than rounding explains"
-        return f"{text}; {self.count(BAD)} are wrong, born so or computed from what is"
+        return f"{text}; {self.count(BAD)} are wrong: born wrong, or computed from a wrong one"
 
     def to_json(self) -> str:
         """Return everything as JSON; not-a-number and infinity as strings."""

@@ -81,7 +81,7 @@ def _describe(root: Path, whole: Whole) -> dict[str, Any]:
         both = ([_read(root, **chunk) for chunk in each["chunks"]] for each in (known, entry))
         if known is not entry and not all(map(torch.equal, *both)):
             raise CheckpointError(
-                f"{root} has other values for {key} than for another name of it, and in the model "
+                f"{root} has different values for {key} and another name of it, and in the model "
                 "they are one tensor"
             )
         if name in whole.firsts or weight:
@@ -105,13 +105,13 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):  # pickles enum members until Python 3.11.4
             return _member
-        raise pickle.UnpicklingError(f"it names {module}.{name}, as no description does")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, as torch never does")
 
 
 def _member(kind: Any, name: Any) -> Any:
     if isinstance(kind, EnumMeta):
         return kind[name]
-    raise pickle.UnpicklingError(f"it takes {name} of {kind}, as no description does")
+    raise pickle.UnpicklingError(f"it reads {name} of {kind}, as torch never does")
 
 
 def _entries(root: Path) -> Entries:
@@ -147,7 +147,7 @@ def _read(root: Path, file: str, offset: int, length: int, **_: Any) -> Any:
             opened.seek(offset)
             data = io.BytesIO(opened.read(length))
         if zipfile.ZipFile(data).testzip() is not None:
-            raise ValueError("its checksum is another")
+            raise ValueError("its checksum does not match")
         data.seek(0)
         return torch.load(data, map_location="cpu", weights_only=True)
     except Exception as error:  # broken files may raise any kind
@@ -185,8 +185,8 @@ def _find_prefix(root: Path, saved: Entries, firsts: Mapping[str, str]) -> str:
     most = max(map(len, found.values()), default=0)
     best = sorted(prefix for prefix, names in found.items() if len(names) == most)
     if len(best) != 1:
-        what = f"this model more than once, as {best}: save it once" if best else "another model"
-        raise CheckpointError(f"{root} has {what}")
+        what = f"has this model more than once, as {best}: save it once"
+        raise CheckpointError(f"{root} {what if best else 'has a checkpoint of another model'}")
     return best[0]
 
 
@@ -237,8 +237,8 @@ def _groups(
         unknown = set().union(*found.values()) - set(own) - {"initial_lr"}
         if saved and (len(found) != bool(names) or unknown):
             raise CheckpointError(
-                f"the optimizer in {root} is another one, or has other groups: one of the "
-                f"{type(optimizer).__name__} given is {' and '.join(found) or 'not'} there"
+                f"{root} was saved with another optimizer or other groups: one group of the given "
+                f"{type(optimizer).__name__} was saved as {' and '.join(found) or 'nothing'}"
             )
         result += [*found.values()] or [{}]
     return result if saved else None

@@ -109,11 +109,11 @@ def load(
             damage[candidate.name] = str(error)
             continue
         for name, text in damage.items():
-            said = f"going back to step {loaded.step}: {name} is damaged and passed over: {text}"
+            said = f"going back to step {loaded.step}: {name} is damaged: {text}"
             warnings.warn(said, stacklevel=2)
         return loaded
     if damage:
-        before = f"; fall_back=True takes {found[1].name}" if len(damage) < len(found) else ""
+        before = f"; fall_back=True loads {found[1].name}" if len(damage) < len(found) else ""
         raise DamagedCheckpointError("\n".join(damage.values()) + before)
     return None
 
@@ -198,6 +198,6 @@ class Plan:
                 restore_random(self._random, device_of(self._program.held))
         except Exception as error:  # schedulers may raise any kind
             raise CheckpointError(
-                "its generators or its scheduler cannot be given their state here: "
+                "the scheduler or a random generator refuses its saved state: "
                 f"{type(error).__name__}: {error}"
             ) from error

@@ -196,8 +196,8 @@ def _sizes(folder: Path, saved: Mapping[str, Saved]) -> dict[str, int]:
             sizes[name] = (folder / name).stat().st_size
         except OSError as error:
             raise CheckpointError(
-                f"{folder / name} was written by another rank and cannot be seen here: "
-                "checkpoints need a folder that all machines share"
+                f"another rank wrote {folder / name}, and rank 0 cannot see it: pass a folder that "
+                "all machines share"
             ) from error
     return sizes
 
@@ -211,9 +211,9 @@ def _document(
     keep: int | None,
 ) -> dict[str, Any]:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
-        raise InvalidArgumentError(f"step must be a number of steps, at least 0, got {step!r}")
+        raise InvalidArgumentError(f"step must be an integer of at least 0, got {step!r}")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise InvalidArgumentError(f"keep must be a number of checkpoints, at least 1, got {keep}")
+        raise InvalidArgumentError(f"keep must be None or an integer of at least 1, got {keep!r}")
     if not isinstance(extra, Mapping | None):
         raise InvalidArgumentError(
             f"extra must be a mapping of names to plain values, got {extra!r:.60}; "

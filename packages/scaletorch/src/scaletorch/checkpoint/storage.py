@@ -67,7 +67,8 @@ class Reader:
             wanted = sum(rect.tensor.numel() for rect in entry.rectangles)
             if found != wanted:
                 raise DamagedCheckpointError(
-                    f"{entry.source} has {found} of the {wanted} elements that this rank needs"
+                    f"the checkpoint has {found} of the {wanted} elements of {entry.source} that "
+                    "this rank needs"
                 )
             reads += own
         for read in reads:
@@ -87,7 +88,7 @@ class Reader:
             if zlib.crc32(as_bytes(memory[start : start + BLOCK])) != sums[block]:
                 raise DamagedCheckpointError(
                     f"{self.folder / chunk.file} has changed at byte {chunk.offset + start}, in "
-                    f"{read.name}: its checksum is another"
+                    f"{read.name}: its checksum does not match"
                 )
 
     def copy(self, reads: list[Read]) -> None:
@@ -108,7 +109,7 @@ class Reader:
             self._files[chunk.file] = map_file(path, size)
         memory = self._files[chunk.file][chunk.offset : chunk.offset + chunk.length]
         if memory.numel() != chunk.length:
-            message = f"{self.folder / chunk.file} ends before {chunk.offset + chunk.length}"
+            message = f"{self.folder / chunk.file} ends before byte {chunk.offset + chunk.length}"
             raise DamagedCheckpointError(message)
         return memory
 

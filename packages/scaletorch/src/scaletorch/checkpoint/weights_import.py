@@ -98,18 +98,20 @@ def _describe_files(root: Path, whole: Whole) -> dict[str, Any]:
         sizes[file] = (root / file).stat().st_size
         for name in header if names is None else names:
             if name not in header:
-                raise DamagedCheckpointError(f"{root / INDEX} has {name} in {file}, which lacks it")
+                raise DamagedCheckpointError(f"{root / file} lacks {name}, which {INDEX} lists")
             dtype, shape, start, length = header[name]
-            if length != torch.Size(shape).numel() * dtype.itemsize or min(start, length) < 0:
-                raise DamagedCheckpointError(f"{root / file} has {length} bytes for {name}")
+            size = torch.Size(shape).numel() * dtype.itemsize
+            if length != size or min(start, length) < 0:
+                message = f"{root / file} has {length} bytes for {name}, which needs {size}"
+                raise DamagedCheckpointError(message)
             chunk = {"at": [0] * len(shape), "shape": shape, "file": file, "offset": start}
             chunk |= {"length": length, "crc32": None}
             entry = {"shape": shape, "dtype": dtype_name(dtype), "chunks": [chunk]}
             first = whole.firsts.get(name, name)
             if f"model.{first}" in entries:
                 raise CheckpointError(
-                    f"{root} has more than one of {' and '.join(whole.ties[first])}, which are one "
-                    "tensor in the model: untie them, or leave one out"
+                    f"{root} has several of {' and '.join(whole.ties[first])}, which are one "
+                    "tensor in the model: untie them, or remove all but one from the files"
                 )
             entries[f"model.{first}"] = entry
     return {"entries": entries, "files": sizes, "groups": None}

@@ -142,13 +142,13 @@ def read(folder: Path) -> dict[int, list[Recording]]:
         ranks, size = [each.rank for each in recordings], recordings[0].header["world_size"]
         if others := [each.rank for each in recordings if each.header["world_size"] != size]:
             raise InvalidArgumentError(
-                f"{folder} has recordings of two runs: those of ranks {others} are of another "
-                f"number of ranks than {size}; record into a new folder"
+                f"{folder} has recordings of two runs: those of ranks {others} were made by "
+                f"another number of ranks than {size}; record each run into a new folder"
             )
         if missing := sorted(set(range(size)) - set(ranks)):
             raise InvalidArgumentError(
-                f"{folder}: of step {step} the recordings of ranks {missing} are missing; it has "
-                f"those of {ranks}, and was made by {size} ranks"
+                f"{folder}: step {step} was recorded by {size} ranks, and the recordings of ranks "
+                f"{missing} are missing"
             )
     return dict(sorted(steps.items()))
 
@@ -160,19 +160,16 @@ def _read_rank(path: Path) -> Recording:
         lines = [Line(*values) for values in content.pop("lines")]
         size, version = content["bytes"], content["version"]
     except FileNotFoundError:
-        raise InvalidArgumentError(
-            f"{path} is torn: the program ended before its recording did"
-        ) from None
+        message = f"{path} is incomplete: the program ended before the recording"
+        raise InvalidArgumentError(message) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise InvalidArgumentError(f"{index} is no index of a recording: {error}") from None
+        raise InvalidArgumentError(f"{index} is not the index of a recording: {error}") from None
     if version != VERSION:
-        raise InvalidArgumentError(f"{index} is of version {version}, and {VERSION} is read here")
+        raise InvalidArgumentError(f"{index} has version {version}, this library reads {VERSION}")
     if content["failed"]:
-        raise InvalidArgumentError(
-            f"{index}: the step that was recorded failed: {content['failed']}"
-        )
+        raise InvalidArgumentError(f"{index}: the recorded step failed: {content['failed']}")
     if path.stat().st_size != size:
         raise InvalidArgumentError(
-            f"{path} is torn: it has {path.stat().st_size} bytes, and {size} were written"
+            f"{path} is incomplete: it has {path.stat().st_size} bytes, and {size} were written"
         )
     return Recording(content, lines, path)

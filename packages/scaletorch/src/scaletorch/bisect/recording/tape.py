@@ -327,8 +327,8 @@ def record(
     """
     if not isinstance(model, nn.Module | None):
         raise InvalidArgumentError(
-            f"record takes a module, not a {type(model).__name__}; of a pipeline's stage pass the "
-            "layers: nn.ModuleDict(stage.submod.named_children())"
+            f"record takes a module, not a {type(model).__name__}; for a stage of a pipeline, pass "
+            "its layers: nn.ModuleDict(stage.submod.named_children())"
         )
     described = description_of(describe)
     header: dict[str, Any] = {

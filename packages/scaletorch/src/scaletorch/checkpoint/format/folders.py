@@ -78,7 +78,7 @@ def candidates(root: Path) -> list[Path]:
     this function then names it.
     """
     if root.is_file():
-        raise CheckpointError(f"{root} is a file; pass the folder of a checkpoint, or of several")
+        raise CheckpointError(f"{root} is a file: pass the folder of one checkpoint, or of several")
     for _, path in _find(root.parent if is_step(root) else root, _LEFT):
         final = path.with_name(path.name.removesuffix(UNFINISHED))
         moved = any(other != path for other in final.parent.glob(f"{final.name}[.-]*"))
@@ -151,7 +151,7 @@ def start(root: Path, step: int) -> None:
     final = step_folder(root, step)
     if final.exists() and not (final / METADATA).exists() and not _own_files(final):
         raise CheckpointError(
-            f"{final} is there and is no checkpoint; it stays as it is: save into another folder"
+            f"{final} exists and is no checkpoint; it stays as it is: save into another folder"
         )
     unfinished = unfinished_folder(root, step)
     unfinished.mkdir(parents=True, exist_ok=True)
@@ -229,9 +229,9 @@ def refuse_foreign(folder: Path) -> None:
             harmless = path.is_dir() or _matches(path.name, _LOGS)
             if fnmatch(path.name, pattern) and not (pattern == "*" and harmless):
                 raise CheckpointError(
-                    f"{folder} has no checkpoint that scaletorch.checkpoint.save wrote, but {kind} "
-                    f"({path.relative_to(folder)}), which load does not read. It is loaded by "
-                    f"{way}; a run that begins anew takes another folder"
+                    f"{folder} has no checkpoint of scaletorch.checkpoint.save, but {kind} "
+                    f"({path.relative_to(folder)}), which load cannot read: load it with {way}, or "
+                    "start the new run in another folder"
                 )
 
 

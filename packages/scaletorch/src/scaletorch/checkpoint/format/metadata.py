@@ -79,7 +79,7 @@ def require_whole(saved: Mapping[str, Saved]) -> None:
         held, places = sum(prod(chunk.shape) for chunk in filled), {chunk.at for chunk in filled}
         if not inside or held != prod(entry.shape) or len(places) != len(filled):
             raise CheckpointError(
-                f"the {len(entry.chunks)} chunks of {name} do not make up its {entry.shape}"
+                f"the {len(entry.chunks)} chunks of {name} do not cover its shape {entry.shape}"
             )
 
 
@@ -101,9 +101,9 @@ def unseal(path: Path) -> dict[str, Any]:
         message = f"{path} cannot be read as JSON: {type(error).__name__}: {error}"
         raise DamagedCheckpointError(message) from error
     if document.get("format") != FORMAT:
-        raise DamagedCheckpointError(f"{path} is not of a checkpoint that this library saved")
+        raise DamagedCheckpointError(f"{path} does not describe a checkpoint of this library")
     if digest != found:
-        raise DamagedCheckpointError(f"{path} has changed: its digest is another")
+        raise DamagedCheckpointError(f"{path} has changed: its digest does not match")
     if (version := document.get("version")) != VERSION:
         raise DamagedCheckpointError(
             f"{path} has version {version}, and this library reads version {VERSION}"

@@ -45,7 +45,7 @@ def write_file(
     end = 0
     for name, dtype, shape in slots:
         if dtype not in CODES:
-            raise CheckpointError(f"{name} has dtype {dtype}, which safetensors does not hold")
+            raise CheckpointError(f"{name} has dtype {dtype}, which safetensors cannot store")
         begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -42,16 +42,18 @@ def check_fit(
         found = saved.get(f"model.{each.name}")
         shape = each.shape if found is None else found.shape
         if shape != each.shape:
-            wrong.append(f"{each.name} has shape {shape} there and {each.shape} in the model")
+            wrong.append(
+                f"{each.name} has shape {shape} in the checkpoint and {each.shape} in the model"
+            )
         for name in each.names:
             tied = groups.get(name, [name])
             if name in known and set(tied) != set(each.names):
                 wrong.append(
-                    f"{name} is tied to {_other_names(tied, name)} there, and to "
+                    f"{name} is tied to {_other_names(tied, name)} in the checkpoint and to "
                     f"{_other_names(each.names, name)} in the model"
                 )
     if wrong:
-        raise CheckpointError("it is of another model: " + "; ".join(wrong[:12]))
+        raise CheckpointError("the checkpoint is of another model: " + "; ".join(wrong[:12]))
 
 
 def _listed(names: Collection[str]) -> str:
@@ -80,13 +82,15 @@ def plan_model(
         name, master, dtype = f"model.{each.name}", f"master.{each.name}", each.tensor.dtype
         source = master if saved[name].dtype != dtype and master in saved else name
         if saved[source].dtype != dtype and not cast:
-            wrong.append(f"{each.name} is {saved[name].dtype} there and {dtype} in the model")
+            wrong.append(
+                f"{each.name} is {saved[name].dtype} in the checkpoint and {dtype} in the model"
+            )
             continue
         # Through `data`, which leaves version counters unchanged. From a changed one a sharded
         # optimizer would conclude that its parameters changed, and round its masters to them.
         targets[name] = Entry(each.shape, dtype, [*each.rectangles(each.tensor.data)], source)
     if wrong:
-        raise CheckpointError("it is of another model: " + "; ".join(wrong[:12]))
+        raise CheckpointError("the checkpoint is of another model: " + "; ".join(wrong[:12]))
     return targets
 
 
@@ -113,14 +117,14 @@ def check_programs(
         saved, own = document.get("kinds", {}).get(kind), kind_of(program)
         article = "an" if kind == "optimizer" else "a"
         if program is not None and document[key] is None:
-            raise CheckpointError(f"it was saved without {article} {kind}; load it without one")
+            raise CheckpointError(f"it was saved without {article} {kind}: load it without one")
         if program is not None and saved not in (None, own):
             raise CheckpointError(
-                f"its {kind} is {article} {saved}, and the one given is {own}, which cannot go on "
-                f"from its state: give {saved}, or load without {article} {kind}"
+                f"its {kind} is {article} {saved} and the given one {own}, which cannot continue "
+                f"from its state: pass {saved}, or load without {article} {kind}"
             )
     if optimizer is not None and len(document["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"its optimizer has {len(document['groups'])} groups of parameters, and the one given "
-            f"has {len(optimizer.param_groups)}"
+            f"its optimizer has {len(document['groups'])} parameter groups and the given one "
+            f"{len(optimizer.param_groups)}"
         )

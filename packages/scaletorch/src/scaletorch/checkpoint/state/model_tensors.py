@@ -134,9 +134,9 @@ def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in own:
             raise InvalidArgumentError(
-                f"the model's state '{name}', a {type(value).__name__}, is no parameter and no "
-                "buffer (an extra state, or a copy that a hook of state_dict makes); a checkpoint "
-                "holds these alone: keep it in a buffer, or pass it as extra"
+                f"state_dict has '{name}', a {type(value).__name__}, which is no parameter or "
+                "buffer of the model (an extra state, or a copy that a hook made), and a "
+                "checkpoint stores only these: keep it in a buffer, or pass it as extra"
             )
         named.setdefault(id(value), []).append(name)
         tensors[id(value)] = value
@@ -198,13 +198,13 @@ def find_shards(
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in list(rest.values())[:4])
         raise InvalidArgumentError(
             f"the optimizer updates {len(rest)} tensors (of shape {shapes}) that are no parameters "
-            "of this model: make it of the parallelized model's parameters"
+            "of this model: create it with the parameters of the parallelized model"
         )
     for shard in shards:
         if id(shard.parameter) not in held:
             raise InvalidArgumentError(
                 f"the model's state_dict leaves out the parameter '{shard.name}', which is trained:"
-                " freeze it, or let state_dict have it"
+                " freeze it, or keep it in state_dict"
             )
     found = [(shard, held[id(shard.parameter)]) for shard in shards]
     for shard, whole in wholes:

@@ -53,7 +53,7 @@ def record_shard(
     for key, value in state.items():
         name = f"optimizer.{held.name}.{key}"
         if "." in key:
-            raise InvalidArgumentError(f"a checkpoint takes no state with a dot in its key: {name}")
+            raise InvalidArgumentError(f"a key of optimizer state must not have a dot: {name}")
         zero_dims = isinstance(value, Tensor) and value.ndim == 0
         if not isinstance(value, Tensor) or (zero_dims and (shard.tensor.ndim or key == "step")):
             if writes:
@@ -65,9 +65,9 @@ def record_shard(
             record.add(name, Entry(tuple(value.shape), value.dtype, whole, replicas=replicas))
         else:
             raise InvalidArgumentError(
-                f"{name} has shape {tuple(value.shape)}, unlike its parameter's "
-                f"{tuple(shard.tensor.shape)}: such state can be saved of parameters that are "
-                "whole on every rank, and this one is divided over ranks"
+                f"{name} has shape {tuple(value.shape)} and its parameter "
+                f"{tuple(shard.tensor.shape)}: state of another shape can be saved only if the "
+                "parameter is whole on every rank, and this one is sharded"
             )
 
 
@@ -118,9 +118,9 @@ def make_states(
                 targets[name] = target
             else:
                 raise CheckpointError(
-                    f"{name} was saved with shape {entry.shape}, unlike its parameter's "
-                    f"{held.shape}: it can be loaded where the parameter is whole on the rank, and "
-                    "here it is divided"
+                    f"{name} was saved with shape {entry.shape} and its parameter with "
+                    f"{held.shape}: it can be loaded only if the parameter is whole on the rank, "
+                    "and here it is sharded"
                 )
             state[key] = value
         states.append((shard.tensor, state))
