@@ -87,27 +87,27 @@ OFF: Mapping[str, Any] = {"sequence_parallel": "off", "recompute": "layers"}
 ALONE = [(grid, {**own, **OFF} if ON.items() <= own.items() else own) for grid, own in LAYOUTS]
 
 
+def of_transformers(name: str, **sizes: Any) -> nn.Module:
+    """Return a small model of transformers."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, use_cache=False, **sizes)
+    return sharpened(transformers.AutoModelForCausalLM.from_config(config))
+
+
 def gemma() -> nn.Module:
     """Return a small Gemma-2: soft caps, a window in every other layer, four norms a layer."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+    return of_transformers(
+        "Gemma2", hidden_size=32, intermediate_size=48, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8,
-        sliding_window=9, max_position_embeddings=64, use_cache=False,
+        sliding_window=9, max_position_embeddings=64,
     )  # fmt: skip
-    return sharpened(Gemma2ForCausalLM(config))
 
 
 def gpt2() -> nn.Module:
     """Return a small GPT-2: queries, keys and values are one matrix, positions are learnt."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=64, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return sharpened(GPT2LMHeadModel(config))
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return of_transformers("GPT2", n_embd=32, n_layer=4, n_head=4, n_positions=64, **no_dropout)
 
 
 class Family(NamedTuple):

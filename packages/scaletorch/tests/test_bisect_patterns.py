@@ -16,7 +16,7 @@ from scaletorch.bisect.comparison.patterns import explain
 from scaletorch.bisect.comparison.places import Piece
 
 AXES = ("rows", "positions", "columns")
-BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 GROUPS = {"tp": [(0, 1), (2, 3)], "dp": [(0, 2), (1, 3)]}
 
 
@@ -131,10 +131,19 @@ SENTENCES = {
 }
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("name", SENTENCES)
-def test_one_fault_is_one_sentence(name):
+def test_one_fault_is_one_sentence(name, dtype):
+    """Also if all elements have rounding errors, of half the bound."""
     dim, change, sentence = SENTENCES[name]
-    (said,) = explain(pieces(WHOLE, dim, 4, change), WHOLE, 1e-9, axes=AXES, groups=GROUPS)
+
+    def rounded(rank, right, index):
+        wrong = change(rank, right, index)
+        errors = BOUNDS[dtype] / 2 * normal(*wrong.shape, seed=rank + 9)
+        return (wrong * (1 + errors)).to(dtype)
+
+    held = pieces(WHOLE, dim, 4, rounded)
+    (said,) = explain(held, WHOLE, BOUNDS[dtype], axes=AXES, groups=GROUPS)
     assert said == sentence or ("values that differ" in sentence and said.startswith(sentence))
 
 
@@ -206,45 +215,6 @@ def test_zeros_that_are_right_are_no_pattern():
     assert said(WHOLE[0] * second).startswith("rank 0 has values that differ")
     assert said(WHOLE[0]).startswith("rank 0 has values that differ")
     assert said(torch.where(first, math.inf, 0.0).double()).startswith("rank 0 has NaN or infinity")
-
-
-# What a rank has, given what it should have, its index and the whole; and words of the sentence.
-PLANTS = {
-    "all zeros": lambda r, x, i, w: 0 * x,
-    "2 times the right values": lambda r, x, i, w: 2 * x,
-    "sign flipped": lambda r, x, i, w: -x,
-    "0.6 times": lambda r, x, i, w: 0.6 * x,
-    "a sum over tp is missing": lambda r, x, i, w: x + (1 - 2 * r) * 3 - (x if r else 0),
-    " has positions ": lambda r, x, i, w: w.roll(1, 1).index_select(1, i[1]),
-    "columns in another order": lambda r, x, i, w: x[..., [1, 0, 3, 2, *range(4, x.shape[2])]],
-    "NaN": lambda r, x, i, w: filled(x, math.nan, slice(1)),
-}
-
-
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(
-    st.sampled_from(sorted(PLANTS)),
-    st.sampled_from(sorted(BOUNDS, key=str)),
-    st.tuples(st.integers(2, 5), st.integers(3, 5).map(lambda n: 2 * n), st.integers(6, 9)),
-    st.booleans(),
-    st.floats(0, 0.9),
-    st.integers(0, 1000),
-)
-def test_what_was_planted_is_said_first(words, dtype, shape, sharded, noise, seed):
-    """Also if rounding errors, of a size relative to the bound, are added to all elements."""
-    whole, bound = normal(*shape, seed=seed), BOUNDS[dtype]
-    dim = 1 if sharded and "sum" not in words else None
-    size = noise * bound * (0.5 if dtype == torch.bfloat16 else 1)  # bfloat16 itself adds some
-
-    def change(rank, right, index):
-        wrong = PLANTS[words](rank, right, index, whole)
-        errors = normal(*wrong.shape, seed=seed + rank + 1)
-        return (wrong + errors * size * wrong.nan_to_num().norm() / errors.norm()).to(dtype)
-
-    groups = {"tp": [(0, 1)]}
-    said = explain(pieces(whole, dim, 2, change), whole, bound, axes=AXES, groups=groups)
-    assert words in said[0], said
-    assert len(said) <= 3
 
 
 shapes = st.lists(st.integers(0, 3), max_size=3)

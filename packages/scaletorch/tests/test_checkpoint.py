@@ -2,12 +2,10 @@
 
 import builtins
 import json
-import math
 import os
 import pickle
 import random
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +15,8 @@ from torch.optim import lr_scheduler
 
 from scaletorch.checkpoint import CheckpointError, DamagedCheckpointError, latest, load, save
 from scaletorch.checkpoint.format.metadata import Chunk, Saved, seal
-from scaletorch.checkpoint.state.model_tensors import Held
 from scaletorch.checkpoint.storage import Read, _blocks
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.parallel.placement import fuse, share_cut
-from scaletorch.parallel.tensor_parallel.building import ParameterCut
-from scaletorch.parallel.tensor_parallel.plans.attention import head_cuts
 
 
 class Program:
@@ -371,33 +365,6 @@ def test_large_tensors_are_checked_in_blocks(tmp_path):
     change_byte(folder / TENSORS, entry["chunks"][0]["offset"] + 5_000_000)
     with pytest.raises(DamagedCheckpointError, match=r"in model\.0: its checksum"):
         load(folder, model)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("kind", ["uneven shares", "replicated heads", "packed"])
-def test_ranks_write_each_element_of_a_shard_once(kind, dim):
-    """Four tp ranks; a sharded optimizer has each shard's elements in two ranges."""
-    query, heads = head_cuts(8, 2, 4)
-    cut = {
-        "uneven shares": share_cut(31, 4),
-        "replicated heads": heads.times(4),
-        "packed": fuse([query.times(4), heads.times(4), heads.times(4)]),
-    }[kind]
-    shape = (cut.whole, 6, 3) if dim == 0 else (5, cut.whole, 3)
-    whole = torch.arange(math.prod(shape)).view(shape)
-    written = torch.zeros_like(whole)
-    for rank in range(4):
-        own = cut.take(whole, dim, rank)
-        layer = SimpleNamespace(tp_size=4, tp_rank=rank)
-        held = Held(("weight",), own, shape, ParameterCut(layer, dim, cut), None, 0, True)
-        middle = own.numel() * 2 // 5
-        for start, stop in ((0, middle), (middle, own.numel())):
-            for found in held.rectangles(own.flatten()[start:stop], start, stop):
-                places = zip(found.offsets, found.tensor.shape, strict=True)
-                box = tuple(slice(at, at + size) for at, size in places)
-                assert torch.equal(found.tensor, whole[box])
-                written[box] += found.owner == rank
-    assert (written == 1).all()
 
 
 @pytest.mark.parametrize("lie", [{"offset": 10**9}, {"file": "../secret.safetensors"}])
