@@ -36,9 +36,6 @@ def compare(reference: str | Path, run: str | Path, *, noise: str | Path | None 
     Raises:
         InvalidArgumentError: A folder has no recording, an incomplete one, or lacks some ranks; the
             runs are of different models; or rounding alone would hide faults.
-
-    Example:
-        >>> print(compare("one", "two"))
     """
     theirs, ours = load(reference), load(run)
     lost = measure(load(noise), theirs) if noise is not None else {}

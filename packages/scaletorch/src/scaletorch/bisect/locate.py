@@ -112,7 +112,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
                 with model_precision(dtype), runner.choosing(saved, step, ran.sent):
                     tape.put("loss", train_step(model, batches, manager, loss_fn=subject.loss))
                 tape.put_all("gradient", local_gradients(model))
-                tape.norm(runner.norm_of(model, manager, clips=phase.clips))
+                tape.put("norm", runner.norm_of(model, manager, clips=phase.clips))
                 for optimizer in optimizers:
                     optimizer.step()
                 tape.put_all("weight", _parameters(model))
@@ -183,10 +183,6 @@ def bisect(
     Raises:
         RankFailedError: The layout's run fails.
         InvalidArgumentError: The layout, option, device or backend does not exist.
-
-    Example:
-        >>> bisect(layout="1x1x1x2").sound
-        True
     """
     where = choose_where(device, backend)
     grid = parse_layout(layout) if isinstance(layout, str) else layout

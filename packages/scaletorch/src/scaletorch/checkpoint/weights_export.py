@@ -55,7 +55,7 @@ def export_safetensors(
         CheckpointError: `folder` has weights already, or a rank could not write; the same on
             every rank.
     """
-    ranks, what, root = Ranks(), f"the export to {folder}", Path(folder)
+    ranks, what, root = Ranks(), f"the export to {folder} failed", Path(folder)
     grid, held = ranks.all_or_none(what, lambda: _describe(model, manager))
     ranks.on_first(lambda: _start(root))
     names = all_gather_object([each.name for each in held], grid.pp_group)
@@ -175,7 +175,7 @@ def export_adapter(
             every rank.
     """
     ranks, root = Ranks(), Path(folder)
-    what = f"the export to {folder}"
+    what = f"the export to {folder} failed"
     config = ranks.all_or_none(what, lambda: _config(model, adapter))
     state = full_state_dict(model, manager, only=lambda name: _saved_as(name, adapter) is not None)
     named = {saved: x for name, x in state.items() if (saved := _saved_as(name, adapter))}

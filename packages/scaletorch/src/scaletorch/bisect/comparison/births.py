@@ -204,9 +204,6 @@ def _merge(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
     return list(found.values())
 
 
-# Explanations
-
-
 def explain_birth(birth: Birth, run: Run, reference: Run) -> list[str]:
     """Return sentences that describe the error of a tensor, surest first."""
     key, bound = birth.judged.key, birth.judged.bound

@@ -81,9 +81,6 @@ def _guessed(case: Case) -> Iterator[str]:
         left -= best.covers
 
 
-# Factors
-
-
 def _passing(case: Case, what: str, test: Callable[[Shard], bool]) -> Iterator[Finding]:
     """Yield one finding for the wrong shards that pass a test, if there are any."""
     covers = [i for i, shard in enumerate(case.wrong) if test(shard)]
@@ -134,9 +131,6 @@ def _times(factor: float, bound: float) -> str:
     while float(f"{size:.{digits}g}") == 1 and digits < 12:
         digits += 1  # 1.000001 is not 1
     return f"{factor:.{digits}g} times the right values"
-
-
-# Other places
 
 
 def moved(case: Case) -> Iterator[Finding]:
@@ -196,9 +190,6 @@ def _moves(pairs: list[tuple[int, int]]) -> str:
         verb = "" if texts else " is"
         texts.append(f"at {ranges(places)}{verb} what {ranges(sources)} should have")
     return ", ".join(texts[:SHOWN]) + (" ..." if len(texts) > SHOWN else "")
-
-
-# Missing sums
 
 
 def sums(case: Case) -> Iterator[Finding]:

@@ -180,7 +180,8 @@ def ancestors(run: Run) -> dict[Key, list[Key]]:
     for key, names in run.uses.items():
         for name in names:
             users[key.step, name].append(key)
-    _link_losses(run)
+    for loss in [key for key in run.held if key.kind == Kind.LOSS and not run.parents.get(key)]:
+        _link_loss(run, loss)
     for key in run.held:  # if a parameter has no recorded use, its module's outputs count as uses
         if key.is_output:
             users[key.step, key.name].append(key)
@@ -191,13 +192,12 @@ def ancestors(run: Run) -> dict[Key, list[Key]]:
     return found
 
 
-def _link_losses(run: Run) -> None:
-    """Link losses without sources to the outputs that have no known users."""
-    for loss in [key for key in run.held if key.kind == Kind.LOSS and not run.parents.get(key)]:
-        for key in run.held:
-            users = run.children.get(key, ())
-            if key.is_output and key.step == loss.step and all(k.kind == Kind.LOSS for k in users):
-                run.link(loss, key)
+def _link_loss(run: Run, loss: Key) -> None:
+    """Link a loss without sources to the outputs that have no known users."""
+    for key in run.held:
+        users = run.children.get(key, ())
+        if key.is_output and key.step == loss.step and all(k.kind == Kind.LOSS for k in users):
+            run.link(loss, key)
 
 
 def _without_gradients(run: Run) -> Iterator[tuple[Key, list[Key]]]:

@@ -138,11 +138,6 @@ def _settled(tensor: Tensor) -> Tensor:
     return tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.clone()
 
 
-def _has_values(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, nn.Parameter)
-    return plain or hasattr(tensor, "placements") or hasattr(tensor, "trigger_wait")
-
-
 def tensors_of(value: Any, label: str) -> Iterable[tuple[str, Tensor]]:
     """Yield the tensors of a module's input or output, under names that are equal in all runs.
 
@@ -150,7 +145,9 @@ def tensors_of(value: Any, label: str) -> Iterable[tuple[str, Tensor]]:
     collectives.
     """
     if isinstance(value, Tensor):
-        if value.dtype != torch.bool and _has_values(value):
+        plain = type(value) in (Tensor, nn.Parameter)
+        real = plain or hasattr(value, "placements") or hasattr(value, "trigger_wait")
+        if real and value.dtype != torch.bool:
             yield label, value
     elif isinstance(value, Mapping):
         for name, each in value.items():

@@ -66,6 +66,8 @@ class Tape:
     def put(self, kind: str, tensor: Tensor) -> None:
         """Record the loss or the norm of all gradients; it must be the same on every rank.
 
+        A norm that `clip_grad_norm_` of torch has recorded stays.
+
         Args:
             kind: `"loss"` or `"norm"`.
             tensor: A scalar. If each rank computes a share of the loss, pass the global loss.
@@ -78,6 +80,8 @@ class Tape:
         if not isinstance(tensor, Tensor):
             given = type(tensor).__name__
             raise InvalidArgumentError(f'put("{kind}", ...) takes a tensor, not a {given}')
+        if kind == Kind.NORM and kind in self._recorded:
+            return
         if kind == Kind.NORM:
             self.gradients()
         self._recorded.add(kind)
@@ -112,11 +116,6 @@ class Tape:
         model = self._model or nn.Module()
         named = model.named_parameters(remove_duplicate=False)
         return {n: first for n, p in named if (first := self._parameters.get(id(p), n)) != n}
-
-    def norm(self, total: Tensor) -> None:
-        """Record the norm of all gradients, unless it has been recorded."""
-        if Kind.NORM not in self._recorded:
-            self.put(Kind.NORM, total)
 
     def _call(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
         """Call a module, and record its inputs and outputs."""
@@ -278,7 +277,7 @@ def _following(tape: Tape) -> Iterator[None]:
     def clipped(*args: Any, **kwargs: Any) -> Tensor:
         tape.gradients()
         total = clip(*args, **kwargs)
-        tape.norm(getattr(total, "full_tensor", lambda: total)())
+        tape.put(Kind.NORM, getattr(total, "full_tensor", lambda: total)())
         return total
 
     hooks = (

@@ -54,17 +54,12 @@ def to_json(saved: Mapping[str, Saved]) -> dict[str, Any]:
 
 def from_json(entries: Mapping[str, Any]) -> dict[str, Saved]:
     """Return the tensors that `to_json` described."""
-    return {
-        name: Saved(
-            tuple(entry["shape"]),
-            named_dtype(entry["dtype"]),
-            [
-                Chunk(**each | {"at": tuple(each["at"]), "shape": tuple(each["shape"])})
-                for each in entry["chunks"]
-            ],
-        )
-        for name, entry in entries.items()
-    }
+    found = {}
+    for name, entry in entries.items():
+        tuples = ({key: tuple(each[key]) for key in ("at", "shape")} for each in entry["chunks"])
+        chunks = [Chunk(**each | own) for each, own in zip(entry["chunks"], tuples, strict=True)]
+        found[name] = Saved(tuple(entry["shape"]), named_dtype(entry["dtype"]), chunks)
+    return found
 
 
 def require_whole(saved: Mapping[str, Saved]) -> None:

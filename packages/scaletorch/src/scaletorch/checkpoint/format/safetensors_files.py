@@ -66,15 +66,12 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        return {
-            name: (
-                DTYPES[each["dtype"]],
-                tuple(each["shape"]),
-                8 + length + each["data_offsets"][0],
-                each["data_offsets"][1] - each["data_offsets"][0],
-            )
-            for name, each in header.items()
-        }
+        found = {}
+        for name, each in header.items():
+            begin, end = each["data_offsets"]
+            place = 8 + length + begin, end - begin
+            found[name] = DTYPES[each["dtype"]], tuple(each["shape"]), *place
+        return found
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         message = f"{path} cannot be read as safetensors: {type(error).__name__}: {error}"
         raise DamagedCheckpointError(message) from error
