@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, DamagedCheckpointError, Ranks, find_manager
 from .format.folders import candidates
-from .format.metadata import METADATA, Saved, from_json, unseal
+from .format.metadata import METADATA, from_json, unseal
 from .format.values import decode, like
 from .saving import wait_for_last
-from .state.fit import all_names, check_fit, check_programs, plan_model, plan_shards
 from .state.generators import find_random, restore_random, seed_anew
-from .state.model_tensors import device_of, find_held, find_shards, refresh_shards
+from .state.model_tensors import (
+    Held,
+    device_of,
+    find_held,
+    find_shards,
+    is_whole_matrix,
+    refresh_shards,
+)
 from .state.optimizer import make_states
 from .state.record import Entry
 from .storage import Reader
@@ -127,40 +134,45 @@ def _load_one(
     extra = decode(document["extra"])
     if check is not None:
         ranks.all_or_none(what, lambda: check(extra))
-    saved = from_json(document["entries"])
     names = all_names(program.held, program.manager)
-    plan = ranks.all_or_none(what, lambda: Plan(program, document, saved, names))
-    plan.read(Reader(folder, saved, document["files"]), what)
+    plan = ranks.all_or_none(what, lambda: Plan(program, document, names))
+    plan.read(Reader(folder, plan.saved, document["files"]), what)
     return Loaded(document["step"], extra, folder)
 
 
+def all_names(held: Iterable[Held], manager: ProcessGroupManager) -> set[str]:
+    """Return the names of the whole model's tensors, from the stages of this rank's pipeline."""
+    own = sorted({name for each in held for name in each.names})
+    return set().union(*all_gather_object(own, manager.pp_group))
+
+
 class Plan:
-    """The reads from a checkpoint, and the work that follows them."""
+    """The reads from a checkpoint that fits a program, and the work that follows them.
+
+    Dtypes of another kind are accepted if the optimizer has master weights, or with `cast`.
+    """
 
     def __init__(
-        self,
-        program: Program,
-        document: dict[str, Any],
-        saved: Mapping[str, Saved],
-        names: set[str],
-        *,
-        cast: bool = False,
+        self, program: Program, document: dict[str, Any], names: set[str], *, cast: bool = False
     ) -> None:
         self._program, self._document = program, document
-        check_programs(document, program.optimizer, program.scheduler)
-        check_fit(program.held, names, saved, document["ties"])
-        self.targets = plan_model(program.held, program.shards, saved, cast=cast)
-        plan_shards(program.shards, saved, self.targets)
+        self.saved = from_json(document["entries"])
+        self.targets: dict[str, Entry] = {}
+        self._check_programs()
+        self._check_names(names)
+        # A parameter shared by stages may have no master although others do; it is rounded anyway.
+        self._plan_model(cast=cast or any(shard.is_master for shard, _ in program.shards))
+        self._plan_shards()
         self._state: list[tuple[Tensor, dict[str, Any]]] = []
         self._groups: list[dict[str, Any]] = []
         if program.optimizer is not None:
-            current, saved_groups = program.optimizer.param_groups, document["groups"]
+            current, groups = program.optimizer.param_groups, document["groups"]
             self._groups = [
                 {key: like(group.get(key), decode(value)) for key, value in values.items()}
-                for group, values in zip(current, saved_groups, strict=True)
+                for group, values in zip(current, groups, strict=True)
             ]
             self._state = make_states(
-                program.optimizer, program.shards, saved, document["scalars"], self.targets
+                program.optimizer, program.shards, self.saved, document["scalars"], self.targets
             )
         self._schedule: dict[str, Any] | None = None
         if program.scheduler is not None:
@@ -169,7 +181,84 @@ class Plan:
         self._random_targets: dict[str, Entry] = {}
         grid = program.manager.grid
         if document.get("grid") == {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp}:
-            self._random = find_random(saved, program.manager, self._random_targets)
+            self._random = find_random(self.saved, program.manager, self._random_targets)
+
+    def _check_programs(self) -> None:
+        """Refuse a checkpoint that does not fit the optimizer and scheduler to restore."""
+        document, optimizer = self._document, self._program.optimizer
+        scheduler = self._program.scheduler
+        programs = {"optimizer": (optimizer, "groups"), "scheduler": (scheduler, "scheduler")}
+        for kind, (program, key) in programs.items():
+            saved, own = document.get("kinds", {}).get(kind), type(program).__name__
+            article = "an" if kind == "optimizer" else "a"
+            if program is not None and document[key] is None:
+                raise CheckpointError(f"it was saved without {article} {kind}: load it without one")
+            if program is not None and saved not in (None, own):
+                raise CheckpointError(
+                    f"its {kind} is {article} {saved} and the given one {own}, which cannot "
+                    f"continue from its state: pass {saved}, or load without {article} {kind}"
+                )
+        if optimizer is not None and len(document["groups"]) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"its optimizer has {len(document['groups'])} parameter groups and the given one "
+                f"{len(optimizer.param_groups)}"
+            )
+
+    def _check_names(self, names: set[str]) -> None:
+        """Refuse a checkpoint of another model: other names, shapes or ties."""
+        wrong, held = [], self._program.held
+        ties = {name: tied for tied in self._document["ties"].values() for name in tied}
+        known = {name.removeprefix("model.") for name in self.saved if name.startswith("model.")}
+        known |= ties.keys()
+        if unknown := sorted(known - names):
+            wrong.append(f"the model has no {_listed(unknown)}")
+        wanted = {name for each in held for name in each.names if each.tensor.numel()}
+        if lacking := sorted(wanted - known):
+            wrong.append(f"the checkpoint has no {_listed(lacking)}")
+        for each in held:
+            found = self.saved.get(f"model.{each.name}")
+            if found is not None and found.shape != each.shape:
+                wrong.append(_difference(each.name, "has shape", found.shape, each.shape))
+            for name in each.names:
+                tied = ties.get(name, [name])
+                if name in known and set(tied) != set(each.names):
+                    others = (
+                        ", ".join(other for other in every if other != name) or "nothing"
+                        for every in (tied, each.names)
+                    )
+                    wrong.append(_difference(name, "is tied to", *others))
+        _refuse(wrong)
+
+    def _plan_model(self, *, cast: bool) -> None:
+        """Add the entries to load into the model's tensors."""
+        wrong = []
+        for each in self._program.held:
+            if not each.tensor.numel():
+                continue
+            name, master, dtype = f"model.{each.name}", f"master.{each.name}", each.tensor.dtype
+            found = self.saved[name].dtype
+            source = master if found != dtype and master in self.saved else name
+            if self.saved[source].dtype != dtype and not cast:
+                wrong.append(_difference(each.name, "is", found, dtype))
+                continue
+            # Through `data`, which leaves version counters unchanged. From a changed one a sharded
+            # optimizer would conclude that its parameters changed, and round its masters to them.
+            own = [*each.rectangles(each.tensor.data)]
+            self.targets[name] = Entry(each.shape, dtype, own, source)
+        _refuse(wrong)
+
+    def _plan_shards(self) -> None:
+        """Add the optimizer's masters and whole matrices; masters may come from parameters."""
+        for shard, own in self._program.shards:
+            if shard.is_master and shard.tensor.numel():
+                name = f"master.{own.name}"
+                source = name if name in self.saved else f"model.{own.name}"
+                new = Entry(own.shape, shard.tensor.dtype, [], source)
+                entry = self.targets.setdefault(name, new)
+                entry.rectangles.extend(own.rectangles(shard.tensor, shard.start, shard.stop))
+            elif is_whole_matrix(shard, own):
+                entry = self.targets[f"model.{own.name}"]
+                entry.rectangles.extend(own.rectangles(shard.tensor))
 
     def read(self, reader: Reader, what: str) -> None:
         """Read everything and install it; if this raises, model and optimizer are unchanged."""
@@ -201,3 +290,17 @@ class Plan:
                 "the scheduler or a random generator refuses its saved state: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+
+
+def _difference(name: str, verb: str, saved: object, own: object) -> str:
+    return f"{name} {verb} {saved} in the checkpoint and {own} in the model"
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise CheckpointError("the checkpoint is of another model: " + "; ".join(wrong[:12]))

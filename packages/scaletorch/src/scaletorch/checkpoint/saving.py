@@ -21,7 +21,7 @@ from .agreement import CheckpointError, Ranks, find_manager
 from .format import folders
 from .format.metadata import METADATA, Saved, from_json, require_whole, seal, to_json
 from .format.safetensors_files import flush
-from .format.values import canonical, encode, kind_of
+from .format.values import canonical, encode
 from .state.generators import record_random, seed_material
 from .state.model_tensors import device_of, find_held, find_shards, find_ties
 from .state.optimizer import encode_groups, record_shard
@@ -219,13 +219,13 @@ def _document(
             f"extra must be a mapping of names to plain values, got {extra!r:.60}; "
             "pass {'name': value}"
         )
-    grid = manager.grid
+    grid, programs = manager.grid, {"optimizer": optimizer, "scheduler": scheduler}
     state = None if scheduler is None else encode(dict(scheduler.state_dict()), "the scheduler")
     return {
         "step": step,
         "grid": {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp},
         "seed": seed_material(step),
-        "kinds": {"optimizer": kind_of(optimizer), "scheduler": kind_of(scheduler)},
+        "kinds": {kind: type(each).__name__ for kind, each in programs.items() if each is not None},
         "groups": None if optimizer is None else encode_groups(optimizer),
         "scheduler": state,
         "extra": encode(dict(extra or {}), "extra"),

@@ -13,11 +13,9 @@ from torch import nn
 from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, DamagedCheckpointError, Ranks
-from .format.metadata import from_json
 from .format.safetensors_files import read_header
 from .format.values import dtype_name
-from .loading import Plan, Program
-from .state.fit import all_names
+from .loading import Plan, Program, all_names
 from .state.model_tensors import find_ties
 from .storage import Reader
 from .weights_export import INDEX, WHOLE
@@ -73,9 +71,8 @@ def read_folder(
     firsts |= {alias: first for first, tied in ties.items() for alias in tied}
     whole = Whole(firsts, ties, optimizer, _group_names(program))
     document = ranks.on_first(lambda: find(root, whole)) | {"ties": ties}
-    saved = from_json(document["entries"])
-    plan = ranks.all_or_none(what, lambda: Plan(program, document, saved, names, cast=True))
-    plan.read(reader(root, saved, document["files"]), what)
+    plan = ranks.all_or_none(what, lambda: Plan(program, document, names, cast=True))
+    plan.read(reader(root, plan.saved, document["files"]), what)
 
 
 def _group_names(program: Program) -> list[set[str]]:

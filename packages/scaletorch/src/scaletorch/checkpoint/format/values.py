@@ -71,11 +71,6 @@ def like(current: Any, value: Any) -> Any:
     return value
 
 
-def kind_of(value: Any) -> str | None:
-    """Return the class name of an optimizer or a scheduler; None for None."""
-    return None if value is None else type(value).__name__
-
-
 def canonical(value: Any) -> str:
     """Return a value's canonical JSON text, the same for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
