@@ -14,7 +14,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 
 from scaletorch.checkpoint import CheckpointError, DamagedCheckpointError, latest, load, save
-from scaletorch.checkpoint.format.metadata import Chunk, Saved, seal
+from scaletorch.checkpoint.format.metadata import Chunk, SavedTensor, seal
 from scaletorch.checkpoint.storage import Read, _blocks
 from scaletorch.dist.errors import InvalidArgumentError
 
@@ -389,6 +389,6 @@ def test_a_description_that_lies_reads_nothing_else(tmp_path, lie):
 )
 def test_who_reads_a_rectangle_checks_the_blocks_that_hold_it(offsets, lengths, blocks):
     chunk = Chunk((0, 0), (10, 2**20), "file", 0, 10 * 2**22, [])  # each row is a block
-    saved = Saved(chunk.shape, torch.float32, [chunk])
+    saved = SavedTensor(chunk.shape, torch.float32, [chunk])
     target = torch.empty(lengths, device="meta")
     assert _blocks(Read("x", saved, chunk, offsets, target)) == blocks

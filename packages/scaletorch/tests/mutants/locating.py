@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from scaletorch.bisect import Report
-from scaletorch.bisect.locate import Prepared, Ran, locate, prepare, record_case
+from scaletorch.bisect.locate import PlainRun, RankFacts, locate, prepare, record_case
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.testing import preload
 from scaletorch.verify.cases import Case
@@ -34,7 +34,7 @@ def locate_all(
     """Put each fault into the library, and return a report for each mutant by its name."""
     chosen = sorted(mutants or MUTANTS.values(), key=lambda each: each.case.grid.world_size)
     preload("torch._dynamo")
-    prepared: dict[tuple[str, str], Prepared] = {}
+    prepared: dict[tuple[str, str], PlainRun] = {}
     found: dict[str, Report] = {}
     with tempfile.TemporaryDirectory(prefix="scaletorch-located-") as name, Ranks(timeout) as ranks:
         for mutant in chosen:
@@ -53,7 +53,7 @@ def locate_all(
 
 def record_mutant(
     case: Case, subject: Subject, reference: str, folder: str, steps: int, name: str
-) -> Ran:
+) -> RankFacts:
     """Record a case as one rank, with a mutant's fault in the library."""
     with MUTANTS[name].apply():
         return record_case(case, subject, reference, folder, steps)

@@ -44,7 +44,7 @@ EXACT, LOW = "float64", "float32"
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PlainRun:
     """One process's run of a model, to compare layouts with."""
 
     path: str  # a file with weights and batches
@@ -70,7 +70,7 @@ def recording(folder: Path) -> problem.Watch:
     return watch
 
 
-class Ran(NamedTuple):
+class RankFacts(NamedTuple):
     """The facts that a rank returns in addition to its recording."""
 
     # names of dropout modules that drop wrong elements, each with the reason; a comparison with one
@@ -81,13 +81,13 @@ class Ran(NamedTuple):
     sent: list[float]
 
 
-def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> Ran:
+def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> RankFacts:
     """Record steps of a case as one of its ranks.
 
     `reference` is a file with weights and batches. Tokens go to the experts of one process if
     rounding would choose others.
     """
-    grid, ran, device = case.grid, Ran([], []), rank_device(subject.device)
+    grid, ran, device = case.grid, RankFacts([], []), rank_device(subject.device)
     saved = moved(runner.load_reference(reference), device)
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
     try:
@@ -201,7 +201,7 @@ def bisect(
 
 def prepare(
     folder: Path, subject: Subject, batch_fn: BatchFn, dtype: str, steps: int = STEPS
-) -> Prepared:
+) -> PlainRun:
     """Run and record a model in one process twice: in float64 and in a lower dtype."""
     _, saved = problem.begin(subject, batch_fn, dtype, steps)
     low = LOW if dtype == EXACT else dtype
@@ -212,13 +212,13 @@ def prepare(
     torch.save(moved(saved | problem.doubts(rounded, limits, dtype), "cpu"), folder / "start.pt")
     reference = load(folder / "exact")
     lost = measure(load(folder / "noise"), reference)
-    return Prepared(str(folder / "start.pt"), reference, lost, steps)
+    return PlainRun(str(folder / "start.pt"), reference, lost, steps)
 
 
 def locate(
     case: Case,
     subject: Subject,
-    prepared: Prepared,
+    prepared: PlainRun,
     pool: RankPool,
     folder: Path,
     run: Callable[..., Any] = record_case,
@@ -229,7 +229,7 @@ def locate(
     `run(case, subject, file, folder, steps, *arguments)` records on each rank.
     """
     sent_along = prepared.path, str(folder), prepared.steps, *arguments
-    ran: list[Ran] = pool.run(run, case, subject, *sent_along)
+    ran: list[RankFacts] = pool.run(run, case, subject, *sent_along)
     dropped = {name: why for each in ran for name, why in each.dropped}
     report = compare_runs(prepared.reference, load(folder), prepared.lost)
     if sent := [margin for each in ran for margin in each.sent]:
@@ -245,7 +245,7 @@ def locate(
 
 
 def _drawn(name: str, why: str, case: Case, step: int) -> Birth:
-    """Return the birth for a dropout module that drops wrong elements, see `Ran.dropped`."""
+    """Return the birth for a dropout module that drops wrong elements, see `RankFacts.dropped`."""
     again = case.grid.tp == 1 and why.startswith("an equal input")
     judged = Judged(Key(step, Kind.FORWARD, name, "out"), BAD, INFINITE, why=why)
     return Birth(judged, Kind.BACKWARD if again else Kind.FORWARD, [name], [])

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, DamagedCheckpointError
-from .format.metadata import Chunk, Saved, from_json, require_whole, to_json
+from .format.metadata import Chunk, SavedTensor, from_json, require_whole, to_json
 from .format.values import canonical, encode
 from .state.optimizer import KNOBS
 from .storage import Read, Reader
-from .weights_import import Whole, read_folder
+from .weights_import import WholeModel, read_folder
 
 _CLASSES = {  # that torch pickles in a `.metadata`, in addition to dtypes
     "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta",
@@ -68,7 +68,7 @@ def import_dcp(
     read_folder(Path(folder), model, optimizer, manager, _describe, _Reader)
 
 
-def _describe(root: Path, whole: Whole) -> dict[str, Any]:
+def _describe(root: Path, whole: WholeModel) -> dict[str, Any]:
     """Return a description like `metadata.json`, under the model's names."""
     saved = _entries(root)
     prefix = _find_prefix(root, saved, whole.firsts)
@@ -131,7 +131,7 @@ def _entries(root: Path) -> Entries:
                     info = found.storage_data[MetadataIndex(name, chunk.offsets)]
                     where = info.relative_path, info.offset, info.length
                     chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *where, None))
-                tensors[name] = Saved(tuple(entry.size), entry.properties.dtype, chunks)
+                tensors[name] = SavedTensor(tuple(entry.size), entry.properties.dtype, chunks)
         return values | to_json(tensors)
     except Exception as error:  # a broken pickle may raise any kind
         raise DamagedCheckpointError(
@@ -202,7 +202,7 @@ def _by_parameter(saved: Entries, mark: str, names: Mapping[str, str]) -> dict[s
 
 
 def _add_state(
-    root: Path, states: Mapping[str, Entries], whole: Whole, document: dict[str, Any]
+    root: Path, states: Mapping[str, Entries], whole: WholeModel, document: dict[str, Any]
 ) -> None:
     for name, items in states.items():
         for item, entry in items.items():
@@ -222,7 +222,7 @@ def _add_state(
 
 
 def _groups(
-    root: Path, saved: Mapping[str, Entries], whole: Whole, optimizer: torch.optim.Optimizer
+    root: Path, saved: Mapping[str, Entries], whole: WholeModel, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, Any]] | None:
     """Return the saved hyperparameters of each optimizer group; None if none are saved."""
     values: dict[str, Any] = {}

@@ -20,10 +20,10 @@ from .format.values import decode, like
 from .saving import wait_for_last
 from .state.generators import find_random, restore_random, seed_anew
 from .state.model_tensors import (
-    Held,
+    ModelTensor,
     device_of,
-    find_held,
     find_shards,
+    find_tensors,
     is_whole_matrix,
     refresh_shards,
 )
@@ -61,7 +61,7 @@ class Program:
         wait_for_last()
         self.optimizer, self.scheduler, self.ranks = optimizer, scheduler, ranks
         self.manager = find_manager(manager)
-        found = find_held(model, self.manager)
+        found = find_tensors(model, self.manager)
         self.held = list(found.values())
         self.shards = find_shards(model, found, optimizer, self.manager)
 
@@ -140,7 +140,7 @@ def _load_one(
     return Loaded(document["step"], extra, folder)
 
 
-def all_names(held: Iterable[Held], manager: ProcessGroupManager) -> set[str]:
+def all_names(held: Iterable[ModelTensor], manager: ProcessGroupManager) -> set[str]:
     """Return the names of the whole model's tensors, from the stages of this rank's pipeline."""
     own = sorted({name for each in held for name in each.names})
     return set().union(*all_gather_object(own, manager.pp_group))

@@ -19,11 +19,11 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, Ranks, find_manager
 from .format import folders
-from .format.metadata import METADATA, Saved, from_json, require_whole, seal, to_json
+from .format.metadata import METADATA, SavedTensor, from_json, require_whole, seal, to_json
 from .format.safetensors_files import flush
 from .format.values import canonical, encode
 from .state.generators import record_random, seed_material
-from .state.model_tensors import device_of, find_held, find_shards, find_ties
+from .state.model_tensors import device_of, find_shards, find_tensors, find_ties
 from .state.optimizer import encode_groups, record_shard
 from .state.record import Entry, Index, Record, share_out, stage
 from .storage import write_chunks
@@ -167,7 +167,7 @@ def _write(
         return to_json(written), notes
 
     def finish(reports: list[tuple[Any, Any]]) -> None:
-        saved: dict[str, Saved] = {}
+        saved: dict[str, SavedTensor] = {}
         joined: dict[str, dict[str, Any]] = {}
         for written, noted in reports:
             for name, entry in from_json(written).items():
@@ -188,7 +188,7 @@ def _write(
     ranks.collect(what, write, finish)
 
 
-def _sizes(folder: Path, saved: Mapping[str, Saved]) -> dict[str, int]:
+def _sizes(folder: Path, saved: Mapping[str, SavedTensor]) -> dict[str, int]:
     """Return the sizes of all ranks' files."""
     sizes = {}
     for name in sorted({chunk.file for entry in saved.values() for chunk in entry.chunks}):
@@ -237,7 +237,7 @@ def _record(
 ) -> Record:
     """Describe all state on this rank: model, masters, optimizer and random generators."""
     record = Record()
-    held = find_held(model, manager)
+    held = find_tensors(model, manager)
     record.ties = find_ties(held.values())
     for each in held.values():
         if each.first:

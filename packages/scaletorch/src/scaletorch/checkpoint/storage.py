@@ -11,12 +11,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .agreement import DamagedCheckpointError
-from .format.metadata import Chunk, Saved
+from .format.metadata import Chunk, SavedTensor
 from .format.safetensors_files import BLOCK, as_bytes, map_file, view_as, write_file
 from .state.record import Entry
 
 
-def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[str, Saved]:
+def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[str, SavedTensor]:
     """Write this rank's entries into one new file; return a description of its chunks."""
     found = [(name, rect) for name, entry in entries.items() for rect in entry.rectangles]
     if not found:
@@ -24,7 +24,7 @@ def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[st
     # The largest items first, which keeps all tensors aligned.
     found.sort(key=lambda pair: (-pair[1].tensor.itemsize, pair[0], pair[1].offsets))
     slots = []
-    saved: dict[str, Saved] = {}
+    saved: dict[str, SavedTensor] = {}
     for name, rectangle in found:
         shape, place = tuple(rectangle.tensor.shape), ",".join(map(str, rectangle.offsets))
         slot = name if shape == entries[name].shape else f"{name}@{place}"
@@ -34,7 +34,7 @@ def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[st
     for (name, rectangle), (start, sums) in zip(found, written, strict=True):
         shape, size = tuple(rectangle.tensor.shape), rectangle.tensor.nbytes
         chunk = Chunk(rectangle.offsets, shape, path.name, start, size, sums)
-        entry = Saved(entries[name].shape, entries[name].dtype, [])
+        entry = SavedTensor(entries[name].shape, entries[name].dtype, [])
         saved.setdefault(name, entry).chunks.append(chunk)
     return saved
 
@@ -43,7 +43,7 @@ class Read(NamedTuple):
     """A rectangle to copy."""
 
     name: str  # the tensor's
-    saved: Saved
+    saved: SavedTensor
     chunk: Chunk  # the chunk that holds the rectangle
     begin: tuple[int, ...]  # its first index in the chunk, per dim
     target: Tensor  # the memory to fill
@@ -52,7 +52,9 @@ class Read(NamedTuple):
 class Reader:
     """Reads a checkpoint's files, given the tensors in them and the size of each in bytes."""
 
-    def __init__(self, folder: Path, saved: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, folder: Path, saved: Mapping[str, SavedTensor], sizes: Mapping[str, int]
+    ) -> None:
         self.folder, self._saved, self._sizes = folder, saved, sizes
         self._files: dict[str, Tensor] = {}
         self._checked: set[tuple[str, int]] = set()  # file and first byte of blocks
@@ -114,7 +116,7 @@ class Reader:
         return memory
 
 
-def _overlaps(entry: Entry, saved: Saved) -> Iterator[Read]:
+def _overlaps(entry: Entry, saved: SavedTensor) -> Iterator[Read]:
     """Yield the intersections of this rank's rectangles with the saved chunks."""
     for own in entry.rectangles:
         for chunk in saved.chunks:

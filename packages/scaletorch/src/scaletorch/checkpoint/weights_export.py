@@ -21,7 +21,7 @@ from .agreement import CheckpointError, Ranks, find_manager
 from .format.folders import UNFINISHED
 from .format.safetensors_files import flush_folder, write_file
 from .saving import wait_for_last
-from .state.model_tensors import Held, find_held
+from .state.model_tensors import ModelTensor, find_tensors
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -73,10 +73,10 @@ def export_safetensors(
 
 def _describe(
     model: nn.Module, manager: ProcessGroupManager | None
-) -> tuple[ProcessGroupManager, list[Held]]:
+) -> tuple[ProcessGroupManager, list[ModelTensor]]:
     wait_for_last()
     found = find_manager(manager)
-    return found, [each for each in find_held(model, found).values() if each.first]
+    return found, [each for each in find_tensors(model, found).values() if each.first]
 
 
 def _start(root: Path) -> None:
@@ -86,8 +86,8 @@ def _start(root: Path) -> None:
         raise CheckpointError(f"{root} has weights already ({names[0]}); export to another folder")
 
 
-def _split(held: Iterable[Held], max_bytes: int) -> Iterator[list[Held]]:
-    file: list[Held] = []
+def _split(held: Iterable[ModelTensor], max_bytes: int) -> Iterator[list[ModelTensor]]:
+    file: list[ModelTensor] = []
     for each in held:
         if file and sum(one.nbytes for one in file) + each.nbytes > max_bytes:
             yield file
@@ -101,7 +101,7 @@ def _file_name(number: int, total: int) -> str:
     return WHOLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
-def _write_all(root: Path, files: Mapping[str, list[Held]], *, writes: bool) -> None:
+def _write_all(root: Path, files: Mapping[str, list[ModelTensor]], *, writes: bool) -> None:
     """Gather all files' tensors one by one, and write them if this rank `writes`.
 
     An error is raised at the end, since other ranks still gather with this one.
@@ -123,7 +123,7 @@ def _write_all(root: Path, files: Mapping[str, list[Held]], *, writes: bool) -> 
 
 
 @torch.no_grad()
-def _gather(held: Held) -> Tensor:
+def _gather(held: ModelTensor) -> Tensor:
     """Return the whole tensor; ranks with shards of it call this for all tensors in one order."""
     tensor = held.tensor.detach()
     if held.cut is not None:

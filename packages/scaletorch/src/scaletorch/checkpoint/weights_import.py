@@ -21,7 +21,7 @@ from .storage import Reader
 from .weights_export import INDEX, WHOLE
 
 
-class Whole(NamedTuple):
+class WholeModel(NamedTuple):
     """Names in the whole model, of all ranks together."""
 
     firsts: dict[str, str]  # each name -> the name that its tensor is saved under
@@ -58,7 +58,7 @@ def read_folder(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     manager: ProcessGroupManager | None,
-    find: Callable[[Path, Whole], dict[str, Any]],
+    find: Callable[[Path, WholeModel], dict[str, Any]],
     reader: type[Reader],
 ) -> None:
     """Load another program's folder, which `find` describes like `metadata.json` on rank 0."""
@@ -69,7 +69,7 @@ def read_folder(
     ties = {name: tied for stage in stages for name, tied in stage.items()}
     firsts = {name: name for name in names}
     firsts |= {alias: first for first, tied in ties.items() for alias in tied}
-    whole = Whole(firsts, ties, optimizer, _group_names(program))
+    whole = WholeModel(firsts, ties, optimizer, _group_names(program))
     document = ranks.on_first(lambda: find(root, whole)) | {"ties": ties}
     plan = ranks.all_or_none(what, lambda: Plan(program, document, names, cast=True))
     plan.read(reader(root, plan.saved, document["files"]), what)
@@ -86,7 +86,7 @@ def _group_names(program: Program) -> list[set[str]]:
     return [set().union(*ranks) for ranks in zip(*every, strict=True)]
 
 
-def _describe_files(root: Path, whole: Whole) -> dict[str, Any]:
+def _describe_files(root: Path, whole: WholeModel) -> dict[str, Any]:
     """Read the headers of all files, and describe each tensor as one chunk."""
     entries: dict[str, Any] = {}
     sizes = {}

@@ -9,7 +9,7 @@ import torch
 
 from ...compose.naming import listed
 from ..keys import FINAL, Key, Kind
-from .judge import BAD, NEAR, UNSEEN, Judged, Met, adds_up, meet
+from .judge import BAD, NEAR, UNSEEN, Judged, Pair, adds_up, meet
 from .patterns import explain
 from .places import ALIKE, GIVEN, WHOLE, Sharding, assemble, norm, pieces_of, shard_at
 from .runs import Run, reach
@@ -236,7 +236,7 @@ def explain_birth(birth: Birth, run: Run, reference: Run) -> list[str]:
     return sentences
 
 
-def _explain(key: Key, met: Met, bound: float, run: Run, scale: float | None = None) -> list[str]:
+def _explain(key: Key, met: Pair, bound: float, run: Run, scale: float | None = None) -> list[str]:
     groups = run.held[key][0].recording.header["groups"].items()
     return explain(
         met.pieces,

@@ -43,7 +43,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class Pair:
     """A tensor of two runs, assembled."""
 
     pieces: list[Piece]  # the shards of the run in question
@@ -106,7 +106,7 @@ def judge_all(
     return found
 
 
-def meet(key: Key, run: Run, reference: Run, typical: float = 0.0) -> Met | None:
+def meet(key: Key, run: Run, reference: Run, typical: float = 0.0) -> Pair | None:
     """Assemble a tensor of two runs and compare them; None if the shards fit no full tensor.
 
     Differences are divided by elements of at least `typical`. Gradients of activations are weighed
@@ -115,7 +115,7 @@ def meet(key: Key, run: Run, reference: Run, typical: float = 0.0) -> Met | None
     ours, theirs = run.held.get(key), reference.held.get(key)
     if not ours or not theirs:
         return None
-    best: Met | None = None
+    best: Pair | None = None
     weighed = key.kind == Kind.BACKWARD
     for dims in shardings([*theirs, *ours]):
         right = pieces_of(theirs, dims, weighed=weighed)
@@ -125,7 +125,7 @@ def meet(key: Key, run: Run, reference: Run, typical: float = 0.0) -> Met | None
             errors = [_error(assemble(pieces, dims, sums=True), whole, whole, typical)]
         else:
             errors = [_error(p.tensor, shard_at(whole, p), whole, typical) for p in pieces]
-        met = Met(pieces, whole, dims, errors)
+        met = Pair(pieces, whole, dims, errors)
         if best is None or met.error < best.error:
             best = met
         if met.error <= NEAR:
@@ -173,7 +173,7 @@ def _without(key: Key, run: Run) -> list[int]:
     return sorted(trained - have)
 
 
-def _is_of_all_rows(met: Met, ours: Sequence[Held]) -> bool:
+def _is_of_all_rows(met: Pair, ours: Sequence[Held]) -> bool:
     """Return whether a tensor has no dim of rows, although the batch's rows are divided."""
     axes = [held.recording.header["axes"].get("rows") for held in ours]
     divided = all(axis is not None and sum(b - a for a, b in axis[1][0]) < axis[0] for axis in axes)

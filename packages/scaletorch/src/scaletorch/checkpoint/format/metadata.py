@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
     crc32: list[int] | None  # checksum of each block of these bytes; None if none was saved
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """A saved tensor: shape and dtype of the whole, and the chunks that it is stored in."""
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Saved(NamedTuple):
     chunks: list[Chunk]
 
 
-def to_json(saved: Mapping[str, Saved]) -> dict[str, Any]:
+def to_json(saved: Mapping[str, SavedTensor]) -> dict[str, Any]:
     """Return the description of a checkpoint's tensors as plain values for JSON."""
     return {
         name: {
@@ -52,17 +52,17 @@ def to_json(saved: Mapping[str, Saved]) -> dict[str, Any]:
     }
 
 
-def from_json(entries: Mapping[str, Any]) -> dict[str, Saved]:
+def from_json(entries: Mapping[str, Any]) -> dict[str, SavedTensor]:
     """Return the tensors that `to_json` described."""
     found = {}
     for name, entry in entries.items():
         tuples = ({key: tuple(each[key]) for key in ("at", "shape")} for each in entry["chunks"])
         chunks = [Chunk(**each | own) for each, own in zip(entry["chunks"], tuples, strict=True)]
-        found[name] = Saved(tuple(entry["shape"]), named_dtype(entry["dtype"]), chunks)
+        found[name] = SavedTensor(tuple(entry["shape"]), named_dtype(entry["dtype"]), chunks)
     return found
 
 
-def require_whole(saved: Mapping[str, Saved]) -> None:
+def require_whole(saved: Mapping[str, SavedTensor]) -> None:
     """Refuse tensors whose chunks do not cover them exactly."""
     for name, entry in saved.items():
         filled = [chunk for chunk in entry.chunks if prod(chunk.shape)]

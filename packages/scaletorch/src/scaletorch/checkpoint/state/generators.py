@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...compose.draws import seed_ranks
 from ...parallel.pg_manager import ProcessGroupManager
-from ..format.metadata import Saved
+from ..format.metadata import SavedTensor
 from .model_tensors import Rectangle
 from .record import Entry, Record
 
@@ -40,7 +40,7 @@ def record_random(record: Record, manager: ProcessGroupManager, device: torch.de
 
 
 def find_random(
-    saved: Mapping[str, Saved], manager: ProcessGroupManager, targets: dict[str, Entry]
+    saved: Mapping[str, SavedTensor], manager: ProcessGroupManager, targets: dict[str, Entry]
 ) -> dict[str, Tensor]:
     """Return new tensors for this rank's saved states, and add them to `targets` to be filled."""
     states = {}

@@ -57,7 +57,7 @@ def _within(index: int, start: int, stop: int, shape: Sequence[int]) -> Iterator
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ModelTensor:
     """A parameter or buffer on this rank."""
 
     # all its names in the whole model, in the model's order; the first is saved
@@ -120,13 +120,13 @@ class Held:
             local += len(own)
 
 
-def device_of(held: Iterable[Held]) -> torch.device:
+def device_of(held: Iterable[ModelTensor]) -> torch.device:
     """Return the device of a model's tensors; the CPU if there are none."""
     return next((each.tensor.device for each in held), torch.device("cpu"))
 
 
-def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]:
-    """Map each tensor's id to its `Held`, for all of the model's state on this rank."""
+def find_tensors(model: nn.Module, manager: ProcessGroupManager) -> dict[int, ModelTensor]:
+    """Map each tensor's id to its `ModelTensor`, for all of the model's state on this rank."""
     cuts, experts = find_cuts(model), find_expert_cuts(model)
     own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
     named: dict[int, list[str]] = {}
@@ -155,12 +155,12 @@ def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]
         if expert_cut is not None:
             shape = (expert_cut.whole, *shape[1:])
             owner = 0 if manager.grid.etp > 1 else manager.tp_rank  # 0: all tp ranks have them
-        held[key] = Held(every, tensors[key], shape, cut, expert_cut, owner, first)
+        held[key] = ModelTensor(every, tensors[key], shape, cut, expert_cut, owner, first)
     return held
 
 
 @torch.no_grad()
-def refresh_shards(shards: Sequence[tuple[Shard, Held]]) -> None:
+def refresh_shards(shards: Sequence[tuple[Shard, ModelTensor]]) -> None:
     """Copy parameters into the shards that are copies of them, except masters and matrices."""
     for shard, held in shards:
         begin = shard.parameter.data_ptr() + shard.start * shard.parameter.itemsize
@@ -170,21 +170,21 @@ def refresh_shards(shards: Sequence[tuple[Shard, Held]]) -> None:
             shard.tensor.copy_(own.view_as(shard.tensor))
 
 
-def find_ties(held: Iterable[Held]) -> dict[str, list[str]]:
+def find_ties(held: Iterable[ModelTensor]) -> dict[str, list[str]]:
     """Map the name under which each tied tensor is saved to all its names."""
     return {each.name: list(each.names) for each in held if len(each.names) > 1}
 
 
 def find_shards(
     model: nn.Module,
-    held: Mapping[int, Held],
+    held: Mapping[int, ModelTensor],
     optimizer: torch.optim.Optimizer | None,
     manager: ProcessGroupManager,
-) -> list[tuple[Shard, Held]]:
+) -> list[tuple[Shard, ModelTensor]]:
     """Return the tensors that an optimizer may update, each with the tensor that contains it.
 
     Includes parameters frozen since. Last come the whole matrices that the optimizer has in place
-    of tp shards, each with a `Held` that is not sharded over tp.
+    of tp shards, each with a `ModelTensor` that is not sharded over tp.
     """
     shards, wholes = parameter_shards(model), whole_shards(optimizer)
     listed = {id(shard.tensor) for shard in shards} | {id(whole) for _, whole in wholes}
@@ -213,6 +213,6 @@ def find_shards(
     return found
 
 
-def is_whole_matrix(shard: Shard, held: Held) -> bool:
+def is_whole_matrix(shard: Shard, held: ModelTensor) -> bool:
     """Return whether the optimizer has a whole matrix in place of this shard."""
     return held.tensor is not shard.parameter

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard
 from ..agreement import CheckpointError
-from ..format.metadata import Saved
+from ..format.metadata import SavedTensor
 from ..format.values import decode, encode
-from .model_tensors import Held, Rectangle
+from .model_tensors import ModelTensor, Rectangle
 from .record import Entry, Record
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def record_shard(
-    record: Record, shard: Shard, held: Held, state: Mapping[str, Any], *, writes: bool
+    record: Record, shard: Shard, held: ModelTensor, state: Mapping[str, Any], *, writes: bool
 ) -> None:
     """Add the optimizer's state of one shard to a record, and the shard itself if a master."""
     if not shard.tensor.numel():
@@ -71,15 +71,15 @@ def record_shard(
             )
 
 
-def is_whole(shard: Shard, held: Held) -> bool:
+def is_whole(shard: Shard, held: ModelTensor) -> bool:
     """Return whether the shard is a whole parameter of the plain model, in the same shape."""
     return held.cut is None and tuple(shard.tensor.shape) == held.shape
 
 
 def make_states(
     optimizer: torch.optim.Optimizer,
-    shards: Iterable[tuple[Shard, Held]],
-    saved: Mapping[str, Saved],
+    shards: Iterable[tuple[Shard, ModelTensor]],
+    saved: Mapping[str, SavedTensor],
     scalars: Mapping[str, Any],
     targets: dict[str, Entry],
 ) -> list[tuple[Tensor, dict[str, Any]]]:

@@ -21,7 +21,9 @@ class Entry:
     dtype: torch.dtype
     rectangles: list[Rectangle]
     source: str = ""  # the saved entry to load from, which may have another dtype
-    replicas: str = ""  # the axis of ranks with equal rectangles, see `Held.replicas`; '' for none
+    replicas: str = (
+        ""  # the axis of ranks with equal rectangles, see `ModelTensor.replicas`; '' for none
+    )
 
 
 @dataclass(slots=True)
