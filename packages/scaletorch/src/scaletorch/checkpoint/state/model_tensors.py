@@ -98,12 +98,9 @@ class ModelTensor:
             flat = found.split([prod(sizes) for _, sizes in places])
             boxes = [(start, t.view(sizes)) for (start, sizes), t in zip(places, flat, strict=True)]
         for offsets, box in boxes:
-            for rectangle in self._cut(offsets, box):
-                if self.experts is None:
-                    yield rectangle
-                else:
-                    first, *rest = rectangle.offsets
-                    yield replace(rectangle, offsets=(first + self.experts.own.start, *rest))
+            if self.experts is not None:
+                offsets = (offsets[0] + self.experts.own.start, *offsets[1:])
+            yield from self._cut(offsets, box)
 
     def _cut(self, offsets: tuple[int, ...], box: Tensor) -> Iterator[Rectangle]:
         """Split a rectangle of this shard where its slices are not adjacent in the whole tensor."""
@@ -129,8 +126,7 @@ def find_tensors(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Mo
     """Map each tensor's id to its `ModelTensor`, for all of the model's state on this rank."""
     cuts, experts = find_cuts(model), find_expert_cuts(model)
     own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
-    named: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
+    named: dict[int, tuple[Tensor, list[str]]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in own:
             raise InvalidArgumentError(
@@ -138,16 +134,15 @@ def find_tensors(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Mo
                 "buffer of the model (an extra state, or a copy that a hook made), and a "
                 "checkpoint stores only these: keep it in a buffer, or pass it as extra"
             )
-        named.setdefault(id(value), []).append(name)
-        tensors[id(value)] = value
+        named.setdefault(id(value), (value, []))[1].append(name)
     stages = {name: tie for tie in getattr(model, "ties", ()) for name in tie.names}
     held = {}
-    for key, names in named.items():
+    for key, (tensor, names) in named.items():
         tie = stages.get(names[0])
         every = tuple(names) if tie is None else tie.names
         first = tie is None or tie.owners[0] == manager.pp_rank
         cut, expert_cut = cuts.get(names[0]), experts.get(names[0])
-        shape, owner = tuple(tensors[key].shape), 0
+        shape, owner = tuple(tensor.shape), 0
         if cut is not None and cut.layer.tp_size == 1:
             cut = None
         if cut is not None:
@@ -155,7 +150,7 @@ def find_tensors(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Mo
         if expert_cut is not None:
             shape = (expert_cut.whole, *shape[1:])
             owner = 0 if manager.grid.etp > 1 else manager.tp_rank  # 0: all tp ranks have them
-        held[key] = ModelTensor(every, tensors[key], shape, cut, expert_cut, owner, first)
+        held[key] = ModelTensor(every, tensor, shape, cut, expert_cut, owner, first)
     return held
 
 
