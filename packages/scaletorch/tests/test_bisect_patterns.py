@@ -125,8 +125,8 @@ SENTENCES = {
     ),
     "noise": (
         1,
-        of_rank(1, lambda x: x + 1e-3 * normal(*x.shape, seed=5)),
-        "rank 1 has values that differ at positions 4-7, by 0.0",
+        of_rank(1, lambda x: x + 0.1 * normal(*x.shape, seed=5)),
+        "rank 1 has values that differ at positions 4-7, by 0.",
     ),
 }
 

@@ -126,7 +126,7 @@ def test_a_checkpoint_by_another_name(tmp_path, monkeypatch):
         model = filled(0.0)
         assert load(name, model).step == 3
         assert value_of(model) == 3
-    with pytest.raises(CheckpointError, match="is a file; pass the folder"):
+    with pytest.raises(CheckpointError, match="is a file: pass the folder"):
         load(folder / "metadata.json", model)
 
 
