@@ -38,14 +38,15 @@ class Catalogue:
     """The faults of one package, written one after another as functions."""
 
     package: str  # below the library's root; targets are relative to it
+    layout: str  # of faults that name no other
     mutants: list[Mutant] = field(default_factory=list)
 
     def fault(
-        self, *targets: str, layout: str, born: str, model: str = "", **options: Any
+        self, *targets: str, born: str, layout: str = "", model: str = "", **options: Any
     ) -> Callable[[Mutate], Mutate]:
         """Enter the decorated function: its name and docstring are the mutant's."""
         absolute = tuple(f"{self.package}.{target}" for target in targets)
-        case = Case(parse_layout(layout), **options)
+        case = Case(parse_layout(layout or self.layout), **options)
         model = model or ("staged" if case.grid.pp > 1 else "specimen")
 
         def enter(mutate: Mutate) -> Mutate:
