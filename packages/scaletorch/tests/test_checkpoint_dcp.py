@@ -211,6 +211,11 @@ def swap_bytes(found, indices):
     data[one], data[other] = data[other], data[one]
 
 
+def leave_the_folder(found, indices):
+    info = found.storage_data[indices["model.norm.weight"]]
+    info.relative_path = f"../number/{info.relative_path}"
+
+
 def flip(folder):
     def change(found, indices):
         info = found.storage_data[indices["model.norm.weight"]]
@@ -229,6 +234,7 @@ class Evil:
 FILES = {
     "offset": (lambda f: change_metadata(f, move_a_chunk), "of model.norm.weight do not cover"),
     "bytes": (lambda f: change_metadata(f, swap_bytes), "which is not that of model"),
+    "outside": (lambda f: change_metadata(f, leave_the_folder), "outside the folder"),
     "flipped": (flip, "checksum does not|cannot be read at byte"),
     "truncated": (lambda f: os.truncate(f / "__0_0.distcp", 9000), "cannot be read at byte"),
     "no file": (lambda f: (f / "__0_0.distcp").unlink(), "cannot be read"),

@@ -143,6 +143,8 @@ def _entries(root: Path) -> Entries:
 def _read(root: Path, file: str, offset: int, length: int, **_: Any) -> Any:
     """Return a chunk or a value, after checking its checksums, which torch does not do."""
     try:
+        if Path(file).name != file:
+            raise ValueError("it is outside the folder")
         with (root / file).open("rb") as opened:
             opened.seek(offset)
             data = io.BytesIO(opened.read(length))
