@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from training import SIZES, llama, tokens
+from training import SIZES, in_one_process, llama, tokens, train_and_compare
 
 from scaletorch.compose import (
     clip_grad_norm_,
-    full_gradients,
     full_state_dict,
     global_grad_norm,
     parallelize,
@@ -66,29 +65,17 @@ def test_adapters_that_come_after_parallelize_are_refused():
     run_ranks(check_adapters, 2, AXES)
 
 
-def check_adapters_before(layout):
-    manager = setup_process_group_manager(**layout)
-    plain, model = llama().double(), llama().double()
-    for each in (plain, model):
-        torch.manual_seed(1)
-        adapt(each)
-    model = parallelize(model, manager, rehearse=False)
-    loss = train_step(model, shard_global_batch(tokens(), 1, manager))
-    theirs = nn.functional.cross_entropy(
-        plain(tokens()["input_ids"]).flatten(0, 1), tokens()["labels"].flatten()
-    )
-    theirs.backward()
-    torch.testing.assert_close(loss, theirs.detach(), rtol=1e-10, atol=0)
-    found = full_gradients(model)
-    for name, each in plain.named_parameters():
-        if each.grad is not None:
-            torch.testing.assert_close(found[name], each.grad, rtol=1e-9, atol=1e-12, msg=name)
-    destroy_process_group_manager()
+def adapted():
+    model = llama().double()
+    torch.manual_seed(1)
+    adapt(model)
+    return model
 
 
 @pytest.mark.parametrize("layout", AXES[:3], ids=str)
 def test_adapters_that_were_there_train(layout):
-    run_ranks(check_adapters_before, 2, layout)
+    batches = [tokens()]
+    train_and_compare(in_one_process(adapted(), batches), adapted, layout, batches)
 
 
 def check_clipping(layout, stage, change):

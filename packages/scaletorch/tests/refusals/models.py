@@ -73,11 +73,11 @@ class Layer(nn.Module):
 
 
 class Plain(nn.Module):
-    layer, places = Layer, 0
+    layer, places, max_norm = Layer, 0, None
 
     def __init__(self, depth):
         super().__init__()
-        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
+        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN, max_norm=self.max_norm)
         if self.places:
             self.positions = nn.Embedding(self.places, HIDDEN)
         self.layers = nn.ModuleList(self.layer() for _ in range(depth))
@@ -199,6 +199,11 @@ def mixing(mix, where="layer"):
     return {"layer": InLayers, "before": Before, "behind": Behind}[where]
 
 
+def attended(x):
+    heads = x[:, None]
+    return x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+
+
 class ConvLayer(Layer):
     def __init__(self):
         super().__init__()
@@ -301,6 +306,25 @@ class Shrinking(Plain):
     layer = ShrinkingLayer
 
 
+class Short(Plain):
+    """A lookup shortens rows of the embedding."""
+
+    max_norm = 0.5
+
+
+class Averaged(Plain):
+    """A frozen parameter follows the mean of the hidden states."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.mean = nn.Parameter(torch.zeros(HIDDEN), requires_grad=False)
+
+    def top(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean((0, 1)), 0.5)
+        return super().top(x - self.mean)
+
+
 class CountingLayer(Layer):
     def __init__(self):
         super().__init__()
@@ -332,6 +356,24 @@ class RememberingLayer(Layer):
 
 class Remembering(Plain):
     layer = RememberingLayer
+
+
+class Cooling(Plain):
+    """A temperature falls with each call."""
+
+    temperature = 2.0
+
+    def forward(self, input_ids):
+        self.temperature *= 0.8
+        return super().forward(input_ids) / self.temperature
+
+
+class Noting(Plain):
+    """A flag that the first call sets, and the sizes of the last call, the same in all."""
+
+    def forward(self, input_ids):
+        self.begun, self.length = True, input_ids.shape[1]
+        return super().forward(input_ids)
 
 
 # Losses of its own.

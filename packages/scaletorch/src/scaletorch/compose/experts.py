@@ -204,8 +204,8 @@ def move_biases(
 
 def _tensor(block: nn.Module, name: str) -> Tensor | None:
     owner: Any = block
-    for part in name.split("."):
-        owner = getattr(owner, part, None)
+    for attribute in name.split("."):
+        owner = getattr(owner, attribute, None)
     return owner if isinstance(owner, Tensor) else None
 
 

@@ -73,7 +73,7 @@ def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iter
         _sum(known, model, manager)
 
 
-def _parts(known: _Partial, model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:
+def _shards_of(known: _Partial, model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:
     """Return the shards of some parameters that this rank updates, in the order of `names`."""
     whole = known.whole
     if model.optimizer_shards is None:
@@ -89,7 +89,7 @@ def _share_earlier(
     """Divide gradients of earlier steps by tp_size, since they will be summed once more."""
     held = (name for name in known.names if known.whole[name].grad is not None)
     gradients = {
-        id(g): g for part in _parts(known, model, held) if (g := part.tensor.grad) is not None
+        id(g): g for shard in _shards_of(known, model, held) if (g := shard.tensor.grad) is not None
     }
     if gradients:
         torch._foreach_div_([*gradients.values()], manager.tp_size)
@@ -105,7 +105,7 @@ def _compare(
     reached = {name: known.sums.reach(each).value for name, each in known.whole.items()}
     ties = [tie.names for tie in pipeline_of(model).ties]
     place = manager.pp_rank, manager.cp_dp_rank
-    ranges = [(each.name, each.start, each.stop) for each in _parts(known, model, known.whole)]
+    ranges = [(each.name, each.start, each.stop) for each in _shards_of(known, model, known.whole)]
     told = all_gather_object((reached, ties, place, ranges, earlier), manager.world_group)
     if any(earlier for *_, earlier in told):
         raise InvalidArgumentError(
@@ -156,15 +156,15 @@ def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
     found = torch.tensor(codes, dtype=torch.int32, device=known.whole[late[0]].device)
     for group in (manager.cp_dp_group, manager.tp_group):
         all_reduce(found, "max", group=group)
-    for name, (whole, part) in zip(late, found.tolist(), strict=True):
-        if whole and part:
+    for name, (whole, partial) in zip(late, found.tolist(), strict=True):
+        if whole and partial:
             raise InvalidArgumentError(
                 f"{describe_rank()}: {name} was used both inside of parallel regions and outside. "
                 f"{_APART}"
             )
-        if not part and not whole:
+        if not partial and not whole:
             known.sums.refuse_hidden(name)
-        known.sums.note(known.whole[name], Reach.PARTIAL if part else Reach.WHOLE)
+        known.sums.note(known.whole[name], Reach.PARTIAL if partial else Reach.WHOLE)
     _sort(known)
 
 
@@ -181,13 +181,13 @@ def _sum(known: _Partial, model: DataParallelBucket, manager: ProcessGroupManage
         wide = torch.promote_types(known.whole[name].dtype, torch.float32)
         by_dtype.setdefault(wide, []).append(name)
     for dtype, names in by_dtype.items():
-        _sum_parts(names, _parts(known, model, names), dtype, known, manager)
+        _sum_shards(names, _shards_of(known, model, names), dtype, known, manager)
 
 
 @torch.no_grad()
-def _sum_parts(
+def _sum_shards(
     names: Sequence[str],
-    parts: Sequence[Shard],
+    shards: Sequence[Shard],
     dtype: torch.dtype,
     known: _Partial,
     manager: ProcessGroupManager,
@@ -200,19 +200,19 @@ def _sum_parts(
     # Summed over cp x dp as well unless `same`: then replicated gradients count on one rank only.
     counted = known.same or manager.cp_dp_rank == 0
     sent: list[tuple[Tensor, Tensor]] = []
-    for part in parts:
-        if part.tensor.grad is not None and (counted or not part.replicated):
-            at, view = places[part.name]
-            sent.append((view[part.start : part.stop], part.tensor.grad.flatten()))
+    for shard in shards:
+        if shard.tensor.grad is not None and (counted or not shard.replicated):
+            at, view = places[shard.name]
+            sent.append((view[shard.start : shard.stop], shard.tensor.grad.flatten()))
             sent.append((used[at], flat.new_ones(())))
     if sent:
         torch._foreach_copy_([to for to, _ in sent], [value for _, value in sent])
     for group in (manager.tp_group,) if known.same else (manager.cp_dp_group, manager.tp_group):
         all_reduce(flat, group=group)
-    for part in parts:
-        at, view = places[part.name]
-        total = view[part.start : part.stop].view_as(part.tensor)
-        if part.tensor.grad is not None:
-            part.tensor.grad.copy_(total)
+    for shard in shards:
+        at, view = places[shard.name]
+        total = view[shard.start : shard.stop].view_as(shard.tensor)
+        if shard.tensor.grad is not None:
+            shard.tensor.grad.copy_(total)
         elif used[at] > 0:  # another rank has one; reading this waits for the device
-            part.tensor.grad = total.to(part.tensor.dtype, copy=True)
+            shard.tensor.grad = total.to(shard.tensor.dtype, copy=True)

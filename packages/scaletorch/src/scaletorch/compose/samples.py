@@ -195,7 +195,7 @@ def _weights(key: int, count: int) -> list[int]:
 def _cut_of(piece: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
     """Return the dim, start and length of a piece; None for the whole tensor."""
     pairs = zip(piece.shape, whole.shape, strict=True)
-    dim = next((dim for dim, (part, full) in enumerate(pairs) if part != full), None)
+    dim = next((dim for dim, (own, full) in enumerate(pairs) if own != full), None)
     if dim is None:
         return None
     start = (piece.storage_offset() - whole.storage_offset()) // whole.stride(dim)

@@ -127,7 +127,7 @@ _WAYS_OUT = {
     "size, or let the plan divide the attribute (Divide('num_heads')), gather what is needed "
     "together ('column_gather'), split what is not ('row_split', PerHead('name')), or leave the "
     "module out; or use tp_size=1",
-    "cp": "cp leaves each rank its part of every sequence, and what the module makes of the whole "
+    "cp": "cp leaves each rank its shard of every sequence, and what the module makes of the whole "
     "length (a mask, positions, blocks) does not fit that: use cp_size=1",
     "ep": "each rank has some of the experts, and the module wants all of them: use ep_size=1, "
     "name the experts in a plan, or let them keep their number in an attribute such as num_experts",
@@ -182,4 +182,4 @@ def _innermost(model: nn.Module, trace: TracebackType | None) -> str | None:
             found = f"module '{names[own]}' ({kind})" if names[own] else f"{kind}.forward"
         last = trace.tb_frame.f_globals.get("__name__", "")
         trace = trace.tb_next
-    return None if any(part in last for part in _COMMUNICATION) else found
+    return None if any(name in last for name in _COMMUNICATION) else found

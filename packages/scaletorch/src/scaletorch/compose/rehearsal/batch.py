@@ -79,7 +79,7 @@ def small_batch(
             short = whole  # no position would count in the loss
     told = {name: dim for name, dim in cut.row_dims.items() if name in short}
     again = partial(shard_global_batch, short, row_dims=told, sequence_dims=cut.sequence_dims)
-    parts = again(kept, model=model)
+    own = again(kept, model=model)
     alone = OneProcess(_group_of_one(manager))
     (plain,) = again(1, cast(Any, alone))
     of_one = replace(
@@ -87,9 +87,9 @@ def small_batch(
     )
     now = sequence_shape(short)
     is_short = shape is not None and now is not None and now[1] < shape[1]
-    sequences = cast(MicroBatch, parts[0]).cut.sequences
+    sequences = cast(MicroBatch, own[0]).cut.sequences
     called, rows = as_called(plain, of_one), row_count(short, told)
-    return SmallBatch(parts, called, alone, is_short, rows, sequences)
+    return SmallBatch(own, called, alone, is_short, rows, sequences)
 
 
 def _unequal(few: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
