@@ -102,7 +102,9 @@ def added_up(sizes, frozen):
     model = parallelize(Pixels(frozen).double(), manager)
     cuts = [shard_global_batch(images(step), 2, model=model) for step in range(2)]
     train_step(model, cuts[0], loss_fn=of_pixels)
-    with pytest.raises((InvalidArgumentError, MismatchError), match=r"several steps add up|rank 3"):
+    with pytest.raises(
+        (InvalidArgumentError, MismatchError), match=r"gradients of earlier steps|rank 3"
+    ):
         train_step(model, cuts[1], loss_fn=of_pixels)
     model.zero_grad()
     for cut in cuts:

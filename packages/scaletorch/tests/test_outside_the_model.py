@@ -119,10 +119,10 @@ def attempt(program, sizes):
 
 REFUSED = {
     early: r"SGD has .*of the plain model.*make the optimizer of model.parameters\(\) after",
-    outside: r"updated a parameter of shape \[\] that loss_fn uses and that is not the model's",
+    outside: r"updated a parameter of shape \[\] that loss_fn uses and the model does not have",
     second: "computes something else on .* than in one process",
     by_rows: "computes something else on .* than in one process: the loss is off",
-    steered: "learning rates of optimizers have changed otherwise on some ranks: by .*norm",
+    steered: "learning rates of optimizers have changed differently on some ranks: by .*norm",
     kept: "loss_fn takes tensors of the model that its forward did not return",
     states: r"loss_fn fails on this rank's positions of each sequence \(RuntimeError: .*\)\."
     r" (cp divides .*: name the dim|sequence parallelism divides .*: compute the loss from logits)",

@@ -116,12 +116,12 @@ FAULTS = {
     "sequence_parallel": (
         models.mixing(lambda x: x.cumsum(1), "before"),
         None,
-        r"what layers\.0 is given is off by .*'sequence_whole', or the layers 'sequence_layer'",
+        r"input of layers\.0 is off by .*'sequence_whole', or the layers 'sequence_layer'",
     ),
     "pp": (
         models.Plain,
         (BOUNDARY, halved),
-        r"gradient that comes back to layers\.\d+ is off by .*from stage to stage",
+        r"gradient of the output of layers\.\d+ is off by .*from stage to stage",
     ),
 }
 

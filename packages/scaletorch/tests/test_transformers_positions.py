@@ -88,7 +88,7 @@ DP, CP, CONTIGUOUS = {"dp_size": 2}, {"cp_size": 2}, {"cp_layout": "contiguous"}
 CASES = [
     (roberta, DP, {}, {}, 1e-12),
     (roberta, CP, OFFSET, CONTIGUOUS, 1e-12),
-    (roberta, CP, {}, {}, "counts its positions from behind its padding index"),
+    (roberta, CP, {}, {}, "counts its positions from its padding index on"),
     (roberta, {"tp_size": 2}, {}, {"sequence_parallel": True}, 1e-12),  # of ids, which are whole
     (mixture, CP, {}, {}, 1e-6),  # its router computes in float32
     (half_mixture, CP, {}, {}, 5e-2),

@@ -22,8 +22,8 @@ Sides = list[list[int]]  # ranks grouped by digest, the largest group first
 ABSENT = 1  # stands for a gradient that is None
 SHOWN = 4  # tensors, and ranks per group, that an error names
 ADVICE = (
-    "They were given other weights, batches, seeds or rates, made other calls, or a memory is "
-    "faulty; go on from a checkpoint from before."
+    "They had different weights, batches, seeds or rates, made different calls, or a memory is "
+    "faulty; go back to a checkpoint from before."
 )
 
 

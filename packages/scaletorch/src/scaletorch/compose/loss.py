@@ -79,8 +79,8 @@ def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
         return labels
     shares = tp_size > 1 and isinstance(labels, Tensor) and list(labels.shape[:1]) == shape[:1]
     why = shares * (
-        ". With sequence_parallel a layer that the plan does not name is given this rank's share "
-        "of the tokens: name the head 'column_gather' in the plan, or do without sequence_parallel"
+        ". With sequence_parallel a layer that the plan does not name gets this rank's shard of "
+        "the tokens: name the head 'column_gather' in the plan, or do without sequence_parallel"
     )
     raise InvalidArgumentError(
         f"{describe_rank()}: logits {list(logits.shape)} need labels {shape}, one for each token "
@@ -99,7 +99,7 @@ def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None
             raise InvalidArgumentError(
                 f"{type(output).__name__} has {name} beside its logits, and train_step trains by "
                 f"the cross entropy of tokens alone: {name} would be left out. Turn it off in the "
-                "model, or write the loss yourself (train_step_pipeline takes a loss_fn)"
+                "model, or pass train_step a loss_fn that adds it"
             )
     if not isinstance(getattr(output, "logits", output), Tensor):
         raise InvalidArgumentError(

@@ -161,6 +161,6 @@ def require_no_parameters(
     cut = ", ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
     raise InvalidArgumentError(
         f"{describe_rank()}: loss_fn reads parameters of the model for a penalty ({some(read)}), "
-        f"and with {cut} each rank has others of them. Use the optimizer's weight_decay, or add "
+        f"and with {cut} ranks have different ones. Use the optimizer's weight_decay, or add "
         "the penalty's gradient to each .grad between train_step and optimizer.step()"
     )

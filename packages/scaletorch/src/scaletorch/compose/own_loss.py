@@ -34,7 +34,7 @@ _ROUNDINGS, _MOST = 128, 1e-3
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # finest first
 _SHARES = (
     "; with sequence_parallel, values that layers return beside the hidden states are of this "
-    "rank's share of the tokens: sum them over tp by scaletorch.dist.functional.reduce"
+    "rank's shard of the tokens: sum them over tp by scaletorch.dist.functional.reduce"
 )
 _HIDDEN = (
     "loss_fn takes tensors of the model that its forward did not return, such as auxiliary losses "

@@ -27,9 +27,9 @@ from .scaling import FACTS, scalings
 
 _ASKS = 2**20  # a rank that wants a rehearsal adds this to the count of ranks with a loss_fn
 _OTHERWISE = (
-    "{} counts its positions from behind its padding index, and has to be given them where "
-    "sequences are divided: call shard_global_batch(..., model=model), or put position_ids [B, L] "
-    "into the global batch"
+    "{} counts its positions from its padding index on, and needs position_ids where sequences "
+    "are divided: call shard_global_batch(..., model=model), or put position_ids [B, L] into the "
+    "global batch"
 )
 
 
@@ -153,8 +153,8 @@ def _called(
             )
         if terms.counts_routing and any(map(counts_nothing, batches)):
             raise InvalidArgumentError(
-                "a micro-batch has no row, and the tokens of the one in its place would be counted "
-                "as choosing experts: take fewer micro-batches, or more rows"
+                "a micro-batch has no row, and count_routing would count the tokens of the made-up "
+                "row in its place: take fewer micro-batches, or more rows"
             )
         model.wrapped.refuse_others(model.module)
     pipeline = pipeline_of(model)
@@ -176,8 +176,7 @@ def as_called(batch: Batch, terms: Terms) -> Called:
     if cut is not None and terms.cp_layout not in (None, cut.layout):
         raise InvalidArgumentError(
             f"this batch was cut in a {cut.layout} layout, and the model attends in a "
-            f"{terms.cp_layout} one: let shard_global_batch ask the model, "
-            "shard_global_batch(..., model=model)"
+            f"{terms.cp_layout} one: call shard_global_batch(..., model=model)"
         )
     entries: dict[str, Any] = {n: x for n, x in batch.items() if not n.startswith(OF_LOSS)}
     of_tokens = sequence_shape(batch) is not None
@@ -200,7 +199,7 @@ def as_called(batch: Batch, terms: Terms) -> Called:
         raise InvalidArgumentError(
             f"the batch has {', '.join(strangers)}, and the forward of {terms.name} takes no "
             f"argument of that name, only {', '.join(terms.arguments)}; leave it out of the batch, "
-            f"or let forward take it; what a loss_fn alone is to see is named {OF_LOSS}..."
+            f"or let forward take it; entries for a loss_fn alone have names {OF_LOSS}..."
         )
     # A model that takes positions must get them if it sees only a shard of the tokens.
     counts = not terms.shares_sequences or terms.counts_of_ids or not terms.takes(POSITIONS)
@@ -247,7 +246,7 @@ def _require_alike(
         agree("the loss, which has the same function everywhere", [line], manager.world_group)
     if 0 < sums["counts later"] < manager.world_size:
         raise InvalidArgumentError(
-            f"{describe_rank()}: gradients of several steps add up on some ranks, and none are "
-            "there on others, so that losses have to be counted before: pass train_step(..., "
-            "count_fn=), a function of the micro-batch that returns their number"
+            f"{describe_rank()}: some ranks have gradients of earlier steps and others have none, "
+            "so that losses must be counted before the step: pass train_step(..., count_fn=), a "
+            "function of the micro-batch that returns their number"
         )

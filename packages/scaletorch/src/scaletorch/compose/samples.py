@@ -31,8 +31,8 @@ MEASURED = 2**26  # elements that `_gaps` compares at most
 EXACT = ("cpu",)  # devices whose kernels sum in a fixed order, so that equal inputs give equal bits
 ROUNDING = 1e-3  # allowed gap / largest value on devices whose kernels sum in no fixed order
 ADVICE = (
-    "Optimizers have other settings or left out a step, or values were changed or loaded on some "
-    "ranks alone, or a memory is faulty; go on from a checkpoint from before."
+    "Optimizers have different settings or left out a step, or values were changed or loaded on "
+    "some ranks alone, or a memory is faulty; go back to a checkpoint from before."
 )
 
 
@@ -112,8 +112,7 @@ class Samples:
             self._left |= {each.key for each in self._held}
             self.settled, self.taken, self.residue = False, [], None
             warnings.warn(
-                f"{describe_rank()}: train_step cannot look whether ranks still hold the same "
-                f"parameters: {error}",
+                f"{describe_rank()}: train_step cannot compare parameters between ranks: {error}",
                 stacklevel=2,
             )
         self._turn += 1
@@ -150,8 +149,8 @@ class Samples:
             self._unseen |= unseen
             names = sorted(unseen)
             warnings.warn(
-                f"{describe_rank()}: train_step cannot look whether ranks still hold the same of "
-                f"{some(names)}, which are no plain tensors "
+                f"{describe_rank()}: train_step cannot compare {some(names)} between ranks, since "
+                "these are no plain tensors "
                 f"({type(values[names[0]]).__name__})",
                 stacklevel=4,
             )
@@ -219,10 +218,10 @@ def _refuse_parted(
     devices = {d for each in all_gather_object(inexact, manager.world_group) for d in each}
     if devices and most <= ROUNDING and _over_tp(parted.values(), manager):
         warnings.warn(
-            f"{describe_rank()}: tp ranks no longer hold the same of "
-            f"{some([key.name for key in unequal])}: up to {most:.1e} of the "
-            f"largest value apart, as kernels of {', '.join(sorted(devices))} do that sum in no "
-            "fixed order; from now on these are not compared (check_replicas does)",
+            f"{describe_rank()}: {some([key.name for key in unequal])} differ between tp ranks by "
+            f"up to {most:.1e} of the largest value, as after sums in no fixed order on "
+            f"{', '.join(sorted(devices))}; train_step no longer compares these (check_replicas "
+            "does)",
             stacklevel=4,
         )
         return unequal

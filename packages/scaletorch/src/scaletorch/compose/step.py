@@ -212,7 +212,7 @@ def _own_loss(
     if loss_fn is None:
         if count_fn is None:
             return None
-        raise InvalidArgumentError("count_fn counts what a loss_fn sums: pass that too")
+        raise InvalidArgumentError("count_fn counts the losses of a loss_fn: pass loss_fn too")
     own = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
     # The count does not divide gradients of a router's auxiliary loss, so no correction fits these.
     alone = terms_of(model).router_loss is None and model.require_backward_grad_sync

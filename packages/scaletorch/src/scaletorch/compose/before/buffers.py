@@ -30,13 +30,13 @@ from ..experts import expert_names
 from ..forward import pipeline_of, wait_for_parameters
 
 _BUFFER = (
-    "In one process it would follow the whole batch. Keep such a buffer out of the forward, update "
-    "it after the step from what all ranks have, or leave the module in eval mode"
+    "In one process it would follow the whole batch. Update such a buffer after the step, from the "
+    "values of all ranks, or leave the module in eval mode"
 )
 _PARAMETER = (
-    "Micro-batches, recomputation and a rehearsal would change it again, and other rows otherwise. "
-    "Change it after optimizer.step(), on all ranks alike, or let forward use what it makes of it "
-    "(weight.clamp(...), torch.nn.utils.parametrize)"
+    "Micro-batches, recomputation and a rehearsal would change it again, and ranks with other rows "
+    "differently. Change it after optimizer.step(), in the same way on all ranks, or let forward "
+    "compute another tensor from it (weight.clamp(...), torch.nn.utils.parametrize)"
 )
 # Axes whose ranks should hold the same values -> the difference between these ranks.
 _ALIKE = {
@@ -140,13 +140,12 @@ def changes_followed(
     runs = _runs(model, num_micro_batches)
     wrong = [f"parameter {name}. {_PARAMETER}" for name in changes.of_parameters()]
     wrong += [
-        f"buffer {name} by what it sees, and ranks of {whose} now hold other values of it. "
+        f"buffer {name} from its inputs, and ranks with {whose} now hold other values of it. "
         f"{_BUFFER}"
         for name, whose in unlike.items()
     ]
     wrong += [
-        f"buffer {name} each time that it runs, and {runs} it several times for one batch. "
-        f"{_BUFFER}"
+        f"buffer {name} in each run, and {runs} it several times for one batch. {_BUFFER}"
         for name in again
     ]
     said = f"{describe_rank()}: the forward changes {wrong[0]}" if wrong else ""

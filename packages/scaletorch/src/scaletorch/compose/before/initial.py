@@ -24,7 +24,7 @@ from ..forward import pipeline_of
 from ..naming import names_sizes
 
 _SUBJECT = (
-    "the values of the plain model that parallelize is to cut (build it from one seed, or load one "
+    "the values of the plain model that parallelize shards (build it from one seed, or load one "
     "checkpoint into it, on all ranks)"
 )
 
@@ -93,9 +93,9 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
         odd = sorted(rank for side in others for rank in side)
         shown = ", ".join(f"rank {rank} ({manager.grid.coordinates(rank)})" for rank in odd[:4])
         raise MismatchError(
-            f"ranks hold another first batch where they need the same one ({where}): {name} "
+            f"ranks have different first batches where they need the same one ({where}): {name} "
             f"on {shown} is not that of rank {usual[0]}; let every rank read the same batch, "
-            "and seed what draws it alike"
+            "and give random choices the same seed"
         )
 
 

@@ -132,7 +132,7 @@ class Call:
         self.came = [*gradients]
         theirs = self.came[0]
         self.came[0] = self._met(
-            "output_gradient", f"gradient that comes back to {self.name}", theirs
+            "output_gradient", f"gradient of the output of {self.name}", theirs
         )
         if self.given_out:
             hidden = self.handed[0]  # the unit's input has the same shape

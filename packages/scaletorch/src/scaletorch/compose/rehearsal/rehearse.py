@@ -35,11 +35,11 @@ from .replay import Replay
 from .training import as_for_a_rehearsal, trained, wish_for_float32
 
 _ADVICE = {  # axis -> the likely mistake if results differ
-    "tp": "tp divides features: a weight that packs several parts is cut by Fused(style, parts); "
-    "what is computed from a share of features has to be named in the plan, or all that it is "
-    "computed from left out of it",
-    "sequence_parallel": "sequence parallelism divides tokens between layers: style what mixes or "
-    "counts them 'sequence_whole', or the layers 'sequence_layer'",
+    "tp": "tp divides features: style a weight that packs several projections Fused; where code "
+    "needs all features, gather them ('column_gather') or leave the layers before it out of the "
+    "plan",
+    "sequence_parallel": "sequence parallelism divides tokens between layers: style a module that "
+    "mixes or counts them 'sequence_whole', or the layers 'sequence_layer'",
     "cp": "cp divides positions: mix them by F.scaled_dot_product_attention alone, and read the "
     "forward's argument position_ids rather than count them; positions that do not begin at 0 "
     "have to be in the batch as position_ids",

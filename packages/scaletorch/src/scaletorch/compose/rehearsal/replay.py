@@ -136,7 +136,7 @@ class Replay:
         if x is not None:
             ours, _ = self.ranks.join(name, turn, "input", x.shape)
             if ours is not None:
-                self.judge.compare(f"what {name} is given", ours, x.detach(), is_hidden=True)
+                self.judge.compare(f"input of {name}", ours, x.detach(), is_hidden=True)
                 ours = ours.to(x.dtype).requires_grad_(x.requires_grad)
                 call.args, call.kwargs = map_tensors(
                     lambda tensor: ours if tensor is x else tensor, (args, kwargs)
