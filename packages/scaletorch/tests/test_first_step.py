@@ -116,12 +116,8 @@ class OfItsWidth(models.MLP):
         return super().inner(x).view(*x.shape[:2], 3, 4).flatten(2)
 
 
-class OfItsWidthLayer(models.Layer):
-    feed_forward = OfItsWidth
-
-
 class FixedWidth(models.Plain):
-    layer = OfItsWidthLayer
+    layer = models.layer_of(feed_forward=OfItsWidth)
 
 
 class Frequent(models.Plain):
@@ -365,12 +361,8 @@ class ToOne(nn.Module):
         return self.experts(rows, index, rows.new_ones((len(rows), 1))).view_as(x)
 
 
-class ToOneLayer(models.Layer):
-    feed_forward = ToOne
-
-
 class OfExperts(models.Plain):
-    layer = ToOneLayer
+    layer = models.layer_of(feed_forward=ToOne)
 
 
 def test_experts_that_loop_over_all_of_them_are_told_how_to_give_their_number():

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
+from refusals import models
+from refusals.rows import batch
 from sweeps import today
-from torch import nn
-from torch.nn import functional as F
 from training import FOUR, in_one_process, on_a_layout, require_alike
 
 from scaletorch.compose import parallelize, shard_global_batch, train_step
@@ -16,25 +16,15 @@ from scaletorch.parallel.pg_manager import (
     setup_process_group_manager,
 )
 
-PLAN = {"layers.*.up": "column", "layers.*.down": "row"}
 
-
-class Layer(nn.Module):
-    """Attention and two products; `scale` changes what they add, and may keep something."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)
+class Layer(models.Layer):
+    """`scale` changes its input, and may keep something."""
 
     def scale(self, x):
         return 1.0
 
     def forward(self, x):
-        heads = self.norm(x).unflatten(-1, (2, 8)).transpose(1, 2)
-        x = x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(
-            1, 2
-        ).flatten(2)
-        return x + self.down(torch.tanh(self.up(x))) * self.scale(x)
+        return super().forward(x * self.scale(x))
 
 
 class Rebound(Layer):
@@ -120,19 +110,15 @@ class Shows(Layer):
         return 1.0
 
 
-class Model(nn.Module):
-    """An embedding, four layers and a head; with `wide` adds the mean over rows and positions."""
+class Model(models.Plain):
+    """With `wide` adds the mean over rows and positions."""
 
     def __init__(self, layer):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
-        self.layers = nn.ModuleList([layer() for _ in range(4)])
+        self.layer = layer
+        super().__init__(4)
 
-    def forward(self, input_ids, position_ids=None, wide=None):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        output = self.head(x)
+    def forward(self, input_ids, wide=None):
+        output = super().forward(input_ids)
         return output if wide is None else output + output.mean((0, 1), keepdim=True)
 
 
@@ -142,18 +128,15 @@ def built(layer):
 
 
 def batches(wide_from=3):
-    for step in range(3):
-        drawn = torch.randint(32, (8, 17), generator=torch.Generator().manual_seed(step))
-        batch = {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
-        yield {**batch, "wide": torch.ones(8)} if step >= wide_from else batch
+    wide = {"wide": torch.ones(8)}
+    return [batch(step) | (wide if step >= wide_from else {}) for step in range(3)]
 
 
 def outcome(layer, layout, wide_from=3, **options):
     """Return the figures of three steps, or the text of an error."""
-    how = {"options": options | ({"plan": PLAN} if "tp" in layout else {}), "rehearse": True}
-    steps = [*batches(wide_from)]
+    how = {"options": options | ({"plan": models.PLAN} if "tp" in layout else {}), "rehearse": True}
     try:
-        return on_a_layout(partial(built, layer), FOUR[layout], steps, **how)
+        return on_a_layout(partial(built, layer), FOUR[layout], batches(wide_from), **how)
     except RehearsalError as error:
         return str(error)
 
@@ -181,8 +164,8 @@ def forwards(layer, layout):
     try:
         plain = built(layer)
         plain.register_forward_pre_hook(lambda *_: calls.append(1))
-        model = parallelize(plain, manager, plan=PLAN)
-        train_step(model, shard_global_batch(next(batches()), 1, model=model))
+        model = parallelize(plain, manager, plan=models.PLAN)
+        train_step(model, shard_global_batch(batch(0), 1, model=model))
         return len(calls)
     finally:
         destroy_process_group_manager()

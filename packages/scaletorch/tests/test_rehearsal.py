@@ -41,10 +41,10 @@ from scaletorch.parallel.pg_manager import (
 )
 
 
-class Layer(models.NormedLayer):
+class Layer(models.Layer):
     """Norms of heads, a scale within the MLP, and dropout."""
 
-    feed_forward = models.ScaledMLP
+    attention, feed_forward = models.NormedAttention, models.ScaledMLP
 
     def __init__(self):
         super().__init__()
@@ -75,14 +75,10 @@ class FeatureMLP(models.MLP):
         return x * x.softmax(-1)
 
 
-class FeatureLayer(models.Layer):
-    feed_forward = FeatureMLP
-
-
 class Features(models.Plain):
     """Each rank has the softmax of its own features."""
 
-    layer = FeatureLayer
+    layer = models.layer_of(feed_forward=FeatureMLP)
 
 
 # Each rank, and each micro-batch, has the mean of its own rows.
@@ -101,11 +97,7 @@ BOUNDARY = "parallel.pipeline_parallel.stages.stage:PipelineParallel.backward"
 SUMS = "compose.partial_gradients:_sum"
 # Of an axis: the model, a fault of the library, and what the message names.
 FAULTS = {
-    "tp": (
-        Features,
-        None,
-        r"output of layers\.0 is off by .*tp div",
-    ),
+    "tp": (Features, None, r"output of layers\.0 is off by .*tp div"),
     "sums": (
         models.Normed,
         (SUMS, lambda _: lambda *_: None),
@@ -303,12 +295,8 @@ class SlightlyOffMLP(models.MLP):
         return super().forward(x) * (1.001 if divided else 1.0)
 
 
-class SlightlyOffLayer(models.Layer):
-    feed_forward = SlightlyOffMLP
-
-
 class SlightlyOff(models.Plain):
-    layer = SlightlyOffLayer
+    layer = models.layer_of(feed_forward=SlightlyOffMLP)
 
 
 SEQUENCES, CONTEXT, STAGES, SHARDS = (

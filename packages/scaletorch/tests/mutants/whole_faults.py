@@ -51,7 +51,7 @@ def gradients_travel_in_bfloat16(wrapper: Any) -> Any:
     return partial(wrapper, grad_type=torch.bfloat16)
 
 
-@fault("step:ready", layout="1x1x2x1", born="forward: loss")
+@fault("step:prepare_step", layout="1x1x2x1", born="forward: loss")
 def loss_times_cp(ready: Any) -> Any:
     """The loss is larger by the context-parallel size."""
 
@@ -62,7 +62,7 @@ def loss_times_cp(ready: Any) -> Any:
     return smaller
 
 
-@fault("step:ready", layout="2x1x1x1", born="forward: loss")
+@fault("step:prepare_step", layout="2x1x1x1", born="forward: loss")
 def mean_of_local_means(ready: Any) -> Any:
     """Every rank divides by its own valid tokens, and the means are averaged."""
 

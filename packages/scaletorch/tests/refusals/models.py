@@ -72,6 +72,11 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+def layer_of(attention=Attention, feed_forward=MLP):
+    """Return a class of layers with other attention, or with another MLP."""
+    return type("Layer", (Layer,), {"attention": attention, "feed_forward": feed_forward})
+
+
 class Plain(nn.Module):
     layer, places, max_norm = Layer, 0, None
 
@@ -140,12 +145,8 @@ class Turning(Attention):
         )
 
 
-class TurningLayer(Layer):
-    attention = Turning
-
-
 class CountsInAttention(Plain):
-    layer = TurningLayer
+    layer = layer_of(attention=Turning)
 
 
 class Given(Counts):
@@ -284,12 +285,8 @@ class LargestMLP(MLP):
         return y / self.largest.clone()
 
 
-class LargestLayer(Layer):
-    feed_forward = LargestMLP
-
-
 class Largest(Plain):
-    layer = LargestLayer
+    layer = layer_of(feed_forward=LargestMLP)
 
 
 class ShrinkingLayer(Layer):
@@ -471,12 +468,8 @@ class ScaledMLP(MLP):
         return super().inner(x) * self.scale
 
 
-class ScaledLayer(Layer):
-    feed_forward = ScaledMLP
-
-
 class Scaled(Plain):
-    layer = ScaledLayer
+    layer = layer_of(feed_forward=ScaledMLP)
 
 
 class NormedAttention(Attention):
@@ -488,14 +481,10 @@ class NormedAttention(Attention):
         return self.norm(x)
 
 
-class NormedLayer(Layer):
-    attention = NormedAttention
-
-
 class Normed(Plain):
     """Norms of queries and keys, which the plan does not name."""
 
-    layer = NormedLayer
+    layer = layer_of(attention=NormedAttention)
 
 
 class BothMLP(ScaledMLP):
@@ -503,14 +492,10 @@ class BothMLP(ScaledMLP):
         return super().forward(x) * self.scale
 
 
-class BothLayer(Layer):
-    feed_forward = BothMLP
-
-
 class Both(Plain):
     """A scale that is used in a region and outside of it."""
 
-    layer = BothLayer
+    layer = layer_of(feed_forward=BothMLP)
 
 
 class Gained(Plain):

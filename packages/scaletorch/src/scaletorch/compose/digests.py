@@ -91,7 +91,7 @@ def check_replicas(
             f"{describe_rank()}: {at_step}parameters are not finite: {some(places, '; ')}; go back "
             "to a checkpoint from before, and look at these ranks' batches and the learning rate"
         )
-    parted = parted_sides(digests, manager)
+    parted = differing_sides(digests, manager)
     if parted:
         refuse(parted, texts, manager, f"{at_step}ranks that should hold the same do not")
 
@@ -150,7 +150,7 @@ def keyed_pieces(
             yield name, Key("parameter", names.get(name, name), place), piece
 
 
-def parted_sides(
+def differing_sides(
     digests: Sequence[tuple[Key, Tensor | int]], manager: ProcessGroupManager
 ) -> dict[Key, Sides]:
     """Return the keys whose digests differ, each with ranks by digest; all ranks call it."""

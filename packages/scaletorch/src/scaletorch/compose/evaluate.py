@@ -19,7 +19,7 @@ from .batches import Batch
 from .forward import manager_of, terms_of
 from .loss import LossBatch, find_sharded_head, loss_of_tokens
 from .own_loss import NOTHING_COUNTS, LossFunction, OwnLoss
-from .ready import look_first, ready
+from .preparation import compare_first_batch, prepare_step
 
 
 @contextmanager
@@ -47,8 +47,8 @@ def forwards(
     """Return `each(output, batch)` for every micro-batch, on ranks of the last stage."""
     terms = terms_of(model)
     with evaluating(model), torch.no_grad():
-        called, _ = ready(model, micro_batches, manager, terms, own, False)
-        look_first(micro_batches, manager, terms)
+        called, _ = prepare_step(model, micro_batches, manager, terms, own, False)
+        compare_first_batch(micro_batches, manager, terms)
         return pipeline_forward(model, called, group=manager.pp_group, each=each)
 
 

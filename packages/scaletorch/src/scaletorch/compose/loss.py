@@ -168,7 +168,7 @@ def token_losses(
         InvalidArgumentError: The output has no logits, or labels have another shape.
     """
     batch = require_loss_batch(micro_batch, "token_losses")
-    logits = _logits(output, batch)
+    logits = _logits(output)
     labels = require_labels_fit(logits, batch.get("labels"), batch.tp_size)
     head = _sharded(logits, batch)
     if head is not None:
@@ -208,7 +208,7 @@ def log_probs(output: Any, micro_batch: Any) -> Tensor:
         [B, L, V] or [B, L, V / tp], in float32 at least.
     """
     batch = require_loss_batch(micro_batch, "log_probs")
-    logits, whole = _logits(output, batch), batch.head
+    logits, whole = _logits(output), batch.head
     head = _sharded(logits, batch)
     if head is None:
         found = logits.log_softmax(-1)
@@ -235,7 +235,7 @@ def vocabulary_sums(values: Tensor, micro_batch: Any) -> Tensor:
     return total if head is None else functional.reduce(total, head.group)
 
 
-def _logits(output: Any, batch: LossBatch) -> Tensor:
+def _logits(output: Any) -> Tensor:
     """Return an output's logits, in float32 at least."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or not logits.is_floating_point():

@@ -115,7 +115,7 @@ def read_loss(loss: Tensor, outputs: Iterable[Node | None], first: int, model: n
 
 
 @contextmanager
-def gradients_kept(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
+def keep_gradients(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
     """Yield a loss_fn; at the end restore the gradients of its parameters outside the model."""
     before: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
 

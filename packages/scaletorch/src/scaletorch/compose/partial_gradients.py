@@ -47,7 +47,9 @@ _known: WeakKeyDictionary[nn.Module, _Partial | None] = WeakKeyDictionary()
 
 
 @contextmanager
-def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
+def sum_partial_gradients(
+    model: DataParallelBucket, manager: ProcessGroupManager
+) -> Iterator[None]:
     """Sum partial gradients over tp at the end of the step that runs in this context."""
     if model not in _known:
         sums = find_sums(model) if manager.tp_size > 1 else None

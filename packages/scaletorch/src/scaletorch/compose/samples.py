@@ -20,7 +20,7 @@ from ..dist import all_gather_object, all_reduce, get_comm_device, get_rank, gro
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pg_manager.building import digest
-from .digests import Key, Sides, keyed_pieces, parted_sides, refuse, some, text_hash
+from .digests import Key, Sides, differing_sides, keyed_pieces, refuse, some, text_hash
 from .forward import wait_for_parameters
 from .scaling import scalings
 
@@ -134,7 +134,7 @@ class Samples:
             wait_for_parameters(model)
             held = [each for each in self._held if each.key not in self._left]
             values = {each.key: each.values() for each in held}
-            self._left |= {*_refuse_parted(values, taken, self._manager)}
+            self._left |= {*_refuse_differences(values, taken, self._manager)}
         if parted or unsettled:
             self.settle()
 
@@ -201,14 +201,14 @@ def _cut_of(piece: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
     return dim, start, piece.shape[dim]
 
 
-def _refuse_parted(
+def _refuse_differences(
     values: Mapping[Key, Tensor],
     taken: Mapping[Key, Tensor],
     manager: ProcessGroupManager,
 ) -> list[Key]:
     """Refuse parameters that differ between replicas; return those within rounding over tp."""
     digests = [(key, taken[key] if key in taken else digest(x)) for key, x in values.items()]
-    parted = parted_sides(digests, manager)
+    parted = differing_sides(digests, manager)
     if not parted:
         return []
     gaps = _gaps([*parted], values, manager)

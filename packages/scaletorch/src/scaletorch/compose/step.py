@@ -24,14 +24,14 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
 from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens
-from .before.buffers import changes_followed
-from .before.initial import failures_named
+from .checks.buffers import refuse_changes
+from .checks.initial import explain_failures
 from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
 from .loss import find_sharded_head, loss_of_tokens, require_logits_alone, token_loss_sum
-from .loss_reads import gradients_kept
+from .loss_reads import keep_gradients
 from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss
-from .partial_gradients import summed_once
-from .ready import has_gradients, look_first, ready
+from .partial_gradients import sum_partial_gradients
+from .preparation import compare_first_batch, has_gradients, prepare_step
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample
 from .scaling import scalings
@@ -83,17 +83,17 @@ def train_step(
     manager, terms = manager_of(model, manager), terms_of(model)
     own = _own_loss(model, manager, loss_fn, count_fn)
     proof = partial(rehearse, model, micro_batches, manager, loss_fn=loss_fn, count_fn=count_fn)
-    called, count = _proven(model, micro_batches, manager, own, loss_fn, proof)
+    called, count = _rehearse_and_prepare(model, micro_batches, manager, own, loss_fn, proof)
     if own is not None and not count:
         raise InvalidArgumentError(NOTHING_COUNTS)
     terms.real_positions = real_positions(called[0].micro_batch)
     if terms.seen > terms.several:
         return _step(model, called, count, manager, terms, scaler, own)
-    with failures_named(model, manager, len(micro_batches)):
-        look_first(micro_batches, manager, terms)
+    with explain_failures(model, manager, len(micro_batches)):
+        compare_first_batch(micro_batches, manager, terms)
         tokens = partial(loss_of_tokens, with_router_loss=terms.router_loss is not None)
         own = own or OwnLoss(tokens, None, model, manager, trains=True)
-        with changes_followed(model, len(called), manager):
+        with refuse_changes(model, len(called), manager):
             loss = _step(model, called, count, manager, terms, scaler, own)
         terms.seen = 1 + terms.several
         return loss
@@ -147,12 +147,12 @@ def rehearse(
             f"{describe_rank()}: a rehearsal has gradients of its own, and the model has some "
             "already: call it before the first step, or after zero_grad"
         )
-    with gradients_kept(loss_fn, model) as own:
+    with keep_gradients(loss_fn, model) as own:
         step = partial(train_step, model, manager=manager, loss_fn=own, count_fn=count_fn)
         rehearse_step(model, micro_batches, terms, manager, step, own)
 
 
-def _proven(
+def _rehearse_and_prepare(
     model: DataParallelBucket,
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
@@ -160,10 +160,10 @@ def _proven(
     loss_fn: LossFunction | None,
     proof: Callable[[], None],
 ) -> tuple[list[Called], Number]:
-    """Return the result of `ready`, after a rehearsal if this is the first step of its kind.
+    """Return the result of `prepare_step`, after a rehearsal if this is the first step of its kind.
 
     On the very first step all ranks rehearse. Later a step may be new on some ranks only, and they
-    rehearse if `ready` reports that it is new on all.
+    rehearse if `prepare_step` reports that it is new on all.
     """
     terms = terms_of(model)
     work = _work_of(model, micro_batches, loss_fn)
@@ -179,10 +179,10 @@ def _proven(
     terms.rehearses = is_new and not rehearses() and not has_gradients(model)
     if terms.rehearses and not terms.rehearsed:
         proof()
-    found = ready(model, micro_batches, manager, terms, own)
+    found = prepare_step(model, micro_batches, manager, terms, own)
     if terms.rehearses and terms.rehearsed:
         proof()
-        found = ready(model, micro_batches, manager, terms, own)
+        found = prepare_step(model, micro_batches, manager, terms, own)
     return found
 
 
@@ -190,7 +190,9 @@ def _work_of(
     model: DataParallelBucket, micro_batches: Sequence[Batch], loss_fn: LossFunction | None
 ) -> object:
     """Return the kind of a step: the code of its loss, its entries, and the mode."""
-    given = [batch for batch in micro_batches if isinstance(batch, Mapping)]  # `ready` checks them
+    given = [
+        batch for batch in micro_batches if isinstance(batch, Mapping)
+    ]  # `prepare_step` checks them
     entries = frozenset(name for batch in given for name in batch)
     return _code_of(loss_fn), entries, pipeline_of(model).module.training
 
@@ -250,13 +252,13 @@ def _step(
         return loss
 
     terms.correction, is_first = 1.0, terms.counted is None
-    with summed_once(model, manager), _refused_together(model, manager):
+    with sum_partial_gradients(model, manager), _raise_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
     corrected = None
     if own is not None and later:
         if is_first:
             terms.counted = _from_last_stage(terms.counted, manager)
-        corrected = _corrected(model, float(count) * (terms.counted or 1.0), own, manager)
+        corrected = _correct_gradients(model, float(count) * (terms.counted or 1.0), own, manager)
     take_sample(model)
     if model in scalings:
         scalings[model].sample(model, [] if own is None else [p for p, _ in own.beside.values()])
@@ -273,7 +275,7 @@ def _from_last_stage(value: float | None, manager: ProcessGroupManager) -> float
     return float(known)
 
 
-def _corrected(
+def _correct_gradients(
     model: DataParallelBucket, divisor: float, own: OwnLoss, manager: ProcessGroupManager
 ) -> tuple[float, Tensor]:
     """Divide gradients by the true count of losses, not the estimate `divisor`; return both."""
@@ -303,7 +305,7 @@ def _mean(total: Tensor, count: Number) -> Tensor:
 
 
 @contextmanager
-def _refused_together(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
+def _raise_together(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
     """Raise for non-finite gradients only after the step, on all ranks together.
 
     Only the ranks that sum a gradient (those of an expert, a stage or a tp rank) see that it is not

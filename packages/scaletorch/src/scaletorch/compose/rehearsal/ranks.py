@@ -22,7 +22,7 @@ from .training import Record, Records
 _KINDS = ("input", "output", "input_gradient", "output_gradient")
 
 
-class PartedError(Exception):
+class DivergedError(Exception):
     """An error of ranks that cannot go on with a rehearsal together."""
 
 
@@ -120,7 +120,7 @@ class Ranks:
         all_reduce(told, "max", group=self.manager.world_group)
         stopped, most, least = told.tolist()
         if stopped or most != -least:
-            raise PartedError("it ran otherwise on other ranks")
+            raise DivergedError("it ran otherwise on other ranks")
 
     def turns(self, name: str) -> int:
         """Return the number of calls of a unit in one forward of the layout."""

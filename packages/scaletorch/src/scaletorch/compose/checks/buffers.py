@@ -107,7 +107,7 @@ def _looks(named: Iterable[tuple[str, Tensor]]) -> Looks:
 
 
 @contextmanager
-def changes_followed(
+def refuse_changes(
     model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
 ) -> Iterator[None]:
     """Refuse a step's forward if it changes parameters, or buffers differently from one process."""
@@ -136,7 +136,7 @@ def changes_followed(
         if isinstance(module, TensorParallelLayer) or module in divided
         for own in module._buffers
     }
-    unlike = _unlike(looks, shards, expert_names(model), manager)
+    unlike = _differing_buffers(looks, shards, expert_names(model), manager)
     runs = _runs(model, num_micro_batches)
     wrong = [f"parameter {name}. {_PARAMETER}" for name in changes.of_parameters()]
     wrong += [
@@ -153,7 +153,7 @@ def changes_followed(
     agree("what the first step has changed", [], manager.world_group, error=error)
 
 
-def _unlike(
+def _differing_buffers(
     looks: Looks, shards: Set[str], experts: Set[str], manager: ProcessGroupManager
 ) -> dict[str, str]:
     """Return the buffers that differ between ranks that should agree, and these ranks as text."""

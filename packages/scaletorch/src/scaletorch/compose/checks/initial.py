@@ -18,7 +18,7 @@ from ...parallel.pg_manager.building import digest_text, divided_modules
 from ...parallel.pipeline_parallel import StageError
 from ...parallel.tensor_parallel import TensorParallelLayer
 from ..batches import Batch, MicroBatch
-from ..digests import Key, parted_sides, text_hash
+from ..digests import Key, differing_sides, text_hash
 from ..entries import OF_LOSS
 from ..forward import pipeline_of
 from ..naming import names_sizes
@@ -88,7 +88,7 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
     whole = read if cuts else place  # its entries must be equal on all ranks
     names = [key.name for key, _ in looks if key.kind == whole]
     looks.append((Key(whole, "the list of entries"), text_hash(str(names))))
-    parted = parted_sides(looks, manager)
+    parted = differing_sides(looks, manager)
     for (where, name, _), (usual, *others) in parted.items():
         odd = sorted(rank for side in others for rank in side)
         shown = ", ".join(f"rank {rank} ({manager.grid.coordinates(rank)})" for rank in odd[:4])
@@ -135,7 +135,7 @@ _WAYS_OUT = {
 
 
 @contextmanager
-def failures_named(
+def explain_failures(
     model: nn.Module, manager: ProcessGroupManager, num_micro_batches: int
 ) -> Iterator[None]:
     """Replace an error of the model's own code by one that names the module and likely reasons."""

@@ -17,8 +17,8 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
 from .batches import Batch, Called, MicroBatch, counts_nothing, size_of, token_count
-from .before.buffers import require_whole_batches
-from .before.initial import require_one_batch
+from .checks.buffers import require_whole_batches
+from .checks.initial import require_one_batch
 from .entries import LABELS, OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
 from .forward import Terms, pipeline_of, rehearses
 from .own_loss import Number, OwnLoss
@@ -33,7 +33,7 @@ _OTHERWISE = (
 )
 
 
-def ready(
+def prepare_step(
     model: DataParallelBucket,
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
@@ -53,7 +53,9 @@ def ready(
         MismatchError: Another rank cannot go on, or ranks differ.
     """
     samples = samples_of(model, manager) if trains else None
-    called, count, failed = _prepared(model, micro_batches, manager, terms, own, samples, trains)
+    called, count, failed = _prepare_rank(
+        model, micro_batches, manager, terms, own, samples, trains
+    )
     counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
     alone, on_device = not model.require_backward_grad_sync, isinstance(count, Tensor)
     scaling, residue = (scalings.get(model), samples.residue) if samples else (None, None)
@@ -75,18 +77,18 @@ def ready(
     terms.rehearses = askers == manager.world_size
     if sums["failed"]:  # popped, since the traceback refers to this frame and thus to the list
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
-    _require_alike(sums, manager, alone=alone, has_own=own is not None)
+    _require_agreement(sums, manager, alone=alone, has_own=own is not None)
     if scaling is not None:
         scaling.refuse_different(sums)
     if samples is not None:
         samples.compare(sums["residue"], sums["unsettled"])
     total: Number = int(sums["count"]) if sums["count"].is_integer() else sums["count"]
     if sums["on device"]:
-        total = _with_counts(total, count if counts else 0, manager)
+        total = _add_device_counts(total, count if counts else 0, manager)
     return called, total
 
 
-def _prepared(
+def _prepare_rank(
     model: DataParallelBucket,
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
@@ -120,7 +122,9 @@ def _sums(facts: Mapping[str, float], manager: ProcessGroupManager) -> dict[str,
     return dict(zip(facts, sums.tolist(), strict=True))
 
 
-def look_first(micro_batches: Sequence[Batch], manager: ProcessGroupManager, terms: Terms) -> None:
+def compare_first_batch(
+    micro_batches: Sequence[Batch], manager: ProcessGroupManager, terms: Terms
+) -> None:
     """Compare, in the first step only, the batch over ranks that must hold the same one."""
     if not terms.looked:
         if not rehearses():  # a rehearsal has compared the batch already
@@ -209,7 +213,9 @@ def as_called(batch: Batch, terms: Terms) -> Called:
     return Called(entries, batch)
 
 
-def _with_counts(total: Number, count: float | Tensor, manager: ProcessGroupManager) -> Tensor:
+def _add_device_counts(
+    total: Number, count: float | Tensor, manager: ProcessGroupManager
+) -> Tensor:
     """Return `total` plus the counts of all ranks' accelerators, a 0-d tensor."""
     device = get_comm_device(manager.world_group)
     counts = torch.zeros((), dtype=torch.int64, device=device)
@@ -234,7 +240,7 @@ def has_gradients(model: DataParallelBucket) -> bool:
     return any(shard.tensor.grad is not None for shard in parameter_shards(model))
 
 
-def _require_alike(
+def _require_agreement(
     sums: Mapping[str, float], manager: ProcessGroupManager, *, alone: bool, has_own: bool
 ) -> None:
     """Raise if only some ranks are within `no_sync`, have a loss_fn, or count losses later."""
