@@ -118,5 +118,5 @@ def freeze(parameter):
 
 @pytest.mark.parametrize("change", [drop, put, freeze])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_norms_and_clipping_follow(stage, change):
-    run_ranks(check_clipping, 4, {"dp_size": 2, "tp_size": 2}, stage, change)
+def test_norms_and_clipping_follow(four, stage, change):
+    four.run(check_clipping, {"dp_size": 2, "tp_size": 2}, stage, change)

@@ -36,6 +36,7 @@ from scaletorch.parallel.tensor_parallel import ColumnParallelLinear
 ONE = {}
 DP, TP, CP, PP = ({f"{axis}_size": 2} for axis in ("dp", "tp", "cp", "pp"))
 VALUES = r"disagree on the values of the plain model .*\nrank 1 \(\+\).*"
+WITHOUT_ATTENTION = {name: style for name, style in models.PLAN.items() if "attn" not in name}
 FOUND = "computes something else on .* than in one process: .* is off by"
 
 
@@ -116,6 +117,14 @@ class OfItsWidth(models.MLP):
         return super().inner(x).view(*x.shape[:2], 3, 4).flatten(2)
 
 
+def with_own_attention(depth):
+    """The forward of attention is a function of the user's."""
+    model = models.Plain(depth)
+    for layer in model.layers:
+        layer.self_attn.forward = lambda x, forward=layer.self_attn.forward: forward(x)
+    return model
+
+
 class FixedWidth(models.Plain):
     layer = models.layer_of(feed_forward=OfItsWidth)
 
@@ -192,8 +201,10 @@ def said(make, sizes, *, whole=None, count=1, cut=None, loss=None, put=paralleli
     try:
         torch.manual_seed(0)
         plan = {"plan": models.PLAN} if manager.tp_size > 1 else {}
-        model = put(make(2).double(), manager, **plan, **options)
-        micro_batches = cut() if cut else shard_global_batch(whole or batch(0), count, model=model)
+        model = put(make(2).double(), manager, **{**plan, **options})
+        micro_batches = (
+            cut() if cut else shard_global_batch(whole or batch(0), count, manager, model=model)
+        )
         train_step(model, micro_batches, manager, **own)
     except ScaletorchError as error:
         return f"{type(error).__name__}: {error}"
@@ -202,8 +213,8 @@ def said(make, sizes, *, whole=None, count=1, cut=None, loss=None, put=paralleli
 
 
 CASES = {  # of two ranks
-    "writes to .data": (partial(said, Writes, DP), r"forward changes buffer layers\.\d\.mean by"),
-    "a write on rank 1": (partial(said, WritesOnOne, DP), "forward changes buffer seen by what it"),
+    "writes to .data": (partial(said, Writes, DP), r"forward changes buffer layers\.\d\.mean from"),
+    "a write on rank 1": (partial(said, WritesOnOne, DP), "changes buffer seen from its inputs"),
     "frozen over tp": (partial(said, FrozenOnOne, TP), r"norm.weight .* frozen has values"),
     "frozen over pp": (partial(said, FrozenOnOne, PP), r"norm.weight .* frozen has values"),
     "frozen later": (
@@ -222,6 +233,13 @@ CASES = {  # of two ranks
         partial(said, FixedWidth, TP),
         r"module 'layers.\d.mlp' \(\w+\) failed in its first step on this layout with RuntimeError "
         r".*shape '\[\d, 16, 3, 4\]' is invalid.* tp leaves each rank its share",
+    ),
+    "own attention on shares of tokens": (
+        partial(
+            said, with_own_attention, TP, plan=WITHOUT_ATTENTION, sequence_parallel=True,
+            rehearse=False,
+        ),
+        r"'layers\.0\.self_attn' \(Attention\) needs full sequences, but its forward was replaced",
     ),
     "second output": (partial(said, Beside, CP, loss=own_loss), FOUND),
     "no positions": (partial(said, Pooled, CP, loss=own_loss), FOUND),
@@ -254,6 +272,9 @@ RIGHT = {
     "turned shards": partial(said, models.mixing(lambda x: x + x.flip(1), "before"), CP),
     "blocks of 2": partial(said, in_blocks(2), CP),
     "blocks of 3 that fit": partial(said, in_blocks(3), CP, whole=of_length(12)),
+    "own attention on whole tokens": partial(
+        said, with_own_attention, TP, plan=WITHOUT_ATTENTION, rehearse=False
+    ),
     "rows by hand": partial(said, models.Plain, DP, cut=cut_by_hand, rehearse=False),
     "frequencies over pp": partial(said, Frequent, PP),
 }
@@ -299,7 +320,9 @@ def test_a_first_step_with_several_micro_batches_may_be_a_later_one():
 class Patient(models.Plain):
     """Begins something after a number of its forwards."""
 
-    calls = 0
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.calls = 0
 
     def forward(self, input_ids):
         self.calls += 1

@@ -122,9 +122,12 @@ class Model(models.Plain):
         return output if wide is None else output + output.mean((0, 1), keepdim=True)
 
 
-def built(layer):
+def built(layer, compiled=""):
     torch.manual_seed(0)
-    return Model(layer).double()
+    model = Model(layer).double()
+    for module in {"": [], "layers": model.layers, "model": [model]}[compiled]:
+        module.compile(backend="aot_eager")
+    return model
 
 
 def batches(wide_from=3):
@@ -132,11 +135,12 @@ def batches(wide_from=3):
     return [batch(step) | (wide if step >= wide_from else {}) for step in range(3)]
 
 
-def outcome(layer, layout, wide_from=3, **options):
+def outcome(layer, layout, wide_from=3, compiled="", **options):
     """Return the figures of three steps, or the text of an error."""
+    build = partial(built, layer, compiled)
     how = {"options": options | ({"plan": models.PLAN} if "tp" in layout else {}), "rehearse": True}
     try:
-        return on_a_layout(partial(built, layer), FOUR[layout], batches(wide_from), **how)
+        return on_a_layout(build, FOUR[layout], batches(wide_from), **how)
     except RehearsalError as error:
         return str(error)
 
@@ -182,6 +186,13 @@ def test_only_a_model_that_keeps_state_pays_for_a_second_rehearsed_step(four, la
 def test_a_recomputed_layer_starts_from_the_state_of_its_first_run(four, layout):
     for layer in today([Rebound, Grows, Counts, Shows], 4):
         check(four, layer, layout, recompute=True)
+
+
+@pytest.mark.parametrize("layout", ["dp 4", "tp 4"])
+@pytest.mark.parametrize("compiled", ["layers", "model"])
+def test_compiled_code_keeps_the_same_state(four, layout, compiled):
+    for layer in today([Number, Rebound, InPlace], 3):
+        check(four, layer, layout, compiled=compiled)
 
 
 @pytest.mark.parametrize("layout", FOUR)

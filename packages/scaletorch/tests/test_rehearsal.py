@@ -305,26 +305,25 @@ SEQUENCES, CONTEXT, STAGES, SHARDS = (
     Layout({"tp": 2, "pp": 2}, micro_batches=2),
     Layout({"tp": 2, "dp": 2}, zero=2),
 )
-ON = {  # each layout is tried in one kind of 16 bits, and in one of float32; each day one of two
-    "bfloat16": (SEQUENCES, STAGES),
-    "float16": (CONTEXT, SHARDS),
-    "autocast": (SEQUENCES, STAGES),
-    "sums in bfloat16": (CONTEXT, SHARDS),
-}
-IN_16_BITS = {
-    "bfloat16": (torch.bfloat16, {}, False),
-    "float16": (torch.float16, {}, False),
-    "autocast": (torch.float32, {}, True),
-    "sums in bfloat16": (torch.float32, {"data_parallel": {"reduce_dtype": torch.bfloat16}}, False),
+IN_16_BITS = {  # dtype, options, autocast, and layouts of which each day tries one
+    "bfloat16": (torch.bfloat16, {}, False, (SEQUENCES, STAGES)),
+    "float16": (torch.float16, {}, False, (CONTEXT, SHARDS)),
+    "autocast": (torch.float32, {}, True, (SEQUENCES, STAGES)),
+    "sums in bfloat16": (
+        torch.float32,
+        {"data_parallel": {"reduce_dtype": torch.bfloat16}},
+        False,
+        (CONTEXT, SHARDS),
+    ),
 }
 
 
-def rehearsed(kind, layout, dtype, options, casts):
+def rehearsed(kind, layout, dtype=torch.float64, options=None, casts=False):
     """Return what a rehearsal raises, or says on rank 0; check that values are as before."""
     said = io.StringIO()
     try:
         with redirect_stderr(said), torch.autocast("cpu", torch.bfloat16, enabled=casts):
-            model, micro_batches = prepared(kind, layout, dtype, **options)
+            model, micro_batches = prepared(kind, layout, dtype, **(options or {}))
             before = [(p, p.data_ptr(), p.detach().clone()) for p in model.parameters()]
             rehearse(model, micro_batches)
             for p, place, values in before:
@@ -342,12 +341,13 @@ def rehearsed(kind, layout, dtype, options, casts):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", IN_16_BITS)
 def test_16_bits_are_rehearsed_in_float32(how):
-    for layout in today(ON[how], 2):
-        right = run_ranks(rehearsed, 4, Everything, layout, *IN_16_BITS[how], timeout=200)
+    *options, layouts = IN_16_BITS[how]
+    for layout in today(layouts, 2):
+        right = run_ranks(rehearsed, 4, Everything, layout, *options, timeout=200)
         line = r"rehearsal: \d+ units on \S+ agree with one process to \S+e-0[67] in float32, "
         assert re.match(line, right[0]), (layout, right[0])
         assert right[1:] == [""] * 3
-        for said in run_ranks(rehearsed, 4, SlightlyOff, layout, *IN_16_BITS[how], timeout=200):
+        for said in run_ranks(rehearsed, 4, SlightlyOff, layout, *options, timeout=200):
             assert "output of layers.0 is off by" in said, (layout, said)
 
 
@@ -383,16 +383,12 @@ class OfItsDtype(models.Plain):
         return self.lm_head(self.norm(x))
 
 
-def of_its_dtype(layout):
-    return rehearsed(OfItsDtype, layout, torch.bfloat16, {}, casts=False)
-
-
 @pytest.mark.timeout(300)
 def test_what_other_stages_have_is_in_float32_too():
     sizes = {"dp": 2, "pp": 2}
     for schedule in ("1f1b", "zb_v"):
         layout = Layout(sizes, {"schedule": schedule}, micro_batches=2)
-        said = run_ranks(of_its_dtype, 4, layout, timeout=200)[0]
+        said = run_ranks(rehearsed, 4, OfItsDtype, layout, torch.bfloat16, timeout=200)[0]
         assert "agree with one process to" in said, schedule
 
 
@@ -404,7 +400,7 @@ def test_too_little_memory_for_float32_is_told():
 
 def without_memory():
     with patched("compose.rehearsal.training:_free", lambda _: lambda device: 0):
-        return rehearsed(models.Plain, Layout({"dp": 2}), torch.bfloat16, {}, casts=False)
+        return rehearsed(models.Plain, Layout({"dp": 2}), torch.bfloat16)
 
 
 class Picky(models.Plain):
@@ -414,12 +410,8 @@ class Picky(models.Plain):
         return super().top(x)
 
 
-def only_in_bfloat16(dtype):
-    return rehearsed(Picky, Layout({"tp": 2}), dtype, {}, False)
-
-
 def test_what_runs_in_bfloat16_alone_is_rehearsed_in_that():
-    line = run_ranks(only_in_bfloat16, 2, torch.bfloat16, timeout=200)[0]
+    line = run_ranks(rehearsed, 2, Picky, Layout({"tp": 2}), torch.bfloat16, timeout=200)[0]
     assert re.match(
         r"rehearsal: \d+ units on \S+ agree with one process to \S+ in bfloat16, ", line
     )
@@ -744,23 +736,15 @@ def test_each_rank_runs_other_units():
     assert (one, other) == ([["layers.0"]] * 4, [["layers.1"]] * 4)
 
 
-def lines(kind, layout):
-    found = []
-    with patched("compose.rehearsal.rehearse:_write", lambda _: found.append):
-        assert told(kind, layout) is None
-    return found
-
-
 def test_the_line_says_what_was_compared_and_what_was_not():
     for layout in today([Layout({"tp": 2}), Layout({"dp": 2})], 2):
-        (line,), none = run_ranks(lines, 2, models.Plain, layout, timeout=200)
-        assert re.match(
-            r"rehearsal: 2 units on \S+ agree with one process to \S+e-1\d in float64,", line
-        )
-        assert none == []
-        (line,), _ = run_ranks(lines, 2, OneIsNoisy, layout, timeout=200)
+        line, none = run_ranks(rehearsed, 2, models.Plain, layout, timeout=200)
+        agree = r"rehearsal: 2 units on \S+ agree with one process to \S+e-1\d in float64,"
+        assert re.match(agree, line)
+        assert not none
+        line, _ = run_ranks(rehearsed, 2, OneIsNoisy, layout, timeout=200)
         assert "not compared: layers.0, which gives another answer each time" in line
-        (line,), _ = run_ranks(lines, 2, Reaches, layout, timeout=200)
+        line, _ = run_ranks(rehearsed, 2, Reaches, layout, timeout=200)
         assert "rehearsal: 0 units" in line
 
 
