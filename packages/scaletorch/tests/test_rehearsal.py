@@ -773,7 +773,7 @@ def not_finite(where, kind, layout):
 @pytest.mark.parametrize("layout", FOUR)
 def test_nan_on_the_layout_alone_is_refused(four, layout):
     """That of the loss, and of all gradients with it; what one process gives too is right."""
-    for where in ("compose.step:_summed", "compose.step:_mean"):
+    for where in ("compose.step:_summed", "compose.loss:token_loss_sum"):
         for said in four.run(not_finite, where, models.Plain, layout):
             assert re.search("than in one process: .* is off by nan of its size", said or "")
     assert four.run(not_finite, "", NaNs, layout) == [None] * 4
