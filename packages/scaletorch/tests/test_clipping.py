@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from test_changed_in_forward import CP, DP, PLAN, PP, TP, V, batch, made
+from small_decoder import CP, DP, PLAN, PP, TP, V, batch, made
 from torch import nn
 
 from scaletorch.compose import clip_grad_norm_, full_state_dict, parallelize, shard_global_batch
@@ -38,7 +38,7 @@ def nothing(_):
 
 
 def one_process(change, sparse=False):
-    model = made("Noted")
+    model = made()
     model.embed.sparse = sparse
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for step in range(2):
@@ -61,7 +61,7 @@ def train(change, sizes, zero=0, sparse=False, **options):
     manager = setup_process_group_manager(**sizes)
     if manager.tp_size > 1:
         options["plan"] = {n: s for n, s in PLAN.items() if not (sparse and n == "embed")}
-    plain = made("Noted")
+    plain = made()
     plain.embed.sparse = sparse
     model = parallelize(plain, manager, **options, rehearse=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
