@@ -238,7 +238,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             "forward changes buffer layers.*.largest",
         ),
         "counting": Case(
-            models.Counting, on("several", "recompute"), "changes buffer layers.*.calls each time"
+            models.Counting, on("several", "recompute"), "changes buffer layers.*.calls in each run"
         ),
     },
     "keeps something in attributes": {
