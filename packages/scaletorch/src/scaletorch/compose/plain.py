@@ -161,21 +161,21 @@ def _answered(
 ) -> Any:
     """Return a subclass that sends calls to `answer`, except while the unit is in `within`."""
 
-    def of(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def answered(unit_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in within:
-            return own(*args, **kwargs)
+            return unit_call(*args, **kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with _added(within, name):
-                return own(*args, **kwargs)
+                return unit_call(*args, **kwargs)
 
         return answer(run, args, kwargs)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return of(partial(kind.__call__, self), args, kwargs)
+        return answered(partial(kind.__call__, self), args, kwargs)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return of(partial(kind.forward, self), args, kwargs)
+        return answered(partial(kind.forward, self), args, kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": call, "forward": forward})
 

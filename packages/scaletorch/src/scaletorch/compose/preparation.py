@@ -38,7 +38,7 @@ def prepare_step(
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
     terms: Terms,
-    own: OwnLoss | None = None,
+    own_loss: OwnLoss | None = None,
     trains: bool = True,
 ) -> tuple[list[Called], Number]:
     """Return the micro-batches as the model is called with them, and the count of the global batch.
@@ -54,7 +54,7 @@ def prepare_step(
     """
     samples = samples_of(model, manager) if trains else None
     called, count, failed = _prepare_rank(
-        model, micro_batches, manager, terms, own, samples, trains
+        model, micro_batches, manager, terms, own_loss, samples, trains
     )
     counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
     alone, on_device = not model.require_backward_grad_sync, isinstance(count, Tensor)
@@ -64,10 +64,10 @@ def prepare_step(
         "on device": on_device,
         "failed": bool(failed),
         "alone": alone,
-        "own loss": (own is not None) + _ASKS * (trains and terms.rehearses),
+        "own loss": (own_loss is not None) + _ASKS * (trains and terms.rehearses),
         "several": len(micro_batches) > 1,
         "unsettled": samples is not None and not samples.settled,
-        "counts later": own is not None and own.counts_later,
+        "counts later": own_loss is not None and own_loss.counts_later,
         "residue": 0.0 if residue is None or scaling else float(residue),
         **(scaling.facts(residue) if scaling else dict.fromkeys(FACTS, 0.0)),
     }
@@ -77,7 +77,7 @@ def prepare_step(
     terms.rehearses = askers == manager.world_size
     if sums["failed"]:  # popped, since the traceback refers to this frame and thus to the list
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
-    _require_agreement(sums, manager, alone=alone, has_own=own is not None)
+    _require_agreement(sums, manager, alone=alone, has_own=own_loss is not None)
     if scaling is not None:
         scaling.refuse_different(sums)
     if samples is not None:
@@ -93,7 +93,7 @@ def _prepare_rank(
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
     terms: Terms,
-    own: OwnLoss | None,
+    own_loss: OwnLoss | None,
     samples: Samples | None,
     trains: bool,
 ) -> tuple[list[Called], float | Tensor, list[Exception]]:
@@ -101,11 +101,11 @@ def _prepare_rank(
     called: list[Called] = []
     count: float | Tensor = 0.0
     try:
-        called = _called(model, micro_batches, manager, terms, own, trains)
+        called = _called(model, micro_batches, manager, terms, own_loss, trains)
         if trains:
-            if own is not None and own.counts_later and has_gradients(model):
-                own.counts_later = False  # a later correction would scale older gradients too
-            count = _counted(called, own, pipeline_of(model).is_last_stage)
+            if own_loss is not None and own_loss.counts_later and has_gradients(model):
+                own_loss.counts_later = False  # a later correction would scale older gradients too
+            count = _counted(called, own_loss, pipeline_of(model).is_last_stage)
         if samples is not None:
             samples.look()
         if samples is not None and model in scalings:
@@ -137,16 +137,16 @@ def _called(
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
     terms: Terms,
-    own: OwnLoss | None,
+    own_loss: OwnLoss | None,
     trains: bool,
 ) -> list[Called]:
     """Return the micro-batches as the model is called with them; raise if one does not fit."""
-    if own is not None:
-        own.require_functions()
+    if own_loss is not None:
+        own_loss.require_functions()
     first = TOKENS
     if micro_batches and isinstance(micro_batches[0], Mapping):
         first = first_entry(micro_batches[0], terms.arguments, terms.name)
-    batches = read(micro_batches, with_labels=own is None and trains, first=first)
+    batches = read(micro_batches, with_labels=own_loss is None and trains, first=first)
     if trains:
         if terms.router_loss is not None:
             require_one_micro_batch(batches)
@@ -225,13 +225,15 @@ def _add_device_counts(
     return counts + total
 
 
-def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> float | Tensor:
+def _counted(called: Sequence[Called], own_loss: OwnLoss | None, computes: bool) -> float | Tensor:
     """Return the count of all micro-batches, and record each; 0 on ranks that compute no loss."""
-    for batch in called if own is None or computes else ():
-        if own is None:
+    for batch in called if own_loss is None or computes else ():
+        if own_loss is None:
             batch.count = token_count(batch)
         else:
-            batch.count = size_of(batch) if own.counts_later else own.count(batch.micro_batch)
+            batch.count = (
+                size_of(batch) if own_loss.counts_later else own_loss.count(batch.micro_batch)
+            )
     return sum(batch.count for batch in called)
 
 

@@ -81,20 +81,20 @@ def train_step(
         NonFiniteError: A gradient is not finite, and the model checks them (`check_finite`).
     """
     manager, terms = manager_of(model, manager), terms_of(model)
-    own = _own_loss(model, manager, loss_fn, count_fn)
+    own_loss = _own_loss(model, manager, loss_fn, count_fn)
     proof = partial(rehearse, model, micro_batches, manager, loss_fn=loss_fn, count_fn=count_fn)
-    called, count = _rehearse_and_prepare(model, micro_batches, manager, own, loss_fn, proof)
-    if own is not None and not count:
+    called, count = _rehearse_and_prepare(model, micro_batches, manager, own_loss, loss_fn, proof)
+    if own_loss is not None and not count:
         raise InvalidArgumentError(NOTHING_COUNTS)
     terms.real_positions = real_positions(called[0].micro_batch)
     if terms.seen > terms.several:
-        return _step(model, called, count, manager, terms, scaler, own)
+        return _step(model, called, count, manager, terms, scaler, own_loss)
     with explain_failures(model, manager, len(micro_batches)):
         compare_first_batch(micro_batches, manager, terms)
         tokens = partial(loss_of_tokens, with_router_loss=terms.router_loss is not None)
-        own = own or OwnLoss(tokens, None, model, manager, trains=True)
+        own_loss = own_loss or OwnLoss(tokens, None, model, manager, trains=True)
         with refuse_changes(model, len(called), manager):
-            loss = _step(model, called, count, manager, terms, scaler, own)
+            loss = _step(model, called, count, manager, terms, scaler, own_loss)
         terms.seen = 1 + terms.several
         return loss
 
@@ -147,16 +147,16 @@ def rehearse(
             f"{describe_rank()}: a rehearsal has gradients of its own, and the model has some "
             "already: call it before the first step, or after zero_grad"
         )
-    with keep_gradients(loss_fn, model) as own:
-        step = partial(train_step, model, manager=manager, loss_fn=own, count_fn=count_fn)
-        rehearse_step(model, micro_batches, terms, manager, step, own)
+    with keep_gradients(loss_fn, model) as kept_loss:
+        step = partial(train_step, model, manager=manager, loss_fn=kept_loss, count_fn=count_fn)
+        rehearse_step(model, micro_batches, terms, manager, step, kept_loss)
 
 
 def _rehearse_and_prepare(
     model: DataParallelBucket,
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
-    own: OwnLoss | None,
+    own_loss: OwnLoss | None,
     loss_fn: LossFunction | None,
     proof: Callable[[], None],
 ) -> tuple[list[Called], Number]:
@@ -179,10 +179,10 @@ def _rehearse_and_prepare(
     terms.rehearses = is_new and not rehearses() and not has_gradients(model)
     if terms.rehearses and not terms.rehearsed:
         proof()
-    found = prepare_step(model, micro_batches, manager, terms, own)
+    found = prepare_step(model, micro_batches, manager, terms, own_loss)
     if terms.rehearses and terms.rehearsed:
         proof()
-        found = prepare_step(model, micro_batches, manager, terms, own)
+        found = prepare_step(model, micro_batches, manager, terms, own_loss)
     return found
 
 
@@ -215,11 +215,11 @@ def _own_loss(
         if count_fn is None:
             return None
         raise InvalidArgumentError("count_fn counts the losses of a loss_fn: pass loss_fn too")
-    own = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
+    own_loss = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
     # The count does not divide gradients of a router's auxiliary loss, so no correction fits these.
     alone = terms_of(model).router_loss is None and model.require_backward_grad_sync
-    own.counts_later = count_fn is None and alone
-    return own
+    own_loss.counts_later = count_fn is None and alone
+    return own_loss
 
 
 def _step(
@@ -229,19 +229,19 @@ def _step(
     manager: ProcessGroupManager,
     terms: Terms,
     scaler: GradScaler | None,
-    own: OwnLoss | None,
+    own_loss: OwnLoss | None,
 ) -> Tensor:
     head, balance = find_sharded_head(model), terms.router_loss
-    later = own is not None and own.counts_later
+    later = own_loss is not None and own_loss.counts_later
 
     def loss_fn(output: Any, batch: Any) -> Tensor:
-        if own is None:
+        if own_loss is None:
             require_logits_alone(output, with_router_loss=balance is not None)
             loss = _mean(token_loss_sum(output, batch["labels"], head), count)
         else:
-            total, losses = own.call(output, batch)
+            total, losses = own_loss.call(output, batch)
             if later and terms.counted is None:
-                terms.counted = own.per_item(losses, batch)
+                terms.counted = own_loss.per_item(losses, batch)
             loss = total / (count * (terms.counted or 1.0) if later else count or 1)
         if balance is not None:
             real = real_tokens(batch, terms.real_positions)
@@ -255,15 +255,19 @@ def _step(
     with sum_partial_gradients(model, manager), _raise_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
     corrected = None
-    if own is not None and later:
+    if own_loss is not None and later:
         if is_first:
             terms.counted = _from_last_stage(terms.counted, manager)
-        corrected = _correct_gradients(model, float(count) * (terms.counted or 1.0), own, manager)
+        corrected = _correct_gradients(
+            model, float(count) * (terms.counted or 1.0), own_loss, manager
+        )
     take_sample(model)
     if model in scalings:
-        scalings[model].sample(model, [] if own is None else [p for p, _ in own.beside.values()])
-    if own is not None:
-        own.settle(loss)
+        scalings[model].sample(
+            model, [] if own_loss is None else [p for p, _ in own_loss.beside.values()]
+        )
+    if own_loss is not None:
+        own_loss.settle(loss)
     total = _summed(loss, manager)
     return total if corrected is None else total * _note_count(*corrected, terms)
 
@@ -276,12 +280,12 @@ def _from_last_stage(value: float | None, manager: ProcessGroupManager) -> float
 
 
 def _correct_gradients(
-    model: DataParallelBucket, divisor: float, own: OwnLoss, manager: ProcessGroupManager
+    model: DataParallelBucket, divisor: float, own_loss: OwnLoss, manager: ProcessGroupManager
 ) -> tuple[float, Tensor]:
     """Divide gradients by the true count of losses, not the estimate `divisor`; return both."""
-    counted = _summed(own.counted(get_comm_device(manager.world_group)), manager)
+    counted = _summed(own_loss.counted(get_comm_device(manager.world_group)), manager)
     scale_gradients(model, divisor / counted)
-    for parameter, is_new in own.beside.values():
+    for parameter, is_new in own_loss.beside.values():
         if is_new and parameter.grad is not None:
             parameter.grad.mul_(divisor / counted)
     return divisor, counted
