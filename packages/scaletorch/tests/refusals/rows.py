@@ -203,9 +203,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             models.mixing(lambda x: x + x.roll(1, 1), "before"), on(*DIVIDED), MIXES
         ),
         "count": mixes(models.mixing(lambda x: x + torch.arange(x.shape[1])[:, None].to(x))),
-        "attention before": Case(
-            models.mixing(models.attended, "before"), on("sequence_parallel"), MIXES
-        ),
+        "attention": Case(models.mixing(models.attended), on("sequence_parallel"), MIXES),
         "pool behind": Case(
             models.mixing(lambda x: x + x.mean(1, keepdim=True), "behind"), on("cp"), MIXES
         ),
