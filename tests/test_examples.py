@@ -84,7 +84,7 @@ OF_FOUR = [
     {"tp_size": 2, "cp_size": 2},
 ]  # fmt: skip
 WRONG_PLANS = {  # what is changed in the right one -> what its user is told
-    "parts of a weight": ({"blocks.*.mix.into": "column"}, "packs several parts is cut by Fused"),
+    "parts of a weight": ({"blocks.*.mix.into": "column"}, "packs several projections Fused"),
     "numbers of heads": (
         {"blocks.*.mix": "sharded"},
         r"or let the plan divide the attribute \(Div",

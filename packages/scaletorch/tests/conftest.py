@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scaletorch.dist import RankPool
 from scaletorch.dist.testing import preload
 
 STANDIN = Path(__file__).parents[2] / "scaletorch-dist" / "tests" / "standin"
@@ -31,6 +32,13 @@ preload(
 )
 if find_spec("transformers"):  # takes 2 s, in each rank that does not have it
     preload(*(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES))
+
+
+@pytest.fixture(scope="module")
+def four():
+    """Four ranks, the same for all tests of a file."""
+    with RankPool(4, timeout=200, seed=0) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

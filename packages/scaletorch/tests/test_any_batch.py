@@ -266,7 +266,7 @@ def test_batches_that_do_not_fit_are_named(alone):
         shard_global_batch(batch["latents"], 1, model=model)
     with pytest.raises(InvalidArgumentError, match=r"input_ids has the shape \[7, 8, 4\]"):
         shard_global_batch({"input_ids": batch["latents"]}, 1, model=model)
-    with pytest.raises(InvalidArgumentError, match=r"dim 0 is rows.* what came has scale"):
+    with pytest.raises(InvalidArgumentError, match=r"dim 0 is rows.* this one has scale"):
         shard_global_batch({"scale": 2.0}, 1, model=model)
 
 

@@ -1,94 +1,25 @@
-"""What a program changes after ``parallelize``: gradients are followed, new parameters refused."""
+"""What a program changes after `parallelize` and before clipping is followed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from training import SIZES, llama, tokens
+from training import llama, tokens
 
 from scaletorch.compose import (
     clip_grad_norm_,
-    full_gradients,
     full_state_dict,
     global_grad_norm,
     parallelize,
     shard_global_batch,
     train_step,
 )
-from scaletorch.dist.errors import StateError
-from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.parallel.pipeline_parallel import StageError
-
-
-class Adapter(nn.Module):
-    """A layer, and a trainable correction of low rank beside it."""
-
-    def __init__(self, base, inputs, outputs):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(inputs, 2, bias=False).double()
-        self.up = nn.Linear(2, outputs, bias=False).double()
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def adapt(model):
-    for module in list(model.modules()):
-        if hasattr(module, "q_proj"):
-            outputs = module.q_proj.weight.shape[0]
-            module.q_proj = Adapter(module.q_proj, SIZES["hidden_size"], outputs)
-
-
-def check_adapters(layouts):
-    for layout in layouts:
-        manager = setup_process_group_manager(**layout)
-        model = parallelize(llama().double(), manager, rehearse=False)
-        adapt(model)
-        with pytest.raises(
-            (StateError, StageError), match=r"q_proj\.up\.weight.* came after the module"
-        ):
-            train_step(model, shard_global_batch(tokens(), 1, manager))
-        destroy_process_group_manager()
-
-
-AXES = [{f"{axis}_size": 2} for axis in ("dp", "cp", "pp", "tp")]
-
-
-def test_adapters_that_come_after_parallelize_are_refused():
-    run_ranks(check_adapters, 1, [{}])
-    run_ranks(check_adapters, 2, AXES)
-
-
-def check_adapters_before(layout):
-    manager = setup_process_group_manager(**layout)
-    plain, model = llama().double(), llama().double()
-    for each in (plain, model):
-        torch.manual_seed(1)
-        adapt(each)
-    model = parallelize(model, manager, rehearse=False)
-    loss = train_step(model, shard_global_batch(tokens(), 1, manager))
-    theirs = nn.functional.cross_entropy(
-        plain(tokens()["input_ids"]).flatten(0, 1), tokens()["labels"].flatten()
-    )
-    theirs.backward()
-    torch.testing.assert_close(loss, theirs.detach(), rtol=1e-10, atol=0)
-    found = full_gradients(model)
-    for name, each in plain.named_parameters():
-        if each.grad is not None:
-            torch.testing.assert_close(found[name], each.grad, rtol=1e-9, atol=1e-12, msg=name)
-    destroy_process_group_manager()
-
-
-@pytest.mark.parametrize("layout", AXES[:3], ids=str)
-def test_adapters_that_were_there_train(layout):
-    run_ranks(check_adapters_before, 2, layout)
 
 
 def check_clipping(layout, stage, change):
@@ -131,5 +62,5 @@ def freeze(parameter):
 
 @pytest.mark.parametrize("change", [drop, put, freeze])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_norms_and_clipping_follow(stage, change):
-    run_ranks(check_clipping, 4, {"dp_size": 2, "tp_size": 2}, stage, change)
+def test_norms_and_clipping_follow(four, stage, change):
+    four.run(check_clipping, {"dp_size": 2, "tp_size": 2}, stage, change)

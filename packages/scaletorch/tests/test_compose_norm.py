@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sweeps import today
-from test_changed_in_forward import CP, DP, PLAN, PP, TP, V, batch, made
+from small_decoder import CP, DP, PLAN, PP, TP, V, batch, made
 from torch import distributed, nn
 from training import in_one_process, llama, tokens, train_and_compare
 
@@ -224,7 +224,7 @@ def nothing(_):
 
 
 def plain_steps(change, sparse=False):
-    model = made("Noted")
+    model = made()
     model.embed.sparse = sparse
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for step in range(2):
@@ -247,7 +247,7 @@ def train(change, sizes, sparse=False, **options):
     manager = setup_process_group_manager(**sizes)
     if manager.tp_size > 1:
         options["plan"] = {n: s for n, s in PLAN.items() if not (sparse and n == "embed")}
-    plain = made("Noted")
+    plain = made()
     plain.embed.sparse = sparse
     model = parallelize(plain, manager, **options, rehearse=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)

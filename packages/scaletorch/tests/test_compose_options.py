@@ -1,17 +1,26 @@
-"""What options of compose do to the model and to batches, and who has to say them."""
+"""Grid and order of positions are given once, to `parallelize`; later calls ask the model."""
 
 import pytest
 import torch
 from training import llama, tokens
 
-from scaletorch.compose import parallelize, shard_global_batch, train_step
-from scaletorch.dist.errors import InvalidArgumentError, MismatchError
+from scaletorch.compose import (
+    check_replicas,
+    clip_grad_norm_,
+    full_gradients,
+    full_state_dict,
+    global_grad_norm,
+    nonfinite_gradients,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import shard_batch
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.parallel.data_parallel import DataParallelBucket
+from scaletorch.parallel.pg_manager import ProcessGroupManager, setup_process_group_manager
+from scaletorch.parallel.pipeline_parallel import PipelineParallel
 from scaletorch.parallel.tensor_parallel import ColumnParallelLinear
 
 ORDERS = ("zigzag", "contiguous", "stripe")
@@ -19,6 +28,10 @@ ORDERS = ("zigzag", "contiguous", "stripe")
 
 def made(manager, seed=0, **options):
     return parallelize(llama(seed).double(), manager, **options, rehearse=False)
+
+
+def long_batch(**how):
+    return shard_global_batch(tokens(rows=2, length=16), 1, **how)
 
 
 def over_tp():
@@ -32,7 +45,6 @@ def over_tp():
     with pytest.raises(MismatchError, match="differ"):
         made(manager, manager.tp_rank)
     made(manager, manager.tp_rank, data_parallel={"init_sync": "none"})
-    destroy_process_group_manager()
     return gathers
 
 
@@ -40,30 +52,18 @@ def test_logits_stay_sharded_for_a_parallel_loss_and_weights_are_compared():
     assert run_ranks(over_tp, 2) == [[True, False]] * 2
 
 
-def rows():
-    """Cut four sequences, with one number each."""
-    manager = setup_process_group_manager(dp_size=2)
-    batch = {name: torch.arange(12).view(4, 3) for name in ("input_ids", "labels")}
-    shares = shard_global_batch(batch | {"weights": torch.arange(4)}, 2, manager)
-    destroy_process_group_manager()
-    return [[share[name].tolist() for name in ("labels", "weights")] for share in shares]
-
-
-def test_each_data_parallel_rank_gets_its_own_rows():
-    own = [[[[3 * row, 3 * row + 1, 3 * row + 2]], [row]] for row in range(4)]
-    assert run_ranks(rows, 2) == [own[:2], own[2:]]
-
-
 def losses(size):
     """Return the loss of each order, where all models and batches are there at a time."""
     manager = setup_process_group_manager(cp_size=size)
     models = [made(manager, cp_layout=order) for order in ORDERS]
-    batches = [shard_global_batch(tokens(rows=2, length=16), 1, model=model) for model in models]
-    again = shard_global_batch(tokens(rows=2, length=16), 1, model=models[0])
-    found = [train_step(m, b, manager).item() for m, b in zip(models, batches, strict=True)]
-    found.append(train_step(models[0], again, manager).item())
-    destroy_process_group_manager()
-    return found
+    batches = [long_batch(model=model) for model in models]
+    again = long_batch(model=models[0])
+    found = [train_step(m, b).item() for m, b in zip(models, batches, strict=True)]
+    by_hand = shard_batch(tokens(rows=2, length=16), manager.cp_group, layout="zigzag")
+    if size > 1:
+        with pytest.raises(InvalidArgumentError, match=r"be contiguous.* sharded zigzag"):
+            train_step(models[1], [by_hand])
+    return [*found, train_step(models[0], again).item()]
 
 
 def test_the_batch_is_ordered_as_the_model_attends():
@@ -72,25 +72,53 @@ def test_the_batch_is_ordered_as_the_model_attends():
         assert found == pytest.approx([expected] * 4, rel=1e-12)
 
 
-def contradicted():
-    manager = setup_process_group_manager(cp_size=2)
-    model = made(manager, cp_layout="contiguous")
-    with pytest.raises(InvalidArgumentError, match=r"zigzag layout, .* contiguous one: .*ask"):
-        train_step(model, shard_global_batch(tokens(rows=2, length=16), 1, manager), manager)
-    by_hand = shard_batch(tokens(rows=2, length=16), manager.cp_group, layout="zigzag")
-    with pytest.raises(InvalidArgumentError, match=r"shards to be contiguous.* sharded zigzag"):
-        train_step(model, [by_hand], manager)
-    cut = shard_global_batch(tokens(rows=2, length=16), 1, model=model)
-    loss = train_step(model, cut, manager).item()
-    destroy_process_group_manager()
-    return loss
+def both_forms():
+    """Train with a grid that is not the current one, each call with and without it."""
+    manager = ProcessGroupManager(tp_size=2, dp_size=2)
+    model = parallelize(llama(), manager, rehearse=False)
+    micro_batches = shard_global_batch(tokens(), 2, manager)
+    short = train_step(model, micro_batches)
+    model.zero_grad()
+    assert short == train_step(model, micro_batches, manager)
+    for call in (
+        global_grad_norm, full_gradients, full_state_dict, nonfinite_gradients, check_replicas
+    ):  # fmt: skip
+        torch.testing.assert_close(call(model), call(model, manager), rtol=0, atol=0)
+    assert clip_grad_norm_(model, 1e9) == clip_grad_norm_(model, 1e9, manager)
+    return short.item()
 
 
-def test_another_order_than_the_model_has_is_refused_on_every_rank():
-    first, second = run_ranks(contradicted, 2)
-    assert first == second
+def test_calls_know_the_grid_of_their_model():
+    assert len(set(run_ranks(both_forms, 4))) == 1
 
 
-def test_a_batch_needs_a_grid_or_a_model():
-    with pytest.raises(InvalidArgumentError, match="needs the grid: pass the manager, or as model"):
-        shard_global_batch(tokens(rows=2, length=16), 1)
+def by_hand():
+    """Return losses of a model put together by hand, on the current grid and on one passed."""
+    with pytest.raises(StateError, match=r"pass manager=.*, or call setup_process_group_manager"):
+        global_grad_norm(llama())
+    other = ProcessGroupManager(dp_size=2)
+    stage = PipelineParallel(llama(), group=other.pp_group)
+    model = DataParallelBucket(stage, group=other.dp_group)
+    micro_batches = shard_global_batch(tokens(), 1, other)
+    found = [train_step(model, micro_batches, other).item()]
+    model.zero_grad()
+    setup_process_group_manager(dp_size=2)
+    return [*found, train_step(model, micro_batches).item()]
+
+
+def test_a_model_put_together_by_hand_is_on_the_current_grid():
+    for first, second in run_ranks(by_hand, 2):
+        assert first == second
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: check_replicas(torch.nn.Linear(1, 1), "x"), "a ProcessGroupManager.*a str"),
+        (lambda: check_replicas(None), "model must be what parallelize returned, got NoneType"),
+        (lambda: shard_global_batch(tokens(), 1), "needs the grid: pass the manager, or as model"),
+    ],
+)
+def test_what_is_no_grid_or_no_model_is_refused(call, words):
+    with pytest.raises(InvalidArgumentError, match=words):
+        call()

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from test_changed_in_forward import CP, DP, PLAN, PP, TP, V, batch, made
+from small_decoder import CP, DP, PLAN, PP, TP, V, batch, made
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scaletorch.compose import (
@@ -27,7 +27,7 @@ from scaletorch.parallel.pg_manager import (
 
 def averaged():
     """Return one process's averages of weights after three steps, and their loss on a batch."""
-    model = made("Noted")
+    model = made()
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for step in range(3):
@@ -47,7 +47,7 @@ def check_average(sizes, options, zero=0):
     manager = setup_process_group_manager(**sizes)
     if manager.tp_size > 1:
         options = {**options, "plan": PLAN}
-    model = parallelize(made("Noted"), manager, **options, rehearse=False)
+    model = parallelize(made(), manager, **options, rehearse=False)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     if zero:
         shard_optimizer(optimizer, model, stage=zero)
@@ -84,7 +84,7 @@ def check_stages():
     """The advice of the error, as it is written."""
     for options in ({}, dict([V])):
         manager = setup_process_group_manager(**PP)
-        model = parallelize(made("Noted"), manager, **options, rehearse=False)
+        model = parallelize(made(), manager, **options, rehearse=False)
         for each in (model, model.module):
             with pytest.raises(StateError, match=r"keep average = .*model.load_state_dict\(av"):
                 copy.deepcopy(each)

@@ -1,145 +1,366 @@
-"""What ranks hold differently is told on all of them, before or in the first step."""
+"""What is refused before or in a step, on every rank; `refusals` has the models of the guide."""
 
 import re
+import warnings
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
+from refusals import models
+from refusals.rows import batch
+from torch import nn
+from training import llama, tokens
 
-from scaletorch.compose import parallelize, seed_ranks, shard_global_batch, train_step
+from scaletorch.compose import (
+    check_replicas,
+    count_routing,
+    move_biases,
+    parallelize,
+    seed_ranks,
+    shard_global_batch,
+    train_step,
+)
 from scaletorch.dist import get_rank
 from scaletorch.dist.errors import InvalidArgumentError, ScaletorchError
-from scaletorch.dist.testing import run_ranks
-from scaletorch.models import Llama, LlamaConfig
-from scaletorch.parallel.context_parallel import choose_method
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.parallel.data_parallel import DataParallelBucket
 from scaletorch.parallel.pg_manager import (
     Grid,
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.parallel.pg_manager.layouts import legal_layouts
+from scaletorch.parallel.pipeline_parallel import PipelineParallel
+from scaletorch.parallel.tensor_parallel import ColumnParallelLinear
+
+ONE = {}
+DP, TP, CP, PP = ({f"{axis}_size": 2} for axis in ("dp", "tp", "cp", "pp"))
+VALUES = r"disagree on the values of the plain model .*\nrank 1 \(\+\).*"
+WITHOUT_ATTENTION = {name: style for name, style in models.PLAN.items() if "attn" not in name}
+FOUND = "computes something else on .* than in one process: .* is off by"
 
 
-def global_batch(rows=4, length=16):
-    tokens = torch.randint(64, (rows, length + 1), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
-
-
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2}
-HEADS = {"num_heads": 4, "num_kv_heads": 2}
-
-
-def llama(**sizes):
-    torch.manual_seed(0)
-    return Llama(LlamaConfig(**SIZES | HEADS | sizes))
-
-
-def seeds_differ(manager):
-    torch.manual_seed(get_rank())
-    return Llama(LlamaConfig(vocab_size=64, hidden_size=32, num_layers=2)), global_batch(), {}, {}
-
-
-def broadcast_over_dp_alone(manager):
-    model = llama()
-    if get_rank() == 0:
-        torch.nn.init.ones_(model.layers[1].mlp.up_proj.weight)
-    return model, global_batch(), {"data_parallel": {"init_sync": "broadcast"}}, {}
-
-
-def other_labels_by_hand(manager):
-    """Micro-batches of the caller's own: ranks of other rows may hold others."""
-    batch = global_batch()
-    if get_rank() == 1:
-        batch["labels"] = batch["labels"].flip(0)
-    return llama(), [batch], {}, {}
-
-
-def other_arguments(manager):
-    return llama(), global_batch(), {"recompute": get_rank() == 1}, {}
-
-
-class OfItsWidth(torch.nn.Module):
-    """Works on the width that it was built with, as models of transformers do."""
-
-    def __init__(self, mlp):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+class HiddenWrites(models.AverageLayer):
+    """Writes to a buffer past its version."""
 
     def forward(self, x):
-        up = self.up_proj(x).view(*x.shape[:2], 6, 8)
-        return self.down_proj(self.gate_proj(x).sigmoid() * up.flatten(2))
+        self.mean.data.lerp_(x.detach().mean((0, 1)), 0.1)
+        return models.Layer.forward(self, x - self.mean)
 
 
-def sizes_of_its_own(manager):
-    model = llama()
-    model.layers[1].mlp = OfItsWidth(model.layers[1].mlp)
-    return model, global_batch(), {}, {}
+class Writes(models.Plain):
+    layer = HiddenWrites
 
 
-def uneven_heads(manager):
-    """One tp rank has two heads, which two cp ranks can share out, and the other has one."""
-    model = llama(hidden_size=24, num_heads=3, num_kv_heads=1)
-    return model, global_batch(), {"cp_method": "ulysses"}, {}
+class WritesOnOne(models.Plain):
+    """Changes a buffer for rows that rank 1 alone has."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids):
+        if (input_ids[0] == batch(0)["input_ids"][4]).all():
+            self.seen += 1
+        return super().forward(input_ids)
 
 
-def run(make, sizes):
-    """Return what a first step says."""
+class FrozenOnOne(models.Plain):
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.norm.weight.requires_grad_(get_rank() != 1)
+
+
+class OnesOnOne(models.Plain):
+    def __init__(self, depth):
+        super().__init__(depth)
+        nn.init.constant_(self.norm.weight, 1.0 + (get_rank() == 1))
+
+
+class Sharded(OnesOnOne):
+    """Has a layer that knows tp beside the norm that rank 1 has drawn otherwise."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.up = ColumnParallelLinear(4, 4)
+
+
+class Beside(models.Plain):
+    """Mixes positions in a second output alone."""
+
+    def forward(self, input_ids):
+        x = self.embed_tokens(input_ids)
+        return {"logits": self.top(x), "states": x.cumsum(1)}
+
+
+class Pooled(models.Plain):
+    def forward(self, input_ids):
+        return self.top(self.embed_tokens(input_ids)).mean(1)[:, :2]
+
+
+class Activated(nn.BatchNorm1d):
+    def forward(self, x):
+        return F.relu(super().forward(x))
+
+
+def normed(depth, kind=nn.BatchNorm1d, **options):
+    model = models.Norm(depth)
+    for layer in model.layers:
+        layer.batch_norm = kind(models.HIDDEN, **options)
+    return model
+
+
+class OfItsWidth(models.MLP):
+    """Works on the width that it was built with, as models of transformers do."""
+
+    def inner(self, x):
+        return super().inner(x).view(*x.shape[:2], 3, 4).flatten(2)
+
+
+def with_own_attention(depth):
+    """The forward of attention is a function of the user's."""
+    model = models.Plain(depth)
+    for layer in model.layers:
+        layer.self_attn.forward = lambda x, forward=layer.self_attn.forward: forward(x)
+    return model
+
+
+class FixedWidth(models.Plain):
+    layer = models.layer_of(feed_forward=OfItsWidth)
+
+
+class Frequent(models.Plain):
+    """Gradients of words are divided by their number in the batch."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.embed_tokens.scale_grad_by_freq = True
+
+
+class AnyName(models.Plain):
+    def forward(self, idx):
+        return self.top(self.embed_tokens(idx))
+
+
+class Cache(models.Plain):
+    """Makes a table anew when it is short: the same one on every rank, however often."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, input_ids):
+        if len(self.table) < 40:
+            self.register_buffer("table", torch.ones(40), persistent=False)
+        return super().forward(input_ids) * self.table[0]
+
+
+def in_blocks(size):
+    """Return a model that mixes within blocks of so many positions, the last one padded."""
+
+    def mix(x):
+        blocks = F.pad(x, (0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size))
+        return x + blocks.mean(2).repeat_interleave(size, 1)[:, : x.shape[1]]
+
+    return models.mixing(mix)
+
+
+def of_length(length):
+    return {name: x.repeat(1, 3)[:, :length] for name, x in batch(0).items()}
+
+
+def own_loss(output, micro_batch):
+    given = [*output.values()] if isinstance(output, dict) else [output]
+    return sum(x.square().sum() for x in given), micro_batch["labels"].numel()
+
+
+def put_together(model, manager, **_):
+    stage = PipelineParallel(model, group=manager.pp_group)
+    return DataParallelBucket(stage, group=manager.cp_dp_group)
+
+
+def frozen_later(model, manager, **options):
+    parallel = parallelize(model, manager, **options)
+    if get_rank() == 1:
+        next(parallel.parameters()).requires_grad_(False)
+    return parallel
+
+
+def cut_by_hand():
+    """Return a micro-batch that `shard_global_batch` did not make, with other labels on rank 1."""
+    found = batch(0)
+    if get_rank() == 1:
+        found["labels"] = found["labels"].flip(0)
+    return [found]
+
+
+def said(make, sizes, *, whole=None, count=1, cut=None, loss=None, put=parallelize, **options):
+    """Return what a first step says of a model, or None."""
     manager = setup_process_group_manager(**sizes)
+    own = {} if loss is None else {"loss_fn": loss, "count_fn": lambda b: b["labels"].numel()}
     try:
-        model, batch, options, cut = make(manager)
-        model = parallelize(model, manager, **options, rehearse=isinstance(batch, dict))
-        if isinstance(batch, dict):
-            batch = shard_global_batch(batch, 1, manager, **cut)
-        return train_step(model, batch).item()
+        torch.manual_seed(0)
+        plan = {"plan": models.PLAN} if manager.tp_size > 1 else {}
+        model = put(make(2).double(), manager, **{**plan, **options})
+        micro_batches = (
+            cut() if cut else shard_global_batch(whole or batch(0), count, manager, model=model)
+        )
+        train_step(model, micro_batches, manager, **own)
     except ScaletorchError as error:
         return f"{type(error).__name__}: {error}"
     finally:
         destroy_process_group_manager()
 
 
-TP, PP, CP, DP = ({f"{axis}_size": 2} for axis in ("tp", "pp", "cp", "dp"))
-VALUES = r"disagree on the values of the plain model .*\nrank 1 \(\+\).*"
-UP = VALUES + r"layers.1.mlp.up_proj.weight \(48, 32\) torch.float32 has values"
-BATCH = r"labels on rank 1 \(.*\) is not that of rank 0"
-CASES = {
-    (seeds_differ, "tp"): VALUES + "embed_tokens.weight",
-    (seeds_differ, "pp"): VALUES + "embed_tokens.weight",
-    (seeds_differ, "cp"): "disagree on the values to begin with",
-    (broadcast_over_dp_alone, "tp"): UP,
-    (other_labels_by_hand, "tp"): BATCH,
-    (other_labels_by_hand, "pp"): BATCH,
-    (sizes_of_its_own, "tp"): (
-        r"module 'layers.1.mlp' \(\w+\) failed in its first step on this layout with RuntimeError "
-        r".*shape '\[\d, 16, 6, 8\]' is invalid.* tp leaves each rank its share"
+CASES = {  # of two ranks
+    "writes to .data": (partial(said, Writes, DP), r"forward changes buffer layers\.\d\.mean from"),
+    "a write on rank 1": (partial(said, WritesOnOne, DP), "changes buffer seen from its inputs"),
+    "frozen over tp": (partial(said, FrozenOnOne, TP), r"norm.weight .* frozen has values"),
+    "frozen over pp": (partial(said, FrozenOnOne, PP), r"norm.weight .* frozen has values"),
+    "frozen later": (
+        partial(said, models.Plain, DP, put=frozen_later), "of the parameters of this rank"
     ),
-    (other_arguments, "dp"): r"arguments given to parallelize.*\+ recompute=True",
+    "broadcast over dp alone": (
+        partial(said, OnesOnOne, TP, data_parallel={"init_sync": "broadcast"}),
+        VALUES + "norm.weight",
+    ),
+    "beside sharded layers": (partial(said, Sharded, TP), r"norm.weight .* has values"),
+    "labels by hand over tp": (
+        partial(said, models.Plain, TP, cut=cut_by_hand, rehearse=False),
+        r"labels on rank 1 \(.*\) is not that of rank 0",
+    ),
+    "a fixed width": (
+        partial(said, FixedWidth, TP),
+        r"module 'layers.\d.mlp' \(\w+\) failed in its first step on this layout with RuntimeError "
+        r".*shape '\[\d, 16, 3, 4\]' is invalid.* tp leaves each rank its share",
+    ),
+    "own attention on shares of tokens": (
+        partial(
+            said, with_own_attention, TP, plan=WITHOUT_ATTENTION, sequence_parallel=True,
+            rehearse=False,
+        ),
+        r"'layers\.0\.self_attn' \(Attention\) needs full sequences, but its forward was replaced",
+    ),
+    "second output": (partial(said, Beside, CP, loss=own_loss), FOUND),
+    "no positions": (partial(said, Pooled, CP, loss=own_loss), FOUND),
+    "one position": (
+        partial(
+            said, models.Conv, CP, whole={n: x[:, :2] for n, x in batch(0).items()},
+            cp_layout="contiguous",
+        ),
+        FOUND,
+    ),
+    "small sum": (partial(said, models.mixing(lambda x: x + 1e-6 * x.cumsum(1)), CP), FOUND),
+    "blocks of 3": (partial(said, in_blocks(3), CP, whole=of_length(40)), FOUND),
+    "norm's own forward": (
+        partial(said, partial(normed, kind=Activated), DP),
+        r"batch_norm \(Activated\) .* without a forward of their own",
+    ),
+    "norm by hand": (
+        partial(said, partial(normed, track_running_stats=False), DP, put=put_together),
+        "takes stat.* dp_size=2 divides its rows",
+    ),
+    "frequencies over dp": (partial(said, Frequent, DP), FOUND),
+    "frequencies over cp": (partial(said, Frequent, CP), FOUND),
+    "frequencies over micro-batches": (partial(said, Frequent, PP, count=2), FOUND),
+}  # fmt: skip
+RIGHT = {
+    "any name": partial(said, AnyName, DP, count=2),
+    "any name over cp": partial(said, AnyName, CP),
+    "a buffer made anew": partial(said, Cache, DP, count=2),
+    "a buffer over cp": partial(said, Cache, CP, count=2),
+    "turned shards": partial(said, models.mixing(lambda x: x + x.flip(1), "before"), CP),
+    "blocks of 2": partial(said, in_blocks(2), CP),
+    "blocks of 3 that fit": partial(said, in_blocks(3), CP, whole=of_length(12)),
+    "own attention on whole tokens": partial(
+        said, with_own_attention, TP, plan=WITHOUT_ATTENTION, rehearse=False
+    ),
+    "rows by hand": partial(said, models.Plain, DP, cut=cut_by_hand, rehearse=False),
+    "frequencies over pp": partial(said, Frequent, PP),
 }
 
 
-def run_cases():
-    return [run(make, {f"{axis}_size": 2}) for make, axis in CASES]
+def refused():
+    return {name: case() for name, (case, _) in CASES.items()}
 
 
-def test_ranks_that_differ_are_told_on_every_rank():
-    for rank, found in enumerate(run_ranks(run_cases, 2, timeout=200)):
-        for (case, match), said in zip(CASES.items(), found, strict=True):
-            assert re.search(match, str(said), re.DOTALL), (rank, case, said)
+def right():
+    return {name: case() for name, case in RIGHT.items()}
 
 
-def test_rows_of_the_callers_own_may_differ_over_dp():
-    assert all(isinstance(loss, float) for loss in run_ranks(run, 2, other_labels_by_hand, DP))
+def test_what_no_layout_changes_is_no_alarm():
+    assert run_ranks(right, 2, timeout=200) == [dict.fromkeys(RIGHT)] * 2
 
 
-def test_heads_that_one_tp_rank_cannot_share_out_go_round_a_ring_there():
-    losses = run_ranks(run, 4, uneven_heads, TP | CP, timeout=200)
-    assert all(isinstance(loss, float) for loss in losses), losses
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_what_ranks_would_compute_otherwise_is_refused_on_every_rank():
+    for rank, found in enumerate(run_ranks(refused, 2, timeout=250)):
+        for name, text in found.items():
+            assert re.search(CASES[name][1], text or "", re.DOTALL), (rank, name, text)
 
 
-class OfAllExperts(torch.nn.Module):
+def test_micro_batches_of_one_process_are_rehearsed_too():
+    assert said(Frequent, ONE) is said(models.Norm, ONE) is None
+    assert re.match(f"RehearsalError.*{FOUND}", said(Frequent, ONE, count=2))
+    assert "changes parameter layers.0.scale. " in said(models.Shrinking, ONE, count=2)
+    assert "2 micro-batches would each have their own" in said(models.Norm, ONE, count=2)
+
+
+def test_a_first_step_with_several_micro_batches_may_be_a_later_one():
+    manager = setup_process_group_manager()
+    model = parallelize(Frequent(2).double(), manager)
+    train_step(model, shard_global_batch(batch(0), 1, manager))
+    model.zero_grad()
+    with pytest.raises(ScaletorchError, match=FOUND):
+        train_step(model, shard_global_batch(batch(1), 2, manager))
+    destroy_process_group_manager()
+
+
+class Patient(models.Plain):
+    """Begins something after a number of its forwards."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.calls = 0
+
+    def forward(self, input_ids):
+        self.calls += 1
+        return super().forward(input_ids) * (2.0 if self.calls > 2 else 1.0)
+
+
+def warned(sizes):
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        assert said(Patient, sizes, count=2) is None
+    return any("counts in attribute" in str(each.message) for each in heard)
+
+
+def test_what_counts_forwards_is_told():
+    assert warned(ONE)
+    for sizes in (DP, TP, PP):
+        assert run_ranks(warned, 2, sizes)[0], sizes
+
+
+def uneven_heads(sizes):
+    """One tp rank has two heads, which two cp ranks can share, and the other has one."""
+    manager = setup_process_group_manager(**sizes)
+    plain = llama(hidden_size=24, num_heads=3, num_kv_heads=1)
+    model = parallelize(plain, manager, cp_method="ulysses")
+    train_step(model, shard_global_batch(tokens(length=16), 1, manager))
+
+
+def test_heads_that_one_tp_rank_cannot_share_use_a_ring_there():
+    run_ranks(uneven_heads, 4, TP | CP, timeout=200)
+
+
+class AllExperts(nn.Module):
     """Experts that keep their number under a name that says nothing of experts."""
 
     def __init__(self):
         super().__init__()
-        self.total, self.weight = 4, torch.nn.Parameter(torch.ones(4, 32, 32))
+        self.total = 4
+        self.weight = nn.Parameter(torch.ones(4, models.HIDDEN, models.HIDDEN))
 
     def forward(self, hidden, top_k_index, top_k_weights):
         result = torch.zeros_like(hidden)
@@ -150,10 +371,12 @@ class OfAllExperts(torch.nn.Module):
         return result
 
 
-class ToOne(torch.nn.Module):
+class ToOne(nn.Module):
+    """Sends every token to expert 1."""
+
     def __init__(self):
         super().__init__()
-        self.experts = OfAllExperts()
+        self.experts = AllExperts()
 
     def forward(self, x):
         rows = x.flatten(0, 1)
@@ -161,42 +384,32 @@ class ToOne(torch.nn.Module):
         return self.experts(rows, index, rows.new_ones((len(rows), 1))).view_as(x)
 
 
-def all_experts_on_each_rank(manager):
-    model = llama()
-    model.layers[1].mlp = ToOne()
-    return model, global_batch(), {"plan": {"layers.1.mlp.experts": "experts"}}, {}
+class OfExperts(models.Plain):
+    layer = models.layer_of(feed_forward=ToOne)
 
 
-def test_experts_that_want_all_of_them_are_told_how_to_say_their_number():
+def test_experts_that_loop_over_all_of_them_are_told_how_to_give_their_number():
     """Every token goes to rank 0, whose experts fail; rank 1 computes nothing and hears of it."""
-    assert isinstance(run(all_experts_on_each_rank, {}), float)
-    said = run_ranks(run, 2, all_experts_on_each_rank, {**DP, "ep_size": 2})
+    plan = {"plan": {"layers.*.mlp.experts": "experts"}}
+    assert said(OfExperts, ONE, **plan) is None
+    found = run_ranks(said, 2, OfExperts, {**DP, "ep_size": 2}, **plan)
     assert re.search(
-        r"module 'layers.1.mlp.experts' \(OfAllExperts\) failed in its first step on this layout "
+        r"module 'layers.0.mlp.experts' \(AllExperts\) failed in its first step on this layout "
         r"with IndexError .* let them keep their number in an attribute such as num_experts",
-        said[0],
-    ), said
-    assert "rank 0 cannot take part in the experts 'layers.1.mlp.experts': IndexError" in said[1]
+        found[0],
+    ), found
+    assert "rank 0 cannot take part in the experts 'layers.0.mlp.experts': IndexError" in found[1]
 
 
 BAD = [
-    (lambda m: shard_global_batch(global_batch(), 0, m), "num_micro_batches must be a whole .* 0"),
-    (lambda m: shard_global_batch(global_batch(), -1, m), "at least 1; it is -1"),
-    (lambda m: shard_global_batch(global_batch(), "2", m), "it is '2'"),
-    (lambda m: shard_global_batch(global_batch(rows=0), 1, m), "batch of 0 rows"),
-    (
-        lambda m: shard_global_batch({}, 1, m),
-        r"dim 0 is rows, such as input_ids \[B, L\]; .* has nothing",
-    ),
+    (lambda m: shard_global_batch(tokens(), 0, m), "num_micro_batches must be a whole .* 1; .* 0"),
+    (lambda m: shard_global_batch(tokens(), "2", m), "it is '2'"),
+    (lambda m: shard_global_batch(tokens(rows=0), 1, m), "batch of 0 rows"),
+    (lambda m: shard_global_batch({}, 1, m), r"such as input_ids \[B, L\]; .* has nothing"),
     (lambda m: parallelize(llama(), Grid()), "manager must be a ProcessGroupManager.* Grid"),
     (lambda m: parallelize(3, m), "takes a plain nn.Module, got int"),
     (lambda m: parallelize(parallelize(llama(), m), m), "plain nn.Module, got DataParallelBucket"),
     (lambda m: seed_ranks("a", m), "seed must be a whole number; it is 'a'"),
-    (lambda m: LlamaConfig(hidden_size="128"), "hidden_size must be a whole number.* '128'"),
-    (lambda m: LlamaConfig(num_layers=0), "num_layers must be .*: 0"),
-    (lambda m: choose_method(torch.ones(2), torch.ones(2), 2), r"must be \[B, heads, L, D\]"),
-    (lambda m: choose_method(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0), "at least 1"),
-    (lambda m: legal_layouts(-4), "world_size must be a positive int, got -4"),
 ]
 
 
@@ -208,3 +421,74 @@ def test_bad_arguments_are_named(case):
             case[0](manager)
     finally:
         destroy_process_group_manager()
+
+
+def zeros_in_a_mask(micro_batch):
+    micro_batch["attention_mask"][:, 0] = 0
+
+
+def positions_that_restart(micro_batch):
+    ids = micro_batch["position_ids"] = micro_batch["position_ids"].clone()
+    ids[:, 2:] -= int(ids[0, 2])
+
+
+def later(change):
+    """Return the step, and what a rank hears there of a change that rank 1 alone makes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    manager = setup_process_group_manager(cp_size=2)
+    model = parallelize(LlamaForCausalLM(LlamaConfig(**sizes, **heads)), manager, rehearse=False)
+    whole = tokens(length=16) | {"position_ids": torch.arange(16).expand(4, 16)}
+    whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+    for step in range(3):
+        micro_batches = shard_global_batch(whole, 1, manager)
+        if step == 2 and get_rank() == 1:
+            change(micro_batches[0])
+        try:
+            train_step(model, micro_batches)
+            model.zero_grad()
+        except ScaletorchError as error:
+            return step, str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (zeros_in_a_mask, "attention_mask must hold no zeros"),
+        (positions_that_restart, "position_ids are not those of this rank's zigzag shard"),
+    ],
+)
+def test_every_rank_hears_of_a_later_mask_or_position(change, words):
+    preload("transformers.models.llama.modeling_llama")
+    (one, first), (other, second) = run_ranks(later, 2, change, timeout=200)
+    assert one == other == 2
+    assert re.search(words, second)
+    assert re.search(f"rank 1 cannot take part in this step.*{words}", first)
+
+
+class Gated(models.Plain):
+    """A block that calls its experts' forward, and not them."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.gate, self.experts = nn.Module(), nn.Identity()
+        self.gate.register_buffer("bias", torch.zeros(4))
+
+
+def after_parallelize():
+    """Biases that no token moves stay, with a warning; a buffer that differs is found."""
+    model = parallelize(Gated(2), setup_process_group_manager(dp_size=2))
+    counts = count_routing(model, "gate.bias")
+    with pytest.warns(RuntimeWarning, match="no rank has counted a token for gate.bias"):
+        move_biases(model, counts)
+    check_replicas(model)
+    model.module.module.gate.bias.add_(get_rank())
+    with pytest.raises(ScaletorchError, match=r"buffer .*gate\.bias"):
+        check_replicas(model)
+
+
+def test_biases_and_buffers_of_ranks():
+    run_ranks(after_parallelize, 2)

@@ -1,46 +1,30 @@
 """State in attributes, and other paths of later steps: as in one process, or refused."""
 
+from functools import partial
+
 import pytest
 import torch
+from refusals import models
+from refusals.rows import batch
 from sweeps import today
-from torch import nn
-from torch.nn import functional as F
-from training import in_one_process, on_a_layout, require_alike, sgd
+from training import FOUR, in_one_process, on_a_layout, require_alike
 
+from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import RehearsalError
-from scaletorch.dist.testing import RankPool
-
-LAYOUTS = {
-    "tp 4": {"tp_size": 4},
-    "cp 4": {"cp_size": 4},
-    "pp 4": {"pp_size": 4},
-    "dp 4": {"dp_size": 4},
-    "tp 2 x cp 2": {"tp_size": 2, "cp_size": 2},
-    "tp 2 x pp 2": {"tp_size": 2, "pp_size": 2},
-    "tp 2 x dp 2": {"tp_size": 2, "dp_size": 2},
-    "cp 2 x pp 2": {"cp_size": 2, "pp_size": 2},
-    "cp 2 x dp 2": {"cp_size": 2, "dp_size": 2},
-    "pp 2 x dp 2": {"pp_size": 2, "dp_size": 2},
-}
-PLAN = {"layers.*.up": "column", "layers.*.down": "row"}
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 
 
-class Layer(nn.Module):
-    """Attention and two products; `scale` changes what they add, and may keep something."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)
+class Layer(models.Layer):
+    """`scale` changes its input, and may keep something."""
 
     def scale(self, x):
         return 1.0
 
     def forward(self, x):
-        heads = self.norm(x).unflatten(-1, (2, 8)).transpose(1, 2)
-        x = x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(
-            1, 2
-        ).flatten(2)
-        return x + self.down(torch.tanh(self.up(x))) * self.scale(x)
+        return super().forward(x * self.scale(x))
 
 
 class Rebound(Layer):
@@ -55,6 +39,14 @@ class Rebound(Layer):
         if self.training:
             self.factor = factor * 1.5
         return factor
+
+
+class Number(Rebound):
+    """Keep a number in place of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 1.0
 
 
 class InPlace(Rebound):
@@ -118,94 +110,97 @@ class Shows(Layer):
         return 1.0
 
 
-class Model(nn.Module):
-    """An embedding, four layers and a head; with `wide` adds the mean over rows and positions."""
+class Model(models.Plain):
+    """With `wide` adds the mean over rows and positions."""
 
     def __init__(self, layer):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
-        self.layers = nn.ModuleList([layer() for _ in range(4)])
+        self.layer = layer
+        super().__init__(4)
 
-    def forward(self, input_ids, position_ids=None, wide=None):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        output = self.head(x)
+    def forward(self, input_ids, wide=None):
+        output = super().forward(input_ids)
         return output if wide is None else output + output.mean((0, 1), keepdim=True)
 
 
-class Build:
-    def __init__(self, layer):
-        self.layer = layer
-
-    def __call__(self):
-        torch.manual_seed(0)
-        return Model(self.layer).double()
+def built(layer, compiled=""):
+    torch.manual_seed(0)
+    model = Model(layer).double()
+    for module in {"": [], "layers": model.layers, "model": [model]}[compiled]:
+        module.compile(backend="aot_eager")
+    return model
 
 
 def batches(wide_from=3):
-    for step in range(3):
-        drawn = torch.randint(32, (8, 17), generator=torch.Generator().manual_seed(step))
-        batch = {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
-        yield {**batch, "wide": torch.ones(8)} if step >= wide_from else batch
+    wide = {"wide": torch.ones(8)}
+    return [batch(step) | (wide if step >= wide_from else {}) for step in range(3)]
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4, timeout=120) as pool:
-        yield pool
-
-
-def trained(ranks, layer, layout, **options):
-    options = {"plan": PLAN, **options} if LAYOUTS[layout].get("tp_size") else options
-    how = {"options": options, "rehearse": True}
-    expected = in_one_process(Build(layer)(), batches(), sgd)
-    for found in ranks.run(on_a_layout, Build(layer), LAYOUTS[layout], [*batches()], sgd, **how):
-        require_alike(found, expected)
-
-
-def refused(layout):
-    options = {"plan": PLAN} if LAYOUTS[layout].get("tp_size") else {}
-    how = {"options": options, "rehearse": True}
-    with pytest.raises(RehearsalError, match=r"in a second step: forward keeps last from call"):
-        on_a_layout(Build(Remembers), LAYOUTS[layout], [*batches()], sgd, **how)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_state_that_every_rank_has_alike_is_that_of_one_process(ranks, layout):
-    for layer in today([Rebound, InPlace, Grows, Counts, Shows], 5):
-        trained(ranks, layer, layout)
-
-
-@pytest.mark.parametrize("layout", today(list(LAYOUTS), 2))
-def test_a_recomputed_layer_starts_from_the_state_of_its_first_run(ranks, layout):
-    for layer in today([Rebound, Grows, Counts, Shows], 4):
-        trained(ranks, layer, layout, recompute=True)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_layer_remembers_of_its_rows_is_refused_where_ranks_have_others(ranks, layout):
-    if not {"dp_size", "cp_size"} & LAYOUTS[layout].keys():
-        return trained(ranks, Remembers, layout)
-    ranks.run(refused, layout)
-
-
-def switched(layout):
-    """Return an error's text, or what was found."""
-    options = {"plan": PLAN} if LAYOUTS[layout].get("tp_size") else {}
-    how = {"options": options, "rehearse": True}
-    build = Build(Layer)
+def outcome(layer, layout, wide_from=3, compiled="", **options):
+    """Return the figures of three steps, or the text of an error."""
+    build = partial(built, layer, compiled)
+    how = {"options": options | ({"plan": models.PLAN} if "tp" in layout else {}), "rehearse": True}
     try:
-        return on_a_layout(build, LAYOUTS[layout], [*batches(wide_from=1)], sgd, **how)
+        return on_a_layout(build, FOUR[layout], batches(wide_from), **how)
     except RehearsalError as error:
         return str(error)
 
 
-@pytest.mark.parametrize("layout", today(list(LAYOUTS), 2))
-def test_the_first_step_with_another_entry_is_rehearsed(ranks, layout):
-    expected = in_one_process(Build(Layer)(), batches(wide_from=1), sgd)
-    for found in ranks.run(switched, layout):
-        if {"dp_size", "cp_size"} & LAYOUTS[layout].keys():
-            assert "the loss is off" in found
+def check(four, layer, layout, words=None, wide_from=3, **options):
+    """Train as in one process, or refuse in `words` where rows or positions are divided."""
+    divided = words and ("dp" in layout or "cp" in layout)
+    expected = in_one_process(built(layer), batches(wide_from))
+    for found in four.run(outcome, layer, layout, wide_from, **options):
+        if divided:
+            assert words in found
         else:
             require_alike(found, expected)
+
+
+@pytest.mark.parametrize("layout", FOUR)
+def test_state_that_every_rank_has_alike_is_that_of_one_process(four, layout):
+    for layer in today([Rebound, Number, InPlace, Grows, Counts, Shows], 6):
+        check(four, layer, layout)
+
+
+def forwards(layer, layout):
+    """Return the number of forwards in the first step, of the layout and of the plain model."""
+    manager, calls = setup_process_group_manager(**FOUR[layout]), []
+    try:
+        plain = built(layer)
+        plain.register_forward_pre_hook(lambda *_: calls.append(1))
+        model = parallelize(plain, manager, plan=models.PLAN)
+        train_step(model, shard_global_batch(batch(0), 1, model=model))
+        return len(calls)
+    finally:
+        destroy_process_group_manager()
+
+
+@pytest.mark.parametrize("layout", FOUR)
+def test_only_a_model_that_keeps_state_pays_for_a_second_rehearsed_step(four, layout):
+    """A rehearsed step is one forward of the layout and one of the plain model."""
+    assert four.run(forwards, Layer, layout) == [2 + 1] * 4
+    assert four.run(forwards, Rebound, layout) == [2 + 2 * 2 + 1] * 4
+
+
+@pytest.mark.parametrize("layout", today([*FOUR], 2))
+def test_a_recomputed_layer_starts_from_the_state_of_its_first_run(four, layout):
+    for layer in today([Rebound, Grows, Counts, Shows], 4):
+        check(four, layer, layout, recompute=True)
+
+
+@pytest.mark.parametrize("layout", ["dp 4", "tp 4"])
+@pytest.mark.parametrize("compiled", ["layers", "model"])
+def test_compiled_code_keeps_the_same_state(four, layout, compiled):
+    """Of a tensor changed in place, aot_eager computes other gradients in one process too."""
+    for layer in today([Number, Rebound], 2):
+        check(four, layer, layout, compiled=compiled)
+
+
+@pytest.mark.parametrize("layout", FOUR)
+def test_what_a_layer_remembers_of_its_rows_is_refused_where_ranks_have_others(four, layout):
+    check(four, Remembers, layout, "in a second step: forward keeps last from call")
+
+
+@pytest.mark.parametrize("layout", today([*FOUR], 2))
+def test_the_first_step_with_another_entry_is_rehearsed(four, layout):
+    check(four, Layer, layout, "the loss is off", wide_from=1)

@@ -8,21 +8,14 @@ import torch
 import torch.nn.functional as F
 from sweeps import today
 from torch import nn
-from training import cross_entropy, llama, tokens
+from training import FOUR, cross_entropy, llama, tokens
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
-from scaletorch.dist import RankPool
 from scaletorch.dist.errors import InvalidArgumentError, ScaletorchError
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-
-PAIRS = ("dp tp", "dp pp", "dp cp", "tp pp", "tp cp", "pp cp")
-LAYOUTS = [
-    *({f"{axis}_size": 4} for axis in ("dp", "tp", "cp", "pp")),
-    *({f"{axis}_size": 2 for axis in pair.split()} for pair in PAIRS),
-]
 
 
 def of_temperature(log):
@@ -79,6 +72,30 @@ def by_rows(manager, plain):
     return model, [torch.optim.SGD(model.parameters(), lr=0.1)], [of_rows]
 
 
+def kept(manager, plain):
+    """The loss reads outputs of layers that hooks have kept."""
+    for layer in plain.layers:
+        layer.register_forward_hook(lambda module, _, output: setattr(module, "kept", output))
+
+    def loss_fn(output, batch):
+        total, count = cross_entropy(output, batch)
+        found = [each.kept for each in plain.layers if hasattr(each, "kept")]
+        return total + sum(each.square().sum() for each in found), count
+
+    model = parallelize(plain, manager, rehearse=False)
+    return model, [], [loss_fn]
+
+
+def states(manager, plain):
+    """The loss compares hidden states with an entry, whose positions ranks divide otherwise."""
+    plain.lm_head.register_forward_hook(lambda _, args, y: {"logits": y, "states": args[0]})
+
+    def loss_fn(output, batch):
+        return (output["states"] - batch["loss_target"]).square().sum(), len(output["states"])
+
+    return parallelize(plain, manager, sequence_parallel=manager.tp_size > 1), [], [loss_fn]
+
+
 def attempt(program, sizes):
     """Return what was said, and the losses."""
     manager, found = setup_process_group_manager(**sizes), []
@@ -87,6 +104,7 @@ def attempt(program, sizes):
         for step, loss_fn in enumerate(losses):
             whole = tokens(step, 32)
             whole["labels"][2:4, 3:] = -100  # no first rows of a micro-batch
+            whole["loss_target"] = torch.ones(32, 8, 16)
             batches = shard_global_batch(whole, 2, model=model)
             found.append(train_step(model, batches, loss_fn=loss_fn).item())
             for optimizer in optimizers:
@@ -99,23 +117,25 @@ def attempt(program, sizes):
         destroy_process_group_manager()
 
 
-@pytest.fixture(scope="module")
-def four():
-    with RankPool(4, timeout=200) as pool:
-        yield pool
-
-
 REFUSED = {
     early: r"SGD has .*of the plain model.*make the optimizer of model.parameters\(\) after",
-    outside: r"updated a parameter of shape \[\] that loss_fn uses and that is not the model's",
+    outside: r"updated a parameter of shape \[\] that loss_fn uses and the model does not have",
     second: "computes something else on .* than in one process",
     by_rows: "computes something else on .* than in one process: the loss is off",
-    steered: "learning rates of optimizers have changed otherwise on some ranks: by .*norm",
+    steered: "learning rates of optimizers have changed differently on some ranks: by .*norm",
+    kept: "loss_fn takes tensors of the model that its forward did not return",
+    states: r"loss_fn fails on this rank's positions of each sequence \(RuntimeError: .*\)\."
+    r" (cp divides .*: name the dim|sequence parallelism divides .*: compute the loss from logits)",
 }
-CUT = {early: {"tp_size"}, steered: {"tp_size", "pp_size"}}  # where it is refused; else everywhere
+CUT = {  # where it is refused; else everywhere
+    early: {"tp_size"},
+    steered: {"tp_size", "pp_size"},
+    kept: {"pp_size"},
+    states: {"tp_size", "cp_size"},
+}
 
 
-@pytest.mark.parametrize("sizes", today(LAYOUTS, 5), ids=str)
+@pytest.mark.parametrize("sizes", today([*FOUR.values()], 5), ids=str)
 @pytest.mark.parametrize("program", REFUSED)
 def test_what_is_not_of_the_model_is_right_or_refused(four, program, sizes):
     right = program in CUT and not CUT[program] & sizes.keys()
@@ -125,7 +145,7 @@ def test_what_is_not_of_the_model_is_right_or_refused(four, program, sizes):
             assert (said, losses) == ("", pytest.approx(one, rel=1e-11))
         else:
             assert re.search(REFUSED[program], said), said
-            assert len(losses) == {by_rows: 0, steered: 2}.get(program, 1)
+            assert len(losses) == {early: 1, outside: 1, second: 1, steered: 2}.get(program, 0)
 
 
 def test_one_process_trains_what_is_not_of_the_model():
@@ -144,38 +164,6 @@ def test_one_process_trains_what_is_not_of_the_model():
             torch.testing.assert_close(grad, plain.get_parameter(name).grad)
     finally:
         destroy_process_group_manager()
-
-
-def of_attributes(sizes):
-    """Add what a layer keeps, by a hook, to the loss; return what was said, and the loss."""
-    manager = setup_process_group_manager(**sizes)
-    try:
-        plain = llama(num_layers=4).double()
-        for layer in plain.layers:
-            layer.register_forward_hook(lambda module, _, output: setattr(module, "kept", output))
-
-        def loss_fn(output, batch):
-            total, count = cross_entropy(output, batch)
-            kept = [each.kept for each in plain.layers if hasattr(each, "kept")]
-            return total + sum(each.square().sum() for each in kept), count
-
-        model = parallelize(plain, manager, rehearse=False)
-        cut = shard_global_batch(tokens(0, 8), 2, model=model)
-        return "", train_step(model, cut, loss_fn=loss_fn).item()
-    except ScaletorchError as error:
-        return str(error), 0.0
-    finally:
-        destroy_process_group_manager()
-
-
-@pytest.mark.parametrize("sizes", today(LAYOUTS, 5), ids=str)
-def test_what_layers_keep_for_a_loss_is_refused_over_stages(four, sizes):
-    _, one = of_attributes({})
-    for said, loss in four.run(of_attributes, sizes):
-        if "pp_size" in sizes:
-            assert re.search("takes tensors of the model that its forward did not return", said)
-        else:
-            assert (said, loss) == ("", pytest.approx(one, rel=1e-11))
 
 
 class Asks(nn.Module):

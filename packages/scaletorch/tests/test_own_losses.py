@@ -183,7 +183,7 @@ WRONG = {
     "no count": (counted(lambda _: -1), "at least 0, got -1"),
     "nothing": (counted(lambda _: 0), "have anything that the loss counts"),
     "a string": ("mse", "loss_fn must be a function, got str"),
-    "count alone": ({"count_fn": tokens}, "count_fn counts what a loss_fn sums"),
+    "count alone": ({"count_fn": tokens}, "count_fn counts the losses of a loss_fn"),
 }  # fmt: skip
 
 

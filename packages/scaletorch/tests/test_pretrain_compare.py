@@ -106,7 +106,10 @@ def one_token_more(config):
 
         return wrong
 
-    with patched("pretrain.train:parallelize", unrehearsed), patched("compose.step:ready", counted):
+    with (
+        patched("pretrain.train:parallelize", unrehearsed),
+        patched("compose.step:prepare_step", counted),
+    ):
         return train(config)
 
 

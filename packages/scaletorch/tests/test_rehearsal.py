@@ -6,12 +6,12 @@ a few of them each day.
 
 import copy
 import io
-import itertools
 import random
 import re
 import warnings
 from contextlib import nullcontext, redirect_stderr
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -23,19 +23,18 @@ from refusals.rows import batch
 from sweeps import today
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training import FOUR, in_one_process, on_a_layout, require_alike
 
 from scaletorch.compose import (
-    full_gradients,
     full_state_dict,
     parallelize,
     rehearse,
     shard_global_batch,
     train_step,
 )
-from scaletorch.compose.rehearsal.judging import relative
 from scaletorch.dist import get_rank
 from scaletorch.dist.errors import RehearsalError, StateError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -43,10 +42,10 @@ from scaletorch.parallel.pg_manager import (
 )
 
 
-class Layer(models.NormedLayer):
+class Layer(models.Layer):
     """Norms of heads, a scale within the MLP, and dropout."""
 
-    feed_forward = models.ScaledMLP
+    attention, feed_forward = models.NormedAttention, models.ScaledMLP
 
     def __init__(self):
         super().__init__()
@@ -77,25 +76,14 @@ class FeatureMLP(models.MLP):
         return x * x.softmax(-1)
 
 
-class FeatureLayer(models.Layer):
-    feed_forward = FeatureMLP
-
-
 class Features(models.Plain):
     """Each rank has the softmax of its own features."""
 
-    layer = FeatureLayer
+    layer = models.layer_of(feed_forward=FeatureMLP)
 
 
-class RowLayer(models.Layer):
-    def forward(self, x):
-        return super().forward(x - 0.1 * x.mean(0))
-
-
-class Rows(models.Plain):
-    """Each rank, and each micro-batch, has the mean of its own rows."""
-
-    layer = RowLayer
+# Each rank, and each micro-batch, has the mean of its own rows.
+Rows = models.mixing(lambda x: x - 0.1 * x.mean(0))
 
 
 def halved(backward):
@@ -110,11 +98,7 @@ BOUNDARY = "parallel.pipeline_parallel.stages.stage:PipelineParallel.backward"
 SUMS = "compose.partial_gradients:_sum"
 # Of an axis: the model, a fault of the library, and what the message names.
 FAULTS = {
-    "tp": (
-        Features,
-        None,
-        r"output of layers\.0 is off by .*tp div",
-    ),
+    "tp": (Features, None, r"output of layers\.0 is off by .*tp div"),
     "sums": (
         models.Normed,
         (SUMS, lambda _: lambda *_: None),
@@ -122,10 +106,15 @@ FAULTS = {
     ),
     "dp": (Rows, None, r"output of layers\.0 is off by .*divide rows"),
     "cp": (models.Conv, None, r"output of layers\.0 is off by .*ix (positions|them) by F\.scaled"),
+    "sequence_parallel": (
+        models.mixing(lambda x: x.cumsum(1), "before"),
+        None,
+        r"input of layers\.0 is off by .*'sequence_whole', or the layers 'sequence_layer'",
+    ),
     "pp": (
         models.Plain,
         (BOUNDARY, halved),
-        r"gradient that comes back to layers\.\d+ is off by .*from stage to stage",
+        r"gradient of the output of layers\.\d+ is off by .*from stage to stage",
     ),
 }
 
@@ -163,10 +152,9 @@ def planted(axis, layout):
 
 
 def axes_of(layout):
-    sizes = layout.axes
-    found = [axis for axis in ("tp", "cp", "pp") if sizes.get(axis, 1) > 1]
+    found = [axis for axis in ("tp", "cp", "pp", "sequence_parallel") if axis in layout.features]
     found += ["sums"] * ("tp" in found)
-    return found + ["dp"] * (sizes.get("dp", 1) > 1 or layout.micro_batches > 1)
+    return found + ["dp"] * bool(layout.features & {"dp", "several"})
 
 
 @pytest.mark.timeout(600)
@@ -181,70 +169,11 @@ def test_right_layouts_agree():
 @pytest.mark.timeout(600)
 def test_faults_are_named():
     mistakes, cases = [], [(axis, layout) for layout in LAYOUTS for axis in axes_of(layout)]
-    for axis, layout in today(cases, 36):
+    for axis, layout in today(cases, 40):
         for said in run_ranks(planted, layout.ranks, axis, layout, timeout=200):
             if not re.search(FAULTS[axis][2], said or "", re.DOTALL):
                 mistakes.append(f"{axis} on {layout}: {said}")
     assert not mistakes, "\n".join(mistakes)
-
-
-def of_one_head(x):
-    return F.scaled_dot_product_attention(*[x[:, None]] * 3, is_causal=True)[:, 0]
-
-
-def counted(x):
-    return torch.arange(x.shape[1], device=x.device)
-
-
-# What mixes tokens between layers, counts them, or takes the first of a table.
-OF_TOKENS = {
-    "attention": lambda model, x: of_one_head(x),
-    "convolution": lambda model, x: model.conv(x.mT)[..., : x.shape[1]].mT,
-    "recurrence": lambda model, x: model.lstm(x)[0],
-    "running sum": lambda model, x: x.cumsum(1),
-    "mean": lambda model, x: x.mean(dim=1, keepdim=True),
-    "normalized": lambda model, x: F.normalize(x),
-    "first": lambda model, x: x[:, :1],
-    "product": lambda model, x: x.new_ones(x.shape[1], x.shape[1]).tril() @ x,
-    "frequencies": lambda model, x: torch.fft.fft(x, dim=1).real,
-    "slice": lambda model, x: model.table[:, : x.shape[1]],
-    "buffer": lambda model, x: x * model.fixed[: x.shape[1]].tanh(),
-    "index": lambda model, x: model.fixed[counted(x)],
-    "looked up": lambda model, x: F.embedding(counted(x), model.table[0]),
-}
-
-
-class OfTokens(models.Plain):
-    def __init__(self, how, depth):
-        super().__init__(depth)
-        self.how = how
-        self.conv = nn.Conv1d(models.HIDDEN, models.HIDDEN, 3, padding=2)
-        self.lstm = nn.LSTM(models.HIDDEN, models.HIDDEN, batch_first=True)
-        self.table = nn.Parameter(torch.randn(1, 16, models.HIDDEN))
-        self.register_buffer("fixed", torch.randn(16, models.HIDDEN))
-        for name in ("layers", "norm", "lm_head"):  # called behind them
-            self._modules[name] = self._modules.pop(name)
-
-    def forward(self, input_ids):
-        x = self.embed_tokens(input_ids)
-        return self.top(x + OF_TOKENS[self.how](self, x))
-
-
-SHARES_OF_TOKENS = [
-    Layout({"tp": 2, "dp": 2}, SHARED),
-    Layout({"tp": 2, "cp": 2}, SHARED),
-    Layout({"tp": 2, "pp": 2}, SHARED, micro_batches=2),
-]
-
-
-@pytest.mark.timeout(300)
-def test_what_mixes_or_counts_the_tokens_of_a_share_is_found():
-    for layout, how in today([*itertools.product(SHARES_OF_TOKENS, OF_TOKENS)], 20):
-        for said in run_ranks(told, 4, partial(OfTokens, how), layout, timeout=200):
-            assert said, how
-            assert "what layers.0 is given is off by" in said, (how, said)
-            ways = "'sequence_whole', or the layers 'sequence_layer'"
-            assert re.search(ways, said), (how, said)
 
 
 class GatedLayer(models.Layer):
@@ -276,17 +205,13 @@ def test_nothing_hides_behind_zeros():
             assert re.search(where, said or ""), (layout, said)
 
 
-def of_long_sequences(size):
-    """Return whether a model that turns blocks of so many positions around is refused."""
-
-    def turned(x):
-        return x + x.unflatten(1, (-1, size)).flip(2).flatten(1, 2)
-
-    torch.manual_seed(0)
-    tokens = torch.randint(models.VOCAB, (4, 1041), generator=torch.Generator().manual_seed(0))
-    whole = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-    model = parallelize(models.mixing(turned)(2).double(), setup_process_group_manager(cp_size=2))
+def long_sequences(kind, length, sizes):
+    """Return whether a model is refused in a first step of long sequences."""
+    manager = setup_process_group_manager(**sizes)
+    drawn = torch.randint(models.VOCAB, (4, length + 1), generator=torch.Generator().manual_seed(0))
+    whole = {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
     try:
+        model = parallelize(kind(2).double(), manager)
         rehearse(model, shard_global_batch(whole, 1, model=model))
         return False
     except RehearsalError:
@@ -295,10 +220,18 @@ def of_long_sequences(size):
         destroy_process_group_manager()
 
 
+def turned_in_blocks(size):
+    return models.mixing(lambda x: x + x.unflatten(1, (-1, size)).flip(2).flatten(1, 2))
+
+
+def turned(size):
+    return long_sequences(turned_in_blocks(size), 1040, {"cp_size": 2})
+
+
 @pytest.mark.parametrize("size", [13, 20])
 def test_few_positions_are_divided_as_many_are(size):
-    """Each rank has two parts of 260 positions, and in a rehearsal of 65."""
-    assert run_ranks(of_long_sequences, 2, size, timeout=200) == [False] * 2
+    """Each rank has two blocks of 260 positions, and in a rehearsal of 65."""
+    assert run_ranks(turned, 2, size, timeout=200) == [False] * 2
 
 
 class OfOneLength(models.Plain):
@@ -312,16 +245,9 @@ class OfOneLength(models.Plain):
         return self.top(self.embed_tokens(input_ids) + self.table)
 
 
-def of_one_length():
-    tokens = torch.randint(models.VOCAB, (4, 201), generator=torch.Generator().manual_seed(0))
-    whole = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-    model = parallelize(OfOneLength(2).double(), setup_process_group_manager(dp_size=2))
-    rehearse(model, shard_global_batch(whole, 1, model=model))
-    destroy_process_group_manager()
-
-
 def test_a_model_of_one_length_is_rehearsed_in_that():
-    run_ranks(of_one_length, 2, timeout=200)
+    torch.manual_seed(0)
+    assert not any(run_ranks(long_sequences, 2, OfOneLength, 200, {"dp_size": 2}, timeout=200))
 
 
 class ChoosingLayer(models.Layer):
@@ -370,12 +296,8 @@ class SlightlyOffMLP(models.MLP):
         return super().forward(x) * (1.001 if divided else 1.0)
 
 
-class SlightlyOffLayer(models.Layer):
-    feed_forward = SlightlyOffMLP
-
-
 class SlightlyOff(models.Plain):
-    layer = SlightlyOffLayer
+    layer = models.layer_of(feed_forward=SlightlyOffMLP)
 
 
 SEQUENCES, CONTEXT, STAGES, SHARDS = (
@@ -384,26 +306,25 @@ SEQUENCES, CONTEXT, STAGES, SHARDS = (
     Layout({"tp": 2, "pp": 2}, micro_batches=2),
     Layout({"tp": 2, "dp": 2}, zero=2),
 )
-ON = {  # each layout is tried in one kind of 16 bits, and in one of float32; each day one of two
-    "bfloat16": (SEQUENCES, STAGES),
-    "float16": (CONTEXT, SHARDS),
-    "autocast": (SEQUENCES, STAGES),
-    "sums in bfloat16": (CONTEXT, SHARDS),
-}
-IN_16_BITS = {
-    "bfloat16": (torch.bfloat16, {}, False),
-    "float16": (torch.float16, {}, False),
-    "autocast": (torch.float32, {}, True),
-    "sums in bfloat16": (torch.float32, {"data_parallel": {"reduce_dtype": torch.bfloat16}}, False),
+IN_16_BITS = {  # dtype, options, autocast, and layouts of which each day tries one
+    "bfloat16": (torch.bfloat16, {}, False, (SEQUENCES, STAGES)),
+    "float16": (torch.float16, {}, False, (CONTEXT, SHARDS)),
+    "autocast": (torch.float32, {}, True, (SEQUENCES, STAGES)),
+    "sums in bfloat16": (
+        torch.float32,
+        {"data_parallel": {"reduce_dtype": torch.bfloat16}},
+        False,
+        (CONTEXT, SHARDS),
+    ),
 }
 
 
-def rehearsed(kind, layout, dtype, options, casts):
+def rehearsed(kind, layout, dtype=torch.float64, options=None, casts=False):
     """Return what a rehearsal raises, or says on rank 0; check that values are as before."""
     said = io.StringIO()
     try:
         with redirect_stderr(said), torch.autocast("cpu", torch.bfloat16, enabled=casts):
-            model, micro_batches = prepared(kind, layout, dtype, **options)
+            model, micro_batches = prepared(kind, layout, dtype, **(options or {}))
             before = [(p, p.data_ptr(), p.detach().clone()) for p in model.parameters()]
             rehearse(model, micro_batches)
             for p, place, values in before:
@@ -421,12 +342,13 @@ def rehearsed(kind, layout, dtype, options, casts):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", IN_16_BITS)
 def test_16_bits_are_rehearsed_in_float32(how):
-    for layout in today(ON[how], 2):
-        right = run_ranks(rehearsed, 4, Everything, layout, *IN_16_BITS[how], timeout=200)
+    *options, layouts = IN_16_BITS[how]
+    for layout in today(layouts, 2):
+        right = run_ranks(rehearsed, 4, Everything, layout, *options, timeout=200)
         line = r"rehearsal: \d+ units on \S+ agree with one process to \S+e-0[67] in float32, "
         assert re.match(line, right[0]), (layout, right[0])
         assert right[1:] == [""] * 3
-        for said in run_ranks(rehearsed, 4, SlightlyOff, layout, *IN_16_BITS[how], timeout=200):
+        for said in run_ranks(rehearsed, 4, SlightlyOff, layout, *options, timeout=200):
             assert "output of layers.0 is off by" in said, (layout, said)
 
 
@@ -462,16 +384,12 @@ class OfItsDtype(models.Plain):
         return self.lm_head(self.norm(x))
 
 
-def of_its_dtype(layout):
-    return rehearsed(OfItsDtype, layout, torch.bfloat16, {}, casts=False)
-
-
 @pytest.mark.timeout(300)
 def test_what_other_stages_have_is_in_float32_too():
     sizes = {"dp": 2, "pp": 2}
     for schedule in ("1f1b", "zb_v"):
         layout = Layout(sizes, {"schedule": schedule}, micro_batches=2)
-        said = run_ranks(of_its_dtype, 4, layout, timeout=200)[0]
+        said = run_ranks(rehearsed, 4, OfItsDtype, layout, torch.bfloat16, timeout=200)[0]
         assert "agree with one process to" in said, schedule
 
 
@@ -483,7 +401,7 @@ def test_too_little_memory_for_float32_is_told():
 
 def without_memory():
     with patched("compose.rehearsal.training:_free", lambda _: lambda device: 0):
-        return rehearsed(models.Plain, Layout({"dp": 2}), torch.bfloat16, {}, casts=False)
+        return rehearsed(models.Plain, Layout({"dp": 2}), torch.bfloat16)
 
 
 class Picky(models.Plain):
@@ -493,12 +411,8 @@ class Picky(models.Plain):
         return super().top(x)
 
 
-def only_in_bfloat16(dtype):
-    return rehearsed(Picky, Layout({"tp": 2}), dtype, {}, False)
-
-
 def test_what_runs_in_bfloat16_alone_is_rehearsed_in_that():
-    line = run_ranks(only_in_bfloat16, 2, torch.bfloat16, timeout=200)[0]
+    line = run_ranks(rehearsed, 2, Picky, Layout({"tp": 2}), torch.bfloat16, timeout=200)[0]
     assert re.match(
         r"rehearsal: \d+ units on \S+ agree with one process to \S+ in bfloat16, ", line
     )
@@ -506,11 +420,13 @@ def test_what_runs_in_bfloat16_alone_is_rehearsed_in_that():
 
 
 def unchanged():
-    """A rehearsal leaves everything as it was, and training is what it is without one."""
+    """A rehearsal, also one in `no_sync`, leaves everything as it was."""
     model, micro_batches = prepared(models.FrozenNorm, Layout({"tp": 2, "dp": 2}))
     before = copy.deepcopy(full_state_dict(model)), torch.get_rng_state(), random.getstate()
     modes = [module.training for module in model.modules()]
-    rehearse(model, micro_batches)
+    with model.no_sync():
+        rehearse(model, micro_batches)
+        assert not model.require_backward_grad_sync
     assert modes == [module.training for module in model.modules()]
     assert all(torch.equal(x, before[0][n]) for n, x in full_state_dict(model).items())
     assert torch.equal(torch.get_rng_state(), before[1])
@@ -548,7 +464,8 @@ def hooks_and_penalties():
     layer.register_forward_hook(lambda _m, _i, x: seen.append(x.shape))
     hook = layer.register_forward_hook(lambda _m, _i, x: x * 1.5)
     with pytest.raises(RehearsalError, match=r"layers\.0 .*without hooks that came later"):
-        rehearse(model, micro_batches)
+        train_step(model, micro_batches)
+    assert all(p.grad is None for p in model.parameters())
     hook.remove()
 
     def loss_fn(output, micro_batch):
@@ -581,16 +498,13 @@ class Around(models.Layer):
         return checkpoint(super().__call__, x, use_reentrant=self.reentrant)
 
 
-class AroundAnew(Around):
-    reentrant = False
-
-
 class Within(models.Plain):
     layer = Around
 
-
-class WithinAnew(models.Plain):
-    layer = AroundAnew
+    def __init__(self, depth, reentrant):
+        super().__init__(depth)
+        for layer in self.layers:
+            layer.reentrant = reentrant
 
 
 class Counted(models.Layer):
@@ -606,16 +520,16 @@ class Counted(models.Layer):
 
 
 class CountedInCheckpoints(models.Plain):
-    layer, reentrant = Counted, False
+    layer = Counted
+
+    def __init__(self, depth, reentrant):
+        super().__init__(depth)
+        self.reentrant = reentrant
 
     def top(self, x):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return self.lm_head(self.norm(x))
-
-
-class CountedAnew(CountedInCheckpoints):
-    reentrant = True
 
 
 class Turned(models.Plain):
@@ -651,21 +565,20 @@ class Beside(models.Plain):
         return super().top(x) * sum(layer.size for layer in self.layers)
 
 
+def either(kind):
+    return [partial(kind, reentrant=reentrant) for reentrant in (True, False)]
+
+
 IN_CHECKPOINTS = [
     (Turned, Layout({"pp": 2}, micro_batches=2)),
-    *itertools.product(
-        (Within, WithinAnew), [Layout({axis: 2}, micro_batches=2) for axis in ("dp", "pp", "tp")]
-    ),
-    *itertools.product(
-        (CountedInCheckpoints, CountedAnew), [Layout({a: 2}) for a in ("dp", "tp", "cp", "pp")]
-    ),
+    *product(either(Within), [Layout({a: 2}, micro_batches=2) for a in ("dp", "pp", "tp")]),
+    *product(either(CountedInCheckpoints), [Layout({a: 2}) for a in ("dp", "tp", "cp", "pp")]),
 ]
 
 
 def other_ways(cases):
     for kind, layout in cases:
-        counts = issubclass(kind, CountedInCheckpoints)
-        with warnings.catch_warnings(action="ignore") if counts else nullcontext():
+        with warnings.catch_warnings(action="ignore"):  # that they count
             assert told(kind, layout) is None, (kind, layout)
     assert told(Beside, Layout({"tp": 2})) is None
     wrong = ("compose.rehearsal.replay:Replay._add_beside", lambda _: lambda *_: None)
@@ -676,24 +589,21 @@ def test_checkpoints_and_what_is_taken_beside_a_result_are_no_alarm():
     run_ranks(other_ways, 2, today(IN_CHECKPOINTS, 5), timeout=200)
 
 
-def masked(sizes):
+def masked():
     """Gradients of some rows of an embedding are left out by a hook of the plain model."""
-    manager = setup_process_group_manager(**sizes)
-    try:
-        torch.manual_seed(0)
-        plain = models.Plain(4).double()
-        plain.embed_tokens.weight.register_hook(lambda grad: grad * 0.5)
-        plain.layers[1].norm1.weight.register_hook(lambda grad: grad * 0.0)
-        model = parallelize(plain, manager)
-        train_step(model, shard_global_batch(batch(0), 2, model=model))
-        return bool(full_gradients(model)["layers.1.norm1.weight"].any())
-    finally:
-        destroy_process_group_manager()
+    torch.manual_seed(0)
+    plain = models.Plain(4).double()
+    plain.embed_tokens.weight.register_hook(lambda grad: grad * 0.5)
+    plain.layers[1].norm1.weight.register_hook(lambda grad: grad * 0.0)
+    return plain
 
 
-def test_hooks_of_gradients_are_no_alarm():
-    for sizes in ({"dp_size": 4}, {"pp_size": 4}, {"cp_size": 2, "dp_size": 2}):
-        assert not any(run_ranks(masked, 4, sizes))
+@pytest.mark.parametrize("layout", ["dp 4", "pp 4", "dp 2 x cp 2"])
+def test_hooks_of_gradients_are_no_alarm(four, layout):
+    how = {"micro_batches": 2, "rehearse": True}
+    expected = in_one_process(masked(), [batch(0)])
+    for found in four.run(on_a_layout, masked, FOUR[layout], [batch(0)], **how):
+        require_alike(found, expected)
 
 
 class Energies(nn.Module):
@@ -721,26 +631,17 @@ def of_energies(output, _batch):
     return energies.square().sum() + forces.square().sum(), len(energies)
 
 
-def energies(sizes):
-    """Return how far gradients are from one process's."""
-    manager = setup_process_group_manager(**sizes)
-    try:
-        whole = {"positions": models.drawn(0, (8, 5, 3))}
-        model = parallelize(Energies().double(), manager)
-        cut = shard_global_batch(whole, 2, model=model)
-        train_step(model, cut, loss_fn=of_energies)
-        plain = Energies().double()
-        total, count = of_energies(plain(**whole), whole)
-        (total / count).backward()
-        found = full_gradients(model)
-        return max(relative_error(found[n], p.grad) for n, p in plain.named_parameters())
-    finally:
-        destroy_process_group_manager()
+def energies():
+    return Energies().double()
 
 
-def test_gradients_within_a_forward_are_no_alarm():
-    assert energies({}) < 1e-12
-    assert max(run_ranks(energies, 4, {"dp_size": 4})) < 1e-12
+def test_gradients_within_a_forward_are_no_alarm(four):
+    batches = [{"positions": models.drawn(0, (8, 5, 3))}]
+    expected = in_one_process(energies(), batches, loss_fn=of_energies)
+    how = {"micro_batches": 2, "rehearse": True, "loss_fn": of_energies}
+    require_alike(on_a_layout(energies, {}, batches, **how), expected)
+    for found in four.run(on_a_layout, energies, FOUR["dp 4"], batches, **how):
+        require_alike(found, expected)
 
 
 def with_an_entry_added(kind, name):
@@ -776,19 +677,6 @@ def test_entries_that_one_rank_has_added():
     (said,), none = run_ranks(with_an_entry_added, 2, "OneScore", "loss_teacher", timeout=200)
     assert "is not rehearsed: its loss_fn reads loss_teacher, added to micro-batches, and" in said
     assert not none
-
-
-def unsummed():
-    """In `no_sync` a rehearsal sums all the same."""
-    model, micro_batches = prepared(models.Plain, Layout({"dp": 2}))
-    with model.no_sync():
-        rehearse(model, micro_batches)
-        assert not model.require_backward_grad_sync
-    destroy_process_group_manager()
-
-
-def test_gradients_are_summed_within_no_sync():
-    run_ranks(unsummed, 2, timeout=200)
 
 
 def one_fails(where):
@@ -845,53 +733,44 @@ def test_each_rank_runs_other_units():
     assert (one, other) == ([["layers.0"]] * 4, [["layers.1"]] * 4)
 
 
-def lines(kind, layout):
-    found = []
-    with patched("compose.rehearsal.rehearse:_write", lambda _: found.append):
-        assert told(kind, layout) is None
-    return found
-
-
 def test_the_line_says_what_was_compared_and_what_was_not():
     for layout in today([Layout({"tp": 2}), Layout({"dp": 2})], 2):
-        (line,), none = run_ranks(lines, 2, models.Plain, layout, timeout=200)
-        assert re.match(
-            r"rehearsal: 2 units on \S+ agree with one process to \S+e-1\d in float64,", line
-        )
-        assert none == []
-        (line,), _ = run_ranks(lines, 2, OneIsNoisy, layout, timeout=200)
+        line, none = run_ranks(rehearsed, 2, models.Plain, layout, timeout=200)
+        agree = r"rehearsal: 2 units on \S+ agree with one process to \S+e-1\d in float64,"
+        assert re.match(agree, line)
+        assert not none
+        line, _ = run_ranks(rehearsed, 2, OneIsNoisy, layout, timeout=200)
         assert "not compared: layers.0, which gives another answer each time" in line
-        (line,), _ = run_ranks(lines, 2, Reaches, layout, timeout=200)
+        line, _ = run_ranks(rehearsed, 2, Reaches, layout, timeout=200)
         assert "rehearsal: 0 units" in line
 
 
-def trained(axis):
-    """The first train_step rehearses by itself, once."""
-    model, micro_batches = prepared(FAULTS[axis][0], Layout({"tp": 2}))
-    with pytest.raises(RehearsalError, match="rehearse=False"):
-        train_step(model, micro_batches)
-    assert all(p.grad is None for p in model.parameters())
-    destroy_process_group_manager()
-    model, micro_batches = prepared(models.Plain, Layout({"tp": 2}))
-    train_step(model, micro_batches)
-    torch.manual_seed(0)
-    net = models.Plain(2).double()
-    whole = batch(0)
-    logits = net(whole["input_ids"])
-    F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten()).backward()
-    found = full_gradients(model)
-    for name, parameter in net.named_parameters():
-        assert relative_error(found[name], parameter.grad) < 1e-12, name
-    destroy_process_group_manager()
+class NaNs(models.Plain):
+    """Gives NaN in one process too."""
+
+    def top(self, x):
+        return super().top(x) * torch.nan
 
 
-def test_the_first_step_rehearses():
-    run_ranks(trained, 2, "tp", timeout=200)
+def not_finite(where, kind, layout):
+    """Return what a first step says if a function of the library gives NaN."""
+    manager = setup_process_group_manager(**FOUR[layout])
+    fault = patched(where, lambda call: lambda *args: call(*args) * torch.nan)
+    try:
+        with fault if where else nullcontext():
+            model = parallelize(kind(4).double(), manager, plan=models.PLAN)
+            train_step(model, shard_global_batch(batch(0), 2, model=model))
+            return None
+    except RehearsalError as error:
+        return str(error)
+    finally:
+        destroy_process_group_manager()
 
 
-def test_what_is_no_number_in_both_is_no_difference():
-    ours = torch.tensor([3.0, torch.nan, torch.inf, 4.0])
-    assert relative(ours, ours.clone()) == 0
-    assert relative(ours, torch.tensor([3.0, torch.nan, torch.inf, 9.0])) > 0.5
-    assert not relative(ours, torch.tensor([3.0, torch.nan, -torch.inf, 4.0])) <= 1
-    assert not relative(ours, torch.tensor([3.0, 1.0, torch.inf, 4.0])) <= 1
+@pytest.mark.parametrize("layout", FOUR)
+def test_nan_on_the_layout_alone_is_refused(four, layout):
+    """That of the loss, and of all gradients with it; what one process gives too is right."""
+    for where in ("compose.step:_summed", "compose.loss:token_loss_sum"):
+        for said in four.run(not_finite, where, models.Plain, layout):
+            assert re.search("than in one process: .* is off by nan of its size", said or "")
+    assert four.run(not_finite, "", NaNs, layout) == [None] * 4

@@ -1,17 +1,15 @@
 """Models of which no plan is known train by the one that a forward suggests, or are refused."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from training import in_one_process, on_a_layout, tokens, train_and_compare
 
-from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 from scaletorch.parallel.tensor_parallel import explain
 from scaletorch.parallel.tensor_parallel.plans import suggest
 
@@ -21,7 +19,6 @@ LAYOUTS = (
     ({"tp_size": 2, "cp_size": 2}, {}), ({"tp_size": 4}, SHARED),
     ({"tp_size": 2, "dp_size": 2}, SHARED), ({"tp_size": 2, "pp_size": 2}, SHARED),
 )  # fmt: skip
-STEPS = 3
 
 
 class Block(nn.Module):
@@ -67,57 +64,34 @@ class Language(nn.Module):
         return self.head(x)
 
 
-def batches():
-    for step in range(STEPS):
-        tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(step))
-        yield {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+def language(kind):
+    return Language(kind).double()
 
 
-def alone(kind):
-    model = Language(kind).double()
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
-    for batch in batches():
-        logits = model(batch["input_ids"]).flatten(0, 1)
-        loss = F.cross_entropy(logits, batch["labels"].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def trained(sizes, options, kind, without_trial=False):
-    """Return the losses, or how the run was refused."""
-    manager = setup_process_group_manager(**sizes)
+def refused(sizes, options):
+    """Return the error of a wrong suggestion, which no trial has found."""
     with pytest.MonkeyPatch.context() as patch:
-        if without_trial:
-            patch.setattr(suggest, "computes_the_same", lambda *_: True)
-            patch.setattr(suggest, "_from_before", {})  # which these processes found with trials
+        patch.setattr(suggest, "computes_the_same", lambda *_: True)
+        patch.setattr(suggest, "_from_before", {})  # which these processes found with trials
         try:
-            model = parallelize(Language(kind).double(), manager, **options)
-            optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
-            for batch in batches():
-                batch = shard_global_batch(batch, 1, manager)
-                losses.append(train_step(model, batch, manager).item())
-                optimizer.step()
-                optimizer.zero_grad()
+            build = partial(language, Counting)
+            on_a_layout(build, sizes, [tokens()], options=options, rehearse=True)
         except ScaletorchError as error:
             return type(error).__name__
-        finally:
-            destroy_process_group_manager()
-    return losses
 
 
 @pytest.mark.parametrize(("sizes", "options"), LAYOUTS, ids=str)
 def test_a_model_that_nobody_knows_trains_as_alone(sizes, options):
+    batches = [tokens(step) for step in range(3)]
     for kind in (Block, Counting):
-        for losses in run_ranks(trained, 4, sizes, options, kind):
-            assert losses == pytest.approx(alone(kind), rel=1e-12)
+        expected = in_one_process(language(kind), batches)
+        how = {"options": options, "rehearse": True}
+        train_and_compare(expected, partial(language, kind), sizes, batches, **how)
 
 
 @pytest.mark.parametrize(("sizes", "options"), LAYOUTS, ids=str)
 def test_a_wrong_suggestion_is_refused(sizes, options):
-    assert "RehearsalError" in run_ranks(trained, 4, sizes, options, Counting, without_trial=True)
+    assert run_ranks(refused, 4, sizes, options) == ["RehearsalError"] * 4
 
 
 @pytest.mark.parametrize("family", ["T5", "MT5", "UMT5"])

@@ -260,7 +260,7 @@ def changed_and_refused():
     state = optimizer.state_dict()
     assert len(state["whole"]) == len(owned)
     optimizer.load_state_dict(state)
-    with pytest.raises(StateError, match=r"one rank's part on one layout; use scaletorch\.check"):
+    with pytest.raises(StateError, match=r"one rank's shard on one layout; use scaletorch\.check"):
         optimizer.load_state_dict({**state, "whole": ["another"]})
     with pytest.raises(StateError, match="Muon has whole matrices already"):
         whole_matrices(optimizer, model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,13 @@ from scaletorch.parallel.pg_manager import (
 
 ZERO = 1e-12  # what is smaller, such as gradients of keys' biases, is rounding
 EXPERTS = ("ep_size", "etp_size")  # whose ranks are among those of the other axes
-
+FOUR = {  # the layouts of four ranks
+    **{f"{axis} 4": {f"{axis}_size": 4} for axis in ("dp", "tp", "cp", "pp")},
+    **{
+        f"{one} 2 x {other} 2": {f"{one}_size": 2, f"{other}_size": 2}
+        for one, other in combinations(("dp", "tp", "cp", "pp"), 2)
+    },
+}
 
 SIZES = {
     "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4,

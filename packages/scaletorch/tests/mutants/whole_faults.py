@@ -46,7 +46,7 @@ def gradients_travel_in_bfloat16(wrapper: Any) -> Any:
     return partial(wrapper, grad_type=torch.bfloat16)
 
 
-@fault("step:ready", layout="1x1x2x1", born="forward: loss")
+@fault("step:prepare_step", layout="1x1x2x1", born="forward: loss")
 def loss_times_cp(ready: Any) -> Any:
     """The loss is larger by the context-parallel size."""
 
@@ -57,7 +57,7 @@ def loss_times_cp(ready: Any) -> Any:
     return smaller
 
 
-@fault("step:ready", born="forward: loss")
+@fault("step:prepare_step", born="forward: loss")
 def mean_of_local_means(ready: Any) -> Any:
     """Every rank divides by its own valid tokens, and the means are averaged."""
 

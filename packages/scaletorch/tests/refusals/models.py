@@ -72,12 +72,17 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+def layer_of(attention=Attention, feed_forward=MLP):
+    """Return a class of layers with other attention, or with another MLP."""
+    return type("Layer", (Layer,), {"attention": attention, "feed_forward": feed_forward})
+
+
 class Plain(nn.Module):
-    layer, places = Layer, 0
+    layer, places, max_norm = Layer, 0, None
 
     def __init__(self, depth):
         super().__init__()
-        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
+        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN, max_norm=self.max_norm)
         if self.places:
             self.positions = nn.Embedding(self.places, HIDDEN)
         self.layers = nn.ModuleList(self.layer() for _ in range(depth))
@@ -140,12 +145,8 @@ class Turning(Attention):
         )
 
 
-class TurningLayer(Layer):
-    attention = Turning
-
-
 class CountsInAttention(Plain):
-    layer = TurningLayer
+    layer = layer_of(attention=Turning)
 
 
 class Given(Counts):
@@ -197,6 +198,11 @@ def mixing(mix, where="layer"):
             return mix(super().forward(input_ids))
 
     return {"layer": InLayers, "before": Before, "behind": Behind}[where]
+
+
+def attended(x):
+    heads = x[:, None]
+    return x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
 
 
 class ConvLayer(Layer):
@@ -279,12 +285,8 @@ class LargestMLP(MLP):
         return y / self.largest.clone()
 
 
-class LargestLayer(Layer):
-    feed_forward = LargestMLP
-
-
 class Largest(Plain):
-    layer = LargestLayer
+    layer = layer_of(feed_forward=LargestMLP)
 
 
 class ShrinkingLayer(Layer):
@@ -299,6 +301,25 @@ class ShrinkingLayer(Layer):
 
 class Shrinking(Plain):
     layer = ShrinkingLayer
+
+
+class Short(Plain):
+    """A lookup shortens rows of the embedding."""
+
+    max_norm = 0.5
+
+
+class Averaged(Plain):
+    """A frozen parameter follows the mean of the hidden states."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.mean = nn.Parameter(torch.zeros(HIDDEN), requires_grad=False)
+
+    def top(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean((0, 1)), 0.5)
+        return super().top(x - self.mean)
 
 
 class CountingLayer(Layer):
@@ -332,6 +353,24 @@ class RememberingLayer(Layer):
 
 class Remembering(Plain):
     layer = RememberingLayer
+
+
+class Cooling(Plain):
+    """A temperature falls with each call."""
+
+    temperature = 2.0
+
+    def forward(self, input_ids):
+        self.temperature *= 0.8
+        return super().forward(input_ids) / self.temperature
+
+
+class Noting(Plain):
+    """A flag that the first call sets, and the sizes of the last call, the same in all."""
+
+    def forward(self, input_ids):
+        self.begun, self.length = True, input_ids.shape[1]
+        return super().forward(input_ids)
 
 
 # Losses of its own.
@@ -429,12 +468,8 @@ class ScaledMLP(MLP):
         return super().inner(x) * self.scale
 
 
-class ScaledLayer(Layer):
-    feed_forward = ScaledMLP
-
-
 class Scaled(Plain):
-    layer = ScaledLayer
+    layer = layer_of(feed_forward=ScaledMLP)
 
 
 class NormedAttention(Attention):
@@ -446,14 +481,10 @@ class NormedAttention(Attention):
         return self.norm(x)
 
 
-class NormedLayer(Layer):
-    attention = NormedAttention
-
-
 class Normed(Plain):
     """Norms of queries and keys, which the plan does not name."""
 
-    layer = NormedLayer
+    layer = layer_of(attention=NormedAttention)
 
 
 class BothMLP(ScaledMLP):
@@ -461,14 +492,10 @@ class BothMLP(ScaledMLP):
         return super().forward(x) * self.scale
 
 
-class BothLayer(Layer):
-    feed_forward = BothMLP
-
-
 class Both(Plain):
     """A scale that is used in a region and outside of it."""
 
-    layer = BothLayer
+    layer = layer_of(feed_forward=BothMLP)
 
 
 class Gained(Plain):

@@ -123,9 +123,18 @@ def a_parameter(model: Any, _batches: list[Batch]) -> AbstractContextManager[Any
     return nullcontext()
 
 
-def no_labels(_model: Any, batches: list[Batch]) -> AbstractContextManager[Any]:
-    del batches[0]["labels"]
-    return nullcontext()
+def changed(change: Callable[[list[Batch]], Any]) -> Callable[..., AbstractContextManager[Any]]:
+    """Return a `later` that changes micro-batches."""
+
+    def later(_model: Any, batches: list[Batch]) -> AbstractContextManager[Any]:
+        change(batches)
+        return nullcontext()
+
+    return later
+
+
+def converted(name: str, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return changed(lambda batches: batches[0].update({name: convert(batches[0][name])}))
 
 
 def clipped(model: nn.Module) -> None:
@@ -193,6 +202,8 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "roll before": Case(
             models.mixing(lambda x: x + x.roll(1, 1), "before"), on(*DIVIDED), MIXES
         ),
+        "count": mixes(models.mixing(lambda x: x + torch.arange(x.shape[1])[:, None].to(x))),
+        "attention": Case(models.mixing(models.attended), on("sequence_parallel"), MIXES),
         "pool behind": Case(
             models.mixing(lambda x: x + x.mean(1, keepdim=True), "behind"), on("cp"), MIXES
         ),
@@ -201,13 +212,20 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "batch norm": Case(
             models.Norm,
             on("several", "recompute", *DIVIDED),
-            r"module layers.\d.batch_norm \(Batch",
+            r"layers\.\d\.batch_norm \(BatchNorm1d\) takes statistics .*, and (recompute=True "
+            r"would|sequence_parallel=True divides|2 micro-batches would|cp_size=\d divides)",
         ),
         "frozen batch norm": Case(models.FrozenNorm),
     },
     "changes parameters in its forward": {
         "shrinking": Case(
             models.Shrinking, always, r"changes parameter layers\.\d\.scale.*Change it after opt"
+        ),
+        "short": Case(models.Short, always, "changes parameter embed_tokens.weight|max_norm"),
+        "averaged": Case(
+            models.Averaged,
+            always,
+            "changes parameter mean|writes to a tensor what it makes of",
         ),
     },
     "changes buffers in its forward": {
@@ -222,11 +240,13 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             "forward changes buffer layers.*.largest",
         ),
         "counting": Case(
-            models.Counting, on("several", "recompute"), "changes buffer layers.*.calls each time"
+            models.Counting, on("several", "recompute"), "changes buffer layers.*.calls in each run"
         ),
     },
     "keeps something in attributes": {
         "remembering": Case(models.Remembering, on("dp", "several", *DIVIDED), FOUND),
+        "cooling": Case(models.Cooling, on("several"), FOUND),
+        "noting": Case(models.Noting),
     },
     "asks for a router's auxiliary loss": {
         "router": Case(
@@ -302,6 +322,18 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "parameter": Case(
             models.Plain, always, "extra came after the module was wrapped", later=a_parameter
         ),
-        "no labels": Case(models.Plain, always, "has no labels", later=no_labels),
+        "no labels": Case(
+            models.Plain, always, "has no labels", later=changed(lambda each: each[0].pop("labels"))
+        ),
+        "no batch": Case(models.Plain, always, "has no micro-batches", later=changed(list.clear)),
+        "gradient": Case(
+            models.Plain,
+            always,
+            "input_ids of micro-batch 0 requires grad",
+            later=converted("input_ids", lambda ids: ids.float().requires_grad_()),
+        ),
+        "numbers": Case(
+            models.Plain, always, "labels .* integer", later=converted("labels", torch.Tensor.float)
+        ),
     },
 }

@@ -95,10 +95,10 @@ def router_loss(
     groups = [manager.cp_dp_group, *([manager.tp_group] if shares_sequences else [])]
     for group in groups:
         all_reduce(counts, group=group)
-    part = global_balance_loss(scores, index, counts=counts, valid=valid)
-    part = part * wanted.coefficient * wanted.top_k
+    loss = global_balance_loss(scores, index, counts=counts, valid=valid)
+    loss = loss * wanted.coefficient * wanted.top_k
     if shares_sequences:
-        total = part.detach().clone()
+        total = loss.detach().clone()
         all_reduce(total, group=manager.tp_group)
-        part = part + (total - part).detach()
-    return part
+        loss = loss + (total - loss).detach()
+    return loss

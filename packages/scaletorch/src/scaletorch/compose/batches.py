@@ -257,8 +257,8 @@ def token_count(batch: Any) -> int | Tensor:
     labels = batch.get("labels")
     if labels is None:
         raise InvalidArgumentError(
-            "a micro-batch has no labels, by which losses are counted before a step if gradients "
-            "of several steps add up or a router's auxiliary loss is added: pass train_step(..., "
+            "a micro-batch has no labels, and losses must be counted before a step that adds to "
+            "gradients of earlier steps, or adds a router's auxiliary loss: pass train_step(..., "
             "count_fn=), a function of the micro-batch that returns the number of its losses"
         )
     if labels.is_floating_point() or labels.is_complex():

@@ -22,8 +22,8 @@ Sides = list[list[int]]  # ranks grouped by digest, the largest group first
 ABSENT = 1  # stands for a gradient that is None
 SHOWN = 4  # tensors, and ranks per group, that an error names
 ADVICE = (
-    "They were given other weights, batches, seeds or rates, made other calls, or a memory is "
-    "faulty; go on from a checkpoint from before."
+    "They had different weights, batches, seeds or rates, made different calls, or a memory is "
+    "faulty; go back to a checkpoint from before."
 )
 
 
@@ -91,7 +91,7 @@ def check_replicas(
             f"{describe_rank()}: {at_step}parameters are not finite: {some(places, '; ')}; go back "
             "to a checkpoint from before, and look at these ranks' batches and the learning rate"
         )
-    parted = parted_sides(digests, manager)
+    parted = differing_sides(digests, manager)
     if parted:
         refuse(parted, texts, manager, f"{at_step}ranks that should hold the same do not")
 
@@ -150,7 +150,7 @@ def keyed_pieces(
             yield name, Key("parameter", names.get(name, name), place), piece
 
 
-def parted_sides(
+def differing_sides(
     digests: Sequence[tuple[Key, Tensor | int]], manager: ProcessGroupManager
 ) -> dict[Key, Sides]:
     """Return the keys whose digests differ, each with ranks by digest; all ranks call it."""

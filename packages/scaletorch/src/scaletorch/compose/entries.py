@@ -64,8 +64,8 @@ def sequence_shape(entries: Mapping[str, Any]) -> tuple[int, int] | None:
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         came = f"has the shape {list(ids.shape)}" if isinstance(ids, Tensor) else f"is {ids!r:.40}"
         raise InvalidArgumentError(
-            f"{TOKENS} {came}, and its tokens are [B, L]: name anything else as the first argument "
-            "of the model's forward"
+            f"{TOKENS} must be tokens [B, L], and {came}: give anything else the name of the first "
+            "argument of the model's forward"
         )
     return ids.shape[0], ids.shape[1]
 
@@ -80,7 +80,7 @@ def row_count(entries: Mapping[str, Any], named: RowDims) -> int:
         if isinstance(entry, Tensor) and dim is not None and -entry.ndim <= dim < entry.ndim:
             return entry.shape[dim]
     raise InvalidArgumentError(
-        "a global batch has a tensor whose dim 0 is rows, such as input_ids [B, L]; what came has "
+        "a global batch needs a tensor whose dim 0 is rows, such as input_ids [B, L]; this one has "
         f"{', '.join(map(str, entries)) or 'nothing'}"
     )
 
@@ -94,7 +94,7 @@ def first_entry(entries: Mapping[str, Any], arguments: Iterable[str], model: str
         return names[0]
     raise InvalidArgumentError(
         f"the forward of {model} takes {names[0] if names else 'nothing'} first, and the batch has "
-        f"{', '.join(map(str, entries)) or 'nothing'}: name an entry so, or {TOKENS}"
+        f"{', '.join(map(str, entries)) or 'nothing'}: give an entry that name, or {TOKENS}"
     )
 
 
@@ -147,8 +147,8 @@ def _row_dim(name: str, entry: Any, tokens: Shape) -> int | None:
     if name == LABELS and len(tokens) > 1 and shape != tokens:
         raise InvalidArgumentError(
             f"labels have shape {list(shape)}, and they are one for each token, {list(tokens)}; "
-            f"name the target of a row, or any other, {OF_LOSS}labels, [{rows}, ...]: a "
-            f"loss_fn reads it as micro_batch['{OF_LOSS}labels'], and count_fn counts it"
+            f"give any other target the name {OF_LOSS}labels, [{rows}, ...]: a loss_fn reads it "
+            f"as micro_batch['{OF_LOSS}labels'], and count_fn counts it"
         )
     if name == POSITIONS and len(tokens) > 1:
         return _row_dim_of_positions(entry, tokens)
@@ -184,7 +184,7 @@ def _unclear(name: str, entry: Any, tokens: Shape, *dims: int | None) -> Invalid
     ways = " or ".join(f"row_dims={{{name!r}: {dim}}}" for dim in dims)
     return InvalidArgumentError(
         f"{name} {_came(entry)}, and it is not clear whether, or in which dim, it has the "
-        f"{tokens[0]} rows of the batch: say shard_global_batch(..., {ways}); None passes it whole "
+        f"{tokens[0]} rows of the batch: pass shard_global_batch(..., {ways}); None gives it whole "
         "to every micro-batch"
     )
 
@@ -223,8 +223,8 @@ def read_sequence_dims(entries: Mapping[str, Any], named: RowDims | None) -> Pos
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{size} of {name}" for name, size in lengths.items())
         raise InvalidArgumentError(
-            f"sequences of one batch have one length, and sequence_dims names dims of {shown}: "
-            "name None for what is not to be divided"
+            f"all sequences of a batch must have one length, and sequence_dims names dims of "
+            f"{shown}: name None for an entry that cp must not divide"
         )
     if not lengths:
         return None
@@ -250,8 +250,8 @@ def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
         if dims:
             ways = [*dims, None]
             raise InvalidArgumentError(
-                f"cp divides {found.length} positions, and {name} is {list(x.shape)}: say whether "
-                "they are its own, shard_global_batch(..., sequence_dims="
+                f"cp divides {found.length} positions, and it is not clear whether {name}, which "
+                f"is {list(x.shape)}, has them: pass shard_global_batch(..., sequence_dims="
                 + " or ".join(f"{{{name!r}: {way}}}" for way in ways)
                 + "); None leaves it whole"
             )

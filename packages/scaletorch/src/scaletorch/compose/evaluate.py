@@ -19,7 +19,7 @@ from .batches import Batch
 from .forward import manager_of, terms_of
 from .loss import LossBatch, find_sharded_head, loss_of_tokens
 from .own_loss import NOTHING_COUNTS, LossFunction, OwnLoss
-from .ready import look_first, ready
+from .preparation import compare_first_batch, prepare_step
 
 
 @contextmanager
@@ -41,15 +41,15 @@ def forwards(
     model: DataParallelBucket,
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
-    each: Callable[[Any, Any], Tensor],
-    own: OwnLoss | None = None,
+    function: Callable[[Any, Any], Tensor],
+    own_loss: OwnLoss | None = None,
 ) -> list[Tensor]:
-    """Return `each(output, batch)` for every micro-batch, on ranks of the last stage."""
+    """Return `function(output, batch)` for every micro-batch, on ranks of the last stage."""
     terms = terms_of(model)
     with evaluating(model), torch.no_grad():
-        called, _ = ready(model, micro_batches, manager, terms, own, False)
-        look_first(micro_batches, manager, terms)
-        return pipeline_forward(model, called, group=manager.pp_group, each=each)
+        called, _ = prepare_step(model, micro_batches, manager, terms, own_loss, False)
+        compare_first_batch(micro_batches, manager, terms)
+        return pipeline_forward(model, called, group=manager.pp_group, each=function)
 
 
 def eval_step(
@@ -77,16 +77,16 @@ def eval_step(
         MismatchError: As in `train_step`.
     """
     manager = manager_of(model, manager)
-    own = OwnLoss(loss_fn or loss_of_tokens, None, model, manager, trains=False)
+    own_loss = OwnLoss(loss_fn or loss_of_tokens, None, model, manager, trains=False)
     device = get_comm_device(manager.world_group)
 
     def pair(output: Any, batch: Any) -> Tensor:
-        found = own.call(output, batch)
+        found = own_loss.call(output, batch)
         return torch.stack([torch.as_tensor(x).reshape(()).double().to(device) for x in found])
 
-    pairs = forwards(model, micro_batches, manager, pair, own)
+    pairs = forwards(model, micro_batches, manager, pair, own_loss)
     both: Tensor = sum(pairs, torch.zeros(2, dtype=torch.float64, device=device))
-    own.settle(both[0])
+    own_loss.settle(both[0])
     if manager.tp_rank:
         both.zero_()
     all_reduce(both, group=manager.world_group)

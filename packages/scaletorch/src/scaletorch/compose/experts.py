@@ -193,7 +193,7 @@ def move_biases(
         if not total.any():
             warnings.warn(
                 f"{describe_rank()}: no rank has counted a token for {name} since it was last "
-                "moved, so that it stays: call move_biases after a train_step, and let the block "
+                "moved, so it is not moved: call move_biases after a train_step, and let the block "
                 "call its experts as a module, and not within a reentrant checkpoint",
                 RuntimeWarning,
                 stacklevel=2,
@@ -204,8 +204,8 @@ def move_biases(
 
 def _tensor(block: nn.Module, name: str) -> Tensor | None:
     owner: Any = block
-    for part in name.split("."):
-        owner = getattr(owner, part, None)
+    for attribute in name.split("."):
+        owner = getattr(owner, attribute, None)
     return owner if isinstance(owner, Tensor) else None
 
 

@@ -79,8 +79,8 @@ def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
         return labels
     shares = tp_size > 1 and isinstance(labels, Tensor) and list(labels.shape[:1]) == shape[:1]
     why = shares * (
-        ". With sequence_parallel a layer that the plan does not name is given this rank's share "
-        "of the tokens: name the head 'column_gather' in the plan, or do without sequence_parallel"
+        ". With sequence_parallel a layer that the plan does not name gets this rank's shard of "
+        "the tokens: name the head 'column_gather' in the plan, or do without sequence_parallel"
     )
     raise InvalidArgumentError(
         f"{describe_rank()}: logits {list(logits.shape)} need labels {shape}, one for each token "
@@ -99,7 +99,7 @@ def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None
             raise InvalidArgumentError(
                 f"{type(output).__name__} has {name} beside its logits, and train_step trains by "
                 f"the cross entropy of tokens alone: {name} would be left out. Turn it off in the "
-                "model, or write the loss yourself (train_step_pipeline takes a loss_fn)"
+                "model, or pass train_step a loss_fn that adds it"
             )
     if not isinstance(getattr(output, "logits", output), Tensor):
         raise InvalidArgumentError(
@@ -168,7 +168,7 @@ def token_losses(
         InvalidArgumentError: The output has no logits, or labels have another shape.
     """
     batch = require_loss_batch(micro_batch, "token_losses")
-    logits = _logits(output, batch)
+    logits = _logits(output)
     labels = require_labels_fit(logits, batch.get("labels"), batch.tp_size)
     head = _sharded(logits, batch)
     if head is not None:
@@ -208,7 +208,7 @@ def log_probs(output: Any, micro_batch: Any) -> Tensor:
         [B, L, V] or [B, L, V / tp], in float32 at least.
     """
     batch = require_loss_batch(micro_batch, "log_probs")
-    logits, whole = _logits(output, batch), batch.head
+    logits, whole = _logits(output), batch.head
     head = _sharded(logits, batch)
     if head is None:
         found = logits.log_softmax(-1)
@@ -235,7 +235,7 @@ def vocabulary_sums(values: Tensor, micro_batch: Any) -> Tensor:
     return total if head is None else functional.reduce(total, head.group)
 
 
-def _logits(output: Any, batch: LossBatch) -> Tensor:
+def _logits(output: Any) -> Tensor:
     """Return an output's logits, in float32 at least."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or not logits.is_floating_point():

@@ -115,7 +115,7 @@ def read_loss(loss: Tensor, outputs: Iterable[Node | None], first: int, model: n
 
 
 @contextmanager
-def gradients_kept(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
+def keep_gradients(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
     """Yield a loss_fn; at the end restore the gradients of its parameters outside the model."""
     before: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
 
@@ -161,6 +161,6 @@ def require_no_parameters(
     cut = ", ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
     raise InvalidArgumentError(
         f"{describe_rank()}: loss_fn reads parameters of the model for a penalty ({some(read)}), "
-        f"and with {cut} each rank has others of them. Use the optimizer's weight_decay, or add "
+        f"and with {cut} ranks have different ones. Use the optimizer's weight_decay, or add "
         "the penalty's gradient to each .grad between train_step and optimizer.step()"
     )

@@ -112,7 +112,7 @@ def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterato
     alike = not is_sharded(model) and manager.grid.is_plain
     first, first_of_expert = manager.cp_dp_rank == 0 or alike, manager.edp_rank == 0
     experts = expert_names(model)
-    for shard, counted in zip(shards, _counted_of(model, shards, manager), strict=True):
+    for shard, counted in zip(shards, _shares_counted(model, shards, manager), strict=True):
         gradient = shard.tensor.grad
         is_first = first_of_expert if shard.name in experts else first
         if gradient is None or counted is False or (shard.replicated and not is_first):
@@ -122,7 +122,7 @@ def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterato
         yield gradient
 
 
-def _counted_of(
+def _shares_counted(
     model: nn.Module, shards: Sequence[Shard], manager: ProcessGroupManager
 ) -> list[Counted]:
     """Return the share of each shard that this rank counts, cached until the shards change."""

@@ -34,7 +34,7 @@ _ROUNDINGS, _MOST = 128, 1e-3
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # finest first
 _SHARES = (
     "; with sequence_parallel, values that layers return beside the hidden states are of this "
-    "rank's share of the tokens: sum them over tp by scaletorch.dist.functional.reduce"
+    "rank's shard of the tokens: sum them over tp by scaletorch.dist.functional.reduce"
 )
 _HIDDEN = (
     "loss_fn takes tensors of the model that its forward did not return, such as auxiliary losses "
@@ -162,7 +162,7 @@ class OwnLoss:
         world = self._manager.world_group
         notes = agree("the loss of this step", [], world, error=self._found(), note=note)
         shares = terms_of(self._model).shares_sequences
-        _require_alike([_read(each) for each in notes], self._manager, shares_sequences=shares)
+        _require_agreement([_read(each) for each in notes], self._manager, shares_sequences=shares)
 
     def per_item(self, count: Number, batch: Called) -> float:
         """Return the number of losses per token (or row) of a first micro-batch.
@@ -267,7 +267,7 @@ def _read(note: int) -> tuple[float, float]:
     return value, min(_MOST, _ROUNDINGS * torch.finfo(_DTYPES[note & 3]).eps)
 
 
-def _require_alike(
+def _require_agreement(
     sums: Sequence[tuple[float, float]], manager: ProcessGroupManager, *, shares_sequences: bool
 ) -> None:
     """Refuse sums that differ by more than rounding on ranks that differ in tp alone."""

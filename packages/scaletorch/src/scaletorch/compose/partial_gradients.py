@@ -47,35 +47,37 @@ _known: WeakKeyDictionary[nn.Module, _Partial | None] = WeakKeyDictionary()
 
 
 @contextmanager
-def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
+def sum_partial_gradients(
+    model: DataParallelBucket, manager: ProcessGroupManager
+) -> Iterator[None]:
     """Sum partial gradients over tp at the end of the step that runs in this context."""
     if model not in _known:
         sums = find_sums(model) if manager.tp_size > 1 else None
         _known[model] = None if sums is None else _Partial(sums, whole_parameters(model))
-    known = _known[model]
-    if known is None:
+    state = _known[model]
+    if state is None:
         yield
         return
-    first, earlier = not known.compared, False
+    first, earlier = not state.compared, False
     if first:
-        known.sums.look_again()
-        earlier = any(each.grad is not None for each in known.whole.values())
-    elif not known.pending:
-        _share_earlier(known, model, manager)
-    with known.sums.summed_later(), eagerly() if first else nullcontext():
+        state.sums.look_again()
+        earlier = any(each.grad is not None for each in state.whole.values())
+    elif not state.pending:
+        _share_earlier(state, model, manager)
+    with state.sums.summed_later(), eagerly() if first else nullcontext():
         yield
-    if first or model.optimizer_shards is not known.shards:
-        _compare(known, model, manager, earlier)
-    elif known.unknown:
-        _compare_late(known, manager)
-    known.pending = not model.require_backward_grad_sync
-    if not known.pending:
-        _sum(known, model, manager)
+    if first or model.optimizer_shards is not state.shards:
+        _compare(state, model, manager, earlier)
+    elif state.unknown:
+        _compare_late(state, manager)
+    state.pending = not model.require_backward_grad_sync
+    if not state.pending:
+        _sum(state, model, manager)
 
 
-def _parts(known: _Partial, model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:
+def _shards_of(state: _Partial, model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:
     """Return the shards of some parameters that this rank updates, in the order of `names`."""
-    whole = known.whole
+    whole = state.whole
     if model.optimizer_shards is None:
         return [Shard(n, whole[n], 0, whole[n].numel(), whole[n], replicated=True) for n in names]
     order = {name: index for index, name in enumerate(names)}
@@ -84,28 +86,28 @@ def _parts(known: _Partial, model: DataParallelBucket, names: Iterable[str]) -> 
 
 
 def _share_earlier(
-    known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager
+    state: _Partial, model: DataParallelBucket, manager: ProcessGroupManager
 ) -> None:
     """Divide gradients of earlier steps by tp_size, since they will be summed once more."""
-    held = (name for name in known.names if known.whole[name].grad is not None)
+    held = (name for name in state.names if state.whole[name].grad is not None)
     gradients = {
-        id(g): g for part in _parts(known, model, held) if (g := part.tensor.grad) is not None
+        id(g): g for shard in _shards_of(state, model, held) if (g := shard.tensor.grad) is not None
     }
     if gradients:
         torch._foreach_div_([*gradients.values()], manager.tp_size)
 
 
 def _compare(
-    known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager, earlier: bool
+    state: _Partial, model: DataParallelBucket, manager: ProcessGroupManager, earlier: bool
 ) -> None:
     """Exchange how ranks reach each parameter, and which shards they have.
 
     All ranks raise if one is reached both ways, or a first step began with gradients (`earlier`).
     """
-    reached = {name: known.sums.reach(each).value for name, each in known.whole.items()}
+    reached = {name: state.sums.reach(each).value for name, each in state.whole.items()}
     ties = [tie.names for tie in pipeline_of(model).ties]
     place = manager.pp_rank, manager.cp_dp_rank
-    ranges = [(each.name, each.start, each.stop) for each in _parts(known, model, known.whole)]
+    ranges = [(each.name, each.start, each.stop) for each in _shards_of(state, model, state.whole)]
     told = all_gather_object((reached, ties, place, ranges, earlier), manager.world_group)
     if any(earlier for *_, earlier in told):
         raise InvalidArgumentError(
@@ -127,92 +129,92 @@ def _compare(
             f"{describe_rank()}: {', '.join(both[:4])}: the gradient is whole on some stages or "
             f"ranks, and a term of a sum over the tensor-parallel ranks on others. {_APART}"
         )
-    for name, each in known.whole.items():
-        known.sums.note(each, found[name])
-    _sort(known)
-    for name in _hidden(known):
-        known.sums.refuse_hidden(name)
-        known.sums.note(known.whole[name], Reach.WHOLE)
-    _sort(known)
+    for name, each in state.whole.items():
+        state.sums.note(each, found[name])
+    _sort(state)
+    for name in _hidden(state):
+        state.sums.refuse_hidden(name)
+        state.sums.note(state.whole[name], Reach.WHOLE)
+    _sort(state)
     spans = {
         (at, tuple(their)) for _, _, at, their, _ in told
     }  # one per dp, cp, pp place if its tp ranks have equal ranges
-    known.compared, known.shards = True, model.optimizer_shards
-    known.same = len(spans) == len({at for at, _ in spans})
+    state.compared, state.shards = True, model.optimizer_shards
+    state.same = len(spans) == len({at for at, _ in spans})
 
 
-def _hidden(known: _Partial) -> list[str]:
+def _hidden(state: _Partial) -> list[str]:
     """Return the parameters with a gradient whose origin no rank saw in its graph."""
-    return [name for name in known.unknown if known.whole[name].grad is not None]
+    return [name for name in state.unknown if state.whole[name].grad is not None]
 
 
-def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
+def _compare_late(state: _Partial, manager: ProcessGroupManager) -> None:
     """Compare how ranks reach parameters not reached before; all ranks of a stage call it."""
-    late = _hidden(known)
+    late = _hidden(state)
     if not late:
         return
-    reached = [known.sums.reach(known.whole[name]) for name in late]
+    reached = [state.sums.reach(state.whole[name]) for name in late]
     codes = [[Reach.WHOLE in each, Reach.PARTIAL in each] for each in reached]
-    found = torch.tensor(codes, dtype=torch.int32, device=known.whole[late[0]].device)
+    found = torch.tensor(codes, dtype=torch.int32, device=state.whole[late[0]].device)
     for group in (manager.cp_dp_group, manager.tp_group):
         all_reduce(found, "max", group=group)
-    for name, (whole, part) in zip(late, found.tolist(), strict=True):
-        if whole and part:
+    for name, (whole, partial) in zip(late, found.tolist(), strict=True):
+        if whole and partial:
             raise InvalidArgumentError(
                 f"{describe_rank()}: {name} was used both inside of parallel regions and outside. "
                 f"{_APART}"
             )
-        if not part and not whole:
-            known.sums.refuse_hidden(name)
-        known.sums.note(known.whole[name], Reach.PARTIAL if part else Reach.WHOLE)
-    _sort(known)
+        if not partial and not whole:
+            state.sums.refuse_hidden(name)
+        state.sums.note(state.whole[name], Reach.PARTIAL if partial else Reach.WHOLE)
+    _sort(state)
 
 
-def _sort(known: _Partial) -> None:
-    reach = {name: known.sums.reach(each) for name, each in known.whole.items()}
-    known.names = [name for name, each in reach.items() if each is Reach.PARTIAL]
-    known.unknown = [name for name, each in reach.items() if each is Reach.NOT]
+def _sort(state: _Partial) -> None:
+    reach = {name: state.sums.reach(each) for name, each in state.whole.items()}
+    state.names = [name for name, each in reach.items() if each is Reach.PARTIAL]
+    state.unknown = [name for name, each in reach.items() if each is Reach.NOT]
 
 
-def _sum(known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
+def _sum(state: _Partial, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
     """Sum the gradients, with one all-reduce for each dtype, float32 at least."""
     by_dtype: dict[torch.dtype, list[str]] = {}
-    for name in known.names:
-        wide = torch.promote_types(known.whole[name].dtype, torch.float32)
+    for name in state.names:
+        wide = torch.promote_types(state.whole[name].dtype, torch.float32)
         by_dtype.setdefault(wide, []).append(name)
     for dtype, names in by_dtype.items():
-        _sum_parts(names, _parts(known, model, names), dtype, known, manager)
+        _sum_shards(names, _shards_of(state, model, names), dtype, state, manager)
 
 
 @torch.no_grad()
-def _sum_parts(
+def _sum_shards(
     names: Sequence[str],
-    parts: Sequence[Shard],
+    shards: Sequence[Shard],
     dtype: torch.dtype,
-    known: _Partial,
+    state: _Partial,
     manager: ProcessGroupManager,
 ) -> None:
     """Sum whole gradients, zero outside of this rank's shards, and copy the sums to its shards."""
-    sizes = [known.whole[name].numel() for name in names]
-    flat = torch.zeros(sum(sizes) + len(names), dtype=dtype, device=known.whole[names[0]].device)
+    sizes = [state.whole[name].numel() for name in names]
+    flat = torch.zeros(sum(sizes) + len(names), dtype=dtype, device=state.whole[names[0]].device)
     *views, used = flat.split([*sizes, len(names)])
     places = {name: (at, view) for at, (name, view) in enumerate(zip(names, views, strict=True))}
     # Summed over cp x dp as well unless `same`: then replicated gradients count on one rank only.
-    counted = known.same or manager.cp_dp_rank == 0
+    counted = state.same or manager.cp_dp_rank == 0
     sent: list[tuple[Tensor, Tensor]] = []
-    for part in parts:
-        if part.tensor.grad is not None and (counted or not part.replicated):
-            at, view = places[part.name]
-            sent.append((view[part.start : part.stop], part.tensor.grad.flatten()))
+    for shard in shards:
+        if shard.tensor.grad is not None and (counted or not shard.replicated):
+            at, view = places[shard.name]
+            sent.append((view[shard.start : shard.stop], shard.tensor.grad.flatten()))
             sent.append((used[at], flat.new_ones(())))
     if sent:
         torch._foreach_copy_([to for to, _ in sent], [value for _, value in sent])
-    for group in (manager.tp_group,) if known.same else (manager.cp_dp_group, manager.tp_group):
+    for group in (manager.tp_group,) if state.same else (manager.cp_dp_group, manager.tp_group):
         all_reduce(flat, group=group)
-    for part in parts:
-        at, view = places[part.name]
-        total = view[part.start : part.stop].view_as(part.tensor)
-        if part.tensor.grad is not None:
-            part.tensor.grad.copy_(total)
+    for shard in shards:
+        at, view = places[shard.name]
+        total = view[shard.start : shard.stop].view_as(shard.tensor)
+        if shard.tensor.grad is not None:
+            shard.tensor.grad.copy_(total)
         elif used[at] > 0:  # another rank has one; reading this waits for the device
-            part.tensor.grad = total.to(part.tensor.dtype, copy=True)
+            shard.tensor.grad = total.to(shard.tensor.dtype, copy=True)

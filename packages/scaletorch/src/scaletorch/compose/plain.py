@@ -23,7 +23,7 @@ class Plain:
     """A plain model that gets the weights of one unit at a time; its parameters have no memory."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Copy a model; fail if a forward was replaced by a function that holds a module."""
+        """Copy a model; fail if a forward was replaced by a function that holds it."""
         for name, module in model.named_modules():
             if _holds_module(vars(module).get("forward")):
                 raise InvalidArgumentError(
@@ -143,10 +143,13 @@ def is_of_library(hook: Any) -> bool:
 
 
 def _holds_module(value: Any) -> bool:
-    """Return whether a function's closure holds a module or a module's method."""
+    """Return whether a function's closure or defaults hold a module or a module's method."""
+    if isinstance(value, partial):  # its arguments are copied
+        value = value.func
     if not isinstance(value, FunctionType):
         return False
     held = [cell.cell_contents for cell in value.__closure__ or ()]
+    held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     return any(
         isinstance(getattr(each, "__self__", each), nn.Module) or _holds_module(each)
         for each in held
@@ -158,21 +161,21 @@ def _answered(
 ) -> Any:
     """Return a subclass that sends calls to `answer`, except while the unit is in `within`."""
 
-    def of(own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def answered(unit_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if name in within:
-            return own(*args, **kwargs)
+            return unit_call(*args, **kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with _added(within, name):
-                return own(*args, **kwargs)
+                return unit_call(*args, **kwargs)
 
         return answer(run, args, kwargs)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return of(partial(kind.__call__, self), args, kwargs)
+        return answered(partial(kind.__call__, self), args, kwargs)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return of(partial(kind.forward, self), args, kwargs)
+        return answered(partial(kind.forward, self), args, kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": call, "forward": forward})
 

@@ -20,7 +20,7 @@ from ..dist import all_gather_object, all_reduce, get_comm_device, get_rank, gro
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pg_manager.building import digest
-from .digests import Key, Sides, keyed_pieces, parted_sides, refuse, some, text_hash
+from .digests import Key, Sides, differing_sides, keyed_pieces, refuse, some, text_hash
 from .forward import wait_for_parameters
 from .scaling import scalings
 
@@ -31,8 +31,8 @@ MEASURED = 2**26  # elements that `_gaps` compares at most
 EXACT = ("cpu",)  # devices whose kernels sum in a fixed order, so that equal inputs give equal bits
 ROUNDING = 1e-3  # allowed gap / largest value on devices whose kernels sum in no fixed order
 ADVICE = (
-    "Optimizers have other settings or left out a step, or values were changed or loaded on some "
-    "ranks alone, or a memory is faulty; go on from a checkpoint from before."
+    "Optimizers have different settings or left out a step, or values were changed or loaded on "
+    "some ranks alone, or a memory is faulty; go back to a checkpoint from before."
 )
 
 
@@ -112,8 +112,7 @@ class Samples:
             self._left |= {each.key for each in self._held}
             self.settled, self.taken, self.residue = False, [], None
             warnings.warn(
-                f"{describe_rank()}: train_step cannot look whether ranks still hold the same "
-                f"parameters: {error}",
+                f"{describe_rank()}: train_step cannot compare parameters between ranks: {error}",
                 stacklevel=2,
             )
         self._turn += 1
@@ -135,7 +134,7 @@ class Samples:
             wait_for_parameters(model)
             held = [each for each in self._held if each.key not in self._left]
             values = {each.key: each.values() for each in held}
-            self._left |= {*_refuse_parted(values, taken, self._manager)}
+            self._left |= {*_refuse_differences(values, taken, self._manager)}
         if parted or unsettled:
             self.settle()
 
@@ -150,8 +149,8 @@ class Samples:
             self._unseen |= unseen
             names = sorted(unseen)
             warnings.warn(
-                f"{describe_rank()}: train_step cannot look whether ranks still hold the same of "
-                f"{some(names)}, which are no plain tensors "
+                f"{describe_rank()}: train_step cannot compare {some(names)} between ranks, since "
+                "these are no plain tensors "
                 f"({type(values[names[0]]).__name__})",
                 stacklevel=4,
             )
@@ -195,21 +194,21 @@ def _weights(key: int, count: int) -> list[int]:
 def _cut_of(piece: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
     """Return the dim, start and length of a piece; None for the whole tensor."""
     pairs = zip(piece.shape, whole.shape, strict=True)
-    dim = next((dim for dim, (part, full) in enumerate(pairs) if part != full), None)
+    dim = next((dim for dim, (own, full) in enumerate(pairs) if own != full), None)
     if dim is None:
         return None
     start = (piece.storage_offset() - whole.storage_offset()) // whole.stride(dim)
     return dim, start, piece.shape[dim]
 
 
-def _refuse_parted(
+def _refuse_differences(
     values: Mapping[Key, Tensor],
     taken: Mapping[Key, Tensor],
     manager: ProcessGroupManager,
 ) -> list[Key]:
     """Refuse parameters that differ between replicas; return those within rounding over tp."""
     digests = [(key, taken[key] if key in taken else digest(x)) for key, x in values.items()]
-    parted = parted_sides(digests, manager)
+    parted = differing_sides(digests, manager)
     if not parted:
         return []
     gaps = _gaps([*parted], values, manager)
@@ -219,10 +218,10 @@ def _refuse_parted(
     devices = {d for each in all_gather_object(inexact, manager.world_group) for d in each}
     if devices and most <= ROUNDING and _over_tp(parted.values(), manager):
         warnings.warn(
-            f"{describe_rank()}: tp ranks no longer hold the same of "
-            f"{some([key.name for key in unequal])}: up to {most:.1e} of the "
-            f"largest value apart, as kernels of {', '.join(sorted(devices))} do that sum in no "
-            "fixed order; from now on these are not compared (check_replicas does)",
+            f"{describe_rank()}: {some([key.name for key in unequal])} differ between tp ranks by "
+            f"up to {most:.1e} of the largest value, as after sums in no fixed order on "
+            f"{', '.join(sorted(devices))}; train_step no longer compares these (check_replicas "
+            "does)",
             stacklevel=4,
         )
         return unequal

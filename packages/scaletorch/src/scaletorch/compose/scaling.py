@@ -57,16 +57,16 @@ OF_SHARDS = (
     "full_state_dict(model)"
 )
 STEERED = (
-    "the learning rates of optimizers have changed otherwise on some ranks: {}. They may follow "
-    "scaletorch.compose.global_grad_norm(model) or the loss of train_step, but no norm of a rank's "
-    "own gradients"
+    "the learning rates of optimizers have changed differently on some ranks: {}. They may follow "
+    "scaletorch.compose.global_grad_norm(model) or the loss of train_step, but not the norm of a "
+    "rank's own gradients"
 )
-OF_NOBODY = (
-    "an optimizer has updated a parameter of shape {} that loss_fn uses and that is not the "
-    "model's, whose gradient is not summed over ranks: make it the model's, whose forward returns "
-    "it beside its output or uses it"
+OUTSIDE = (
+    "an optimizer has updated a parameter of shape {} that loss_fn uses and the model does not "
+    "have, so that its gradient is not summed over ranks: make it a parameter of the model, whose "
+    "forward uses it, or returns it with its output"
 )
-BACK = "; go on from a checkpoint from before"
+BACK = "; go back to a checkpoint from before"
 
 
 class Fit(NamedTuple):
@@ -141,9 +141,7 @@ class Scaling:
     def require_own(self) -> None:
         """Refuse an update of a parameter outside the model by this rank's gradient alone."""
         if self._strange:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: {OF_NOBODY.format(self._strange)}{BACK}"
-            )
+            raise InvalidArgumentError(f"{describe_rank()}: {OUTSIDE.format(self._strange)}{BACK}")
 
     def after_update(self, taken: Collection[int]) -> None:
         """Copy elements of some weights that an optimizer has updated and tp shards."""
@@ -356,7 +354,7 @@ def _require_own_parameters(optimizer: Optimizer, taken: Container[int], model: 
     if left:
         raise InvalidArgumentError(
             f"{describe_rank()}: {type(optimizer).__name__} has {some(left)} of the plain model, "
-            "which this rank's shards have replaced since parallelize, so these would not be "
+            "which parallelize has replaced by this rank's shards, so that these would not be "
             "trained: make the optimizer of model.parameters() after parallelize"
         )
 
@@ -379,6 +377,6 @@ def _check(
     if manager.ep_size > 1 and stacks and scope is not Scope.ELEMENT:
         raise InvalidArgumentError(
             f"{describe_rank()}: {kind} {scope.words}, but each rank has some of the experts that "
-            f"{stacks[0]} stacks: give experts an optimizer that treats every element alike, such "
-            "as AdamW, or do without expert parallelism"
+            f"{stacks[0]} stacks: give experts an optimizer that treats all elements the same way, "
+            "such as AdamW, or do without expert parallelism"
         )

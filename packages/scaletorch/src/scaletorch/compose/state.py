@@ -53,12 +53,12 @@ def of_all_stages(tensors: Mapping[str, Tensor], manager: ProcessGroupManager) -
         for dtype, of in shapes.items():  # all of a dtype in one message
             sizes = [shape.numel() for shape in of.values()]
             flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-            parts = flat.split(sizes)
+            pieces = flat.split(sizes)
             if rank == manager.pp_rank:
-                for name, part in zip(of, parts, strict=True):
-                    part.view(of[name]).copy_(tensors[name])
+                for name, piece in zip(of, pieces, strict=True):
+                    piece.view(of[name]).copy_(tensors[name])
             broadcast(flat, ranks[rank], manager.pp_group)
-            found |= {n: part.view(of[n]) for n, part in zip(of, parts, strict=True)}
+            found |= {n: piece.view(of[n]) for n, piece in zip(of, pieces, strict=True)}
     return found
 
 

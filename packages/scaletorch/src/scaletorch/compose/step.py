@@ -24,14 +24,14 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
 from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens
-from .before.buffers import changes_followed
-from .before.initial import failures_named
+from .checks.buffers import refuse_changes
+from .checks.initial import explain_failures
 from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
 from .loss import find_sharded_head, loss_of_tokens, require_logits_alone, token_loss_sum
-from .loss_reads import gradients_kept
+from .loss_reads import keep_gradients
 from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss
-from .partial_gradients import summed_once
-from .ready import has_gradients, look_first, ready
+from .partial_gradients import sum_partial_gradients
+from .preparation import compare_first_batch, has_gradients, prepare_step
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample
 from .scaling import scalings
@@ -81,20 +81,20 @@ def train_step(
         NonFiniteError: A gradient is not finite, and the model checks them (`check_finite`).
     """
     manager, terms = manager_of(model, manager), terms_of(model)
-    own = _own_loss(model, manager, loss_fn, count_fn)
+    own_loss = _own_loss(model, manager, loss_fn, count_fn)
     proof = partial(rehearse, model, micro_batches, manager, loss_fn=loss_fn, count_fn=count_fn)
-    called, count = _proven(model, micro_batches, manager, own, loss_fn, proof)
-    if own is not None and not count:
+    called, count = _rehearse_and_prepare(model, micro_batches, manager, own_loss, loss_fn, proof)
+    if own_loss is not None and not count:
         raise InvalidArgumentError(NOTHING_COUNTS)
     terms.real_positions = real_positions(called[0].micro_batch)
     if terms.seen > terms.several:
-        return _step(model, called, count, manager, terms, scaler, own)
-    with failures_named(model, manager, len(micro_batches)):
-        look_first(micro_batches, manager, terms)
+        return _step(model, called, count, manager, terms, scaler, own_loss)
+    with explain_failures(model, manager, len(micro_batches)):
+        compare_first_batch(micro_batches, manager, terms)
         tokens = partial(loss_of_tokens, with_router_loss=terms.router_loss is not None)
-        own = own or OwnLoss(tokens, None, model, manager, trains=True)
-        with changes_followed(model, len(called), manager):
-            loss = _step(model, called, count, manager, terms, scaler, own)
+        own_loss = own_loss or OwnLoss(tokens, None, model, manager, trains=True)
+        with refuse_changes(model, len(called), manager):
+            loss = _step(model, called, count, manager, terms, scaler, own_loss)
         terms.seen = 1 + terms.several
         return loss
 
@@ -147,23 +147,23 @@ def rehearse(
             f"{describe_rank()}: a rehearsal has gradients of its own, and the model has some "
             "already: call it before the first step, or after zero_grad"
         )
-    with gradients_kept(loss_fn, model) as own:
-        step = partial(train_step, model, manager=manager, loss_fn=own, count_fn=count_fn)
-        rehearse_step(model, micro_batches, terms, manager, step, own)
+    with keep_gradients(loss_fn, model) as kept_loss:
+        step = partial(train_step, model, manager=manager, loss_fn=kept_loss, count_fn=count_fn)
+        rehearse_step(model, micro_batches, terms, manager, step, kept_loss)
 
 
-def _proven(
+def _rehearse_and_prepare(
     model: DataParallelBucket,
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
-    own: OwnLoss | None,
+    own_loss: OwnLoss | None,
     loss_fn: LossFunction | None,
     proof: Callable[[], None],
 ) -> tuple[list[Called], Number]:
-    """Return the result of `ready`, after a rehearsal if this is the first step of its kind.
+    """Return the result of `prepare_step`, after a rehearsal if this is the first step of its kind.
 
     On the very first step all ranks rehearse. Later a step may be new on some ranks only, and they
-    rehearse if `ready` reports that it is new on all.
+    rehearse if `prepare_step` reports that it is new on all.
     """
     terms = terms_of(model)
     work = _work_of(model, micro_batches, loss_fn)
@@ -179,10 +179,10 @@ def _proven(
     terms.rehearses = is_new and not rehearses() and not has_gradients(model)
     if terms.rehearses and not terms.rehearsed:
         proof()
-    found = ready(model, micro_batches, manager, terms, own)
+    found = prepare_step(model, micro_batches, manager, terms, own_loss)
     if terms.rehearses and terms.rehearsed:
         proof()
-        found = ready(model, micro_batches, manager, terms, own)
+        found = prepare_step(model, micro_batches, manager, terms, own_loss)
     return found
 
 
@@ -190,7 +190,9 @@ def _work_of(
     model: DataParallelBucket, micro_batches: Sequence[Batch], loss_fn: LossFunction | None
 ) -> object:
     """Return the kind of a step: the code of its loss, its entries, and the mode."""
-    given = [batch for batch in micro_batches if isinstance(batch, Mapping)]  # `ready` checks them
+    given = [
+        batch for batch in micro_batches if isinstance(batch, Mapping)
+    ]  # `prepare_step` checks them
     entries = frozenset(name for batch in given for name in batch)
     return _code_of(loss_fn), entries, pipeline_of(model).module.training
 
@@ -212,12 +214,12 @@ def _own_loss(
     if loss_fn is None:
         if count_fn is None:
             return None
-        raise InvalidArgumentError("count_fn counts what a loss_fn sums: pass that too")
-    own = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
+        raise InvalidArgumentError("count_fn counts the losses of a loss_fn: pass loss_fn too")
+    own_loss = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
     # The count does not divide gradients of a router's auxiliary loss, so no correction fits these.
     alone = terms_of(model).router_loss is None and model.require_backward_grad_sync
-    own.counts_later = count_fn is None and alone
-    return own
+    own_loss.counts_later = count_fn is None and alone
+    return own_loss
 
 
 def _step(
@@ -227,19 +229,19 @@ def _step(
     manager: ProcessGroupManager,
     terms: Terms,
     scaler: GradScaler | None,
-    own: OwnLoss | None,
+    own_loss: OwnLoss | None,
 ) -> Tensor:
     head, balance = find_sharded_head(model), terms.router_loss
-    later = own is not None and own.counts_later
+    later = own_loss is not None and own_loss.counts_later
 
     def loss_fn(output: Any, batch: Any) -> Tensor:
-        if own is None:
+        if own_loss is None:
             require_logits_alone(output, with_router_loss=balance is not None)
             loss = _mean(token_loss_sum(output, batch["labels"], head), count)
         else:
-            total, losses = own.call(output, batch)
+            total, losses = own_loss.call(output, batch)
             if later and terms.counted is None:
-                terms.counted = own.per_item(losses, batch)
+                terms.counted = own_loss.per_item(losses, batch)
             loss = total / (count * (terms.counted or 1.0) if later else count or 1)
         if balance is not None:
             real = real_tokens(batch, terms.real_positions)
@@ -250,18 +252,22 @@ def _step(
         return loss
 
     terms.correction, is_first = 1.0, terms.counted is None
-    with summed_once(model, manager), _refused_together(model, manager):
+    with sum_partial_gradients(model, manager), _raise_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
     corrected = None
-    if own is not None and later:
+    if own_loss is not None and later:
         if is_first:
             terms.counted = _from_last_stage(terms.counted, manager)
-        corrected = _corrected(model, float(count) * (terms.counted or 1.0), own, manager)
+        corrected = _correct_gradients(
+            model, float(count) * (terms.counted or 1.0), own_loss, manager
+        )
     take_sample(model)
     if model in scalings:
-        scalings[model].sample(model, [] if own is None else [p for p, _ in own.beside.values()])
-    if own is not None:
-        own.settle(loss)
+        scalings[model].sample(
+            model, [] if own_loss is None else [p for p, _ in own_loss.beside.values()]
+        )
+    if own_loss is not None:
+        own_loss.settle(loss)
     total = _summed(loss, manager)
     return total if corrected is None else total * _note_count(*corrected, terms)
 
@@ -273,13 +279,13 @@ def _from_last_stage(value: float | None, manager: ProcessGroupManager) -> float
     return float(known)
 
 
-def _corrected(
-    model: DataParallelBucket, divisor: float, own: OwnLoss, manager: ProcessGroupManager
+def _correct_gradients(
+    model: DataParallelBucket, divisor: float, own_loss: OwnLoss, manager: ProcessGroupManager
 ) -> tuple[float, Tensor]:
     """Divide gradients by the true count of losses, not the estimate `divisor`; return both."""
-    counted = _summed(own.counted(get_comm_device(manager.world_group)), manager)
+    counted = _summed(own_loss.counted(get_comm_device(manager.world_group)), manager)
     scale_gradients(model, divisor / counted)
-    for parameter, is_new in own.beside.values():
+    for parameter, is_new in own_loss.beside.values():
         if is_new and parameter.grad is not None:
             parameter.grad.mul_(divisor / counted)
     return divisor, counted
@@ -303,7 +309,7 @@ def _mean(total: Tensor, count: Number) -> Tensor:
 
 
 @contextmanager
-def _refused_together(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
+def _raise_together(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
     """Raise for non-finite gradients only after the step, on all ranks together.
 
     Only the ranks that sum a gradient (those of an expert, a stage or a tp rank) see that it is not

@@ -191,7 +191,7 @@ def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
         if state.get("whole") != names:
             raise StateError(
                 f"{describe_rank()}: this state is not of this rank's whole matrices: "
-                "state_dict() is one rank's part on one layout; use scaletorch.checkpoint instead"
+                "state_dict() is one rank's shard on one layout; use scaletorch.checkpoint instead"
             )
 
     optimizer.register_step_pre_hook(before)
@@ -347,8 +347,8 @@ class Exchange:
         counts = [sum(each.numel() for each in some) for some in sent]
         totals = [sum(sizes) for sizes in expected]
         received = all_to_all_flat(data, counts, totals, self._group).wait()
-        parts = zip(received.split(totals), expected, strict=True)
-        return [list(part.split(list(sizes))) for part, sizes in parts]
+        pairs = zip(received.split(totals), expected, strict=True)
+        return [list(flat.split(list(sizes))) for flat, sizes in pairs]
 
     def _current_versions(self) -> list[int]:
         shards = [matrix.shard for matrix in self.matrices]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compose.digests import keyed_pieces, parted_sides
+from ..compose.digests import differing_sides, keyed_pieces
 from ..compose.summation import ROOM, root_mean_square, scale_of, widest
 from ..dist import get_rank
 from ..parallel.expert_parallel.building import find_expert_cuts
@@ -153,7 +153,7 @@ def unlike(
 ) -> Iterator[Difference]:
     """Report tensors whose bits differ from those of another rank with the same shard."""
     held = {key: digest(piece) for _, key, piece in keyed_pieces(model, tensors, manager)}
-    for key, sides in parted_sides([*held.items()], manager).items():
+    for key, sides in differing_sides([*held.items()], manager).items():
         if key in held:
             other = min(rank for side in sides if get_rank() not in side for rank in side)
             note = f"rank {other} holds other bits: they were never synchronised"

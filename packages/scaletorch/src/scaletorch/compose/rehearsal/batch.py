@@ -20,7 +20,7 @@ from ..batches import Batch, Called, Cut, MicroBatch, rows_of_ranks, shard_globa
 from ..entries import OF_LOSS, POSITIONS, row_count, sequence_shape
 from ..forward import Terms
 from ..one_process import OneProcess
-from ..ready import as_called
+from ..preparation import as_called
 
 ROWS, LENGTH, TOKENS = 2, 512, 8192  # at most: rows per micro-batch, positions per row, tokens
 _SHARE, _FEW = 2, 64  # take 1 in 2 of a rank's tokens in the step, but at least 64 per row
@@ -73,13 +73,13 @@ def small_batch(
     if shortens and shape is not None:
         ranks = 1 if cut.own else manager.dp_size
         tokens = shape[0] * shape[1] // (ranks * manager.cp_size)
-        short = _short(whole, shape[1], min(TOKENS, tokens // _SHARE), cut.row_dims, manager)
+        short = _short(whole, shape[1], min(TOKENS, tokens // _SHARE), manager)
         labels = short.get("labels")
         if isinstance(labels, Tensor) and not bool((labels != IGNORED).any()):
             short = whole  # no position would count in the loss
     told = {name: dim for name, dim in cut.row_dims.items() if name in short}
     again = partial(shard_global_batch, short, row_dims=told, sequence_dims=cut.sequence_dims)
-    parts = again(kept, model=model)
+    own = again(kept, model=model)
     alone = OneProcess(_group_of_one(manager))
     (plain,) = again(1, cast(Any, alone))
     of_one = replace(
@@ -87,9 +87,9 @@ def small_batch(
     )
     now = sequence_shape(short)
     is_short = shape is not None and now is not None and now[1] < shape[1]
-    sequences = cast(MicroBatch, parts[0]).cut.sequences
+    sequences = cast(MicroBatch, own[0]).cut.sequences
     called, rows = as_called(plain, of_one), row_count(short, told)
-    return SmallBatch(parts, called, alone, is_short, rows, sequences)
+    return SmallBatch(own, called, alone, is_short, rows, sequences)
 
 
 def _unequal(few: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +152,6 @@ def _short(
     whole: Mapping[str, Any],
     length: int,
     tokens: int,
-    row_dims: Mapping[str, int | None],
     manager: ProcessGroupManager,
 ) -> dict[str, Any]:
     """Return a batch cut to its first positions; the whole batch if an entry is unclear."""

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...dist.building import map_tensors, tensors_in
 from ...parallel.pg_manager.building import ModuleState
-from .judging import WIDER
-from .training import buffers_in, hidden_of, without_autocast
+from .judge import WIDER
+from .training import buffers_in, hidden_states_of, without_autocast
 
 
 class Handover(torch.autograd.Function):
@@ -93,7 +93,7 @@ class Call:
                 if wide is not None and x.is_floating_point():
                     copy = copy.to(wide)
                 if way and x is self.hidden:
-                    copy = _shaken(copy, way)
+                    copy = _perturb(copy, way)
                 trains = x.requires_grad and torch.is_grad_enabled()
                 leaves[id(x)] = copy.requires_grad_() if trains else copy
             return leaves[id(x)]
@@ -108,7 +108,7 @@ class Call:
             self.replay.judge.casts(),
         ):
             result = self.run(*args, **kwargs)
-        y = hidden_of(result)
+        y = hidden_states_of(result)
         others = [x for x in tensors_in(result) if x.requires_grad and x is not y]
         return UnitRun(
             [leaves[id(x)] for x in self.trained_inputs()],
@@ -131,8 +131,8 @@ class Call:
         """Run the unit backward, compare, and return the ranks' gradient of its hidden states."""
         self.came = [*gradients]
         theirs = self.came[0]
-        self.came[0] = self._met(
-            "output_gradient", f"gradient that comes back to {self.name}", theirs
+        self.came[0] = self._compare_gradient(
+            "output_gradient", f"gradient of the output of {self.name}", theirs
         )
         if self.given_out:
             hidden = self.handed[0]  # the unit's input has the same shape
@@ -147,10 +147,10 @@ class Call:
         if self.hidden is not None and self.hidden.requires_grad:
             what = f"gradient of the input of {self.name}"
             other = None if any(g is not None for g in self.beside) else self.other_input
-            inputs[0] = self._met("input_gradient", what, inputs[0], other=other)
+            inputs[0] = self._compare_gradient("input_gradient", what, inputs[0], other=other)
         return inputs
 
-    def _met(
+    def _compare_gradient(
         self,
         kind: str,
         what: str,
@@ -231,7 +231,7 @@ def sum_of(name: str, calls: Sequence[Call], way: int) -> Tensor:
     return torch.stack(found).sum(0)
 
 
-def _shaken(x: Tensor, way: int) -> Tensor:
+def _perturb(x: Tensor, way: int) -> Tensor:
     """Return a tensor with each element changed by one epsilon, up or down at random."""
     generator = torch.Generator().manual_seed(way)
     signs = torch.randint(2, x.shape, generator=generator).mul_(2).sub_(1).to(x.device, x.dtype)

@@ -22,7 +22,7 @@ from .training import Record, Records
 _KINDS = ("input", "output", "input_gradient", "output_gradient")
 
 
-class PartedError(Exception):
+class DivergedError(Exception):
     """An error of ranks that cannot go on with a rehearsal together."""
 
 
@@ -120,7 +120,7 @@ class Ranks:
         all_reduce(told, "max", group=self.manager.world_group)
         stopped, most, least = told.tolist()
         if stopped or most != -least:
-            raise PartedError("it ran otherwise on other ranks")
+            raise DivergedError("it ran otherwise on other ranks")
 
     def turns(self, name: str) -> int:
         """Return the number of calls of a unit in one forward of the layout."""
@@ -154,33 +154,33 @@ class Ranks:
         records: list[Record] = self.records.get((unit, stage), [])
         stages = pipeline_of(self.model).all_stages
         held_here = stage in stages[self.manager.pp_rank]
-        parts = [getattr(record, kind) for record in records[own::each]] if held_here else []
-        sent = {str(index): part for index, part in enumerate(parts) if part is not None}
+        shards = [getattr(record, kind) for record in records[own::each]] if held_here else []
+        sent = {str(index): shard for index, shard in enumerate(shards) if shard is not None}
         held = of_all_stages(sent, self.manager)
         found = [held[n].contiguous() for n in map(str, range(self._micro_batches)) if n in held]
         form = self._form(found[0].shape, shape) if len(found) == self._micro_batches else None
-        if form is None or len({part.shape for part in found}) > 1:
+        if form is None or len({shard.shape for shard in found}) > 1:
             self.unjoined[unit] = None
             return Joined(None, known=False)
         return Joined(self._joined(found, form, shape), known=True)
 
-    def _form(self, part: torch.Size, whole: torch.Size) -> _Form | None:
-        """Return the dims in which pieces of shape `part` join to shape `whole`, or None."""
+    def _form(self, shard: torch.Size, whole: torch.Size) -> _Form | None:
+        """Return the dims in which shards of shape `shard` join to shape `whole`, or None."""
         dims = range(len(whole))
         # If positions are not known, one shard holds all of them.
         layout = contiguous(whole[1] if len(whole) > 2 else 1, 1)
         if self.small.sequences is not None:
             layout = self.small.sequences.layout
-        rows, own = self._rows_of_a_part, layout.local_length
+        rows, own = self._rows_of_a_shard, layout.local_length
         shares = {own: False}
         if self.manager.tp_size > 1 and own % self.manager.tp_size == 0:
             shares[own // self.manager.tp_size] = True
-        if len(part) != len(whole):
+        if len(shard) != len(whole):
             return None
 
         def fits(sizes: Mapping[int, tuple[int, int]]) -> bool:
             wanted = {**{d: (whole[d], whole[d]) for d in dims}, **sizes}
-            return all((part[d], whole[d]) == wanted[d] for d in dims)
+            return all((shard[d], whole[d]) == wanted[d] for d in dims)
 
         pairs = sorted((p, r) for r in dims for p in dims if r != p)
         for p, r in [(1, 0), *pairs] if len(whole) > 1 else ():
@@ -197,16 +197,16 @@ class Ranks:
         return len(self.small.micro_batches)
 
     @property
-    def _rows_of_a_part(self) -> int:
+    def _rows_of_a_shard(self) -> int:
         """The number of rows in one micro-batch of a rank."""
         return self.small.rows // (self.manager.grid.dp * self._micro_batches)
 
-    def _joined(self, parts: list[Tensor], form: _Form, shape: torch.Size) -> Tensor:
+    def _joined(self, shards: list[Tensor], form: _Form, shape: torch.Size) -> Tensor:
         manager, rows, positions = self.manager, form.rows, form.positions
         if form.flat:
-            parts = [part.unflatten(0, (self._rows_of_a_part, -1)) for part in parts]
+            shards = [shard.unflatten(0, (self._rows_of_a_shard, -1)) for shard in shards]
             rows, positions = 0, 1
-        whole = torch.cat(parts, rows)
+        whole = torch.cat(shards, rows)
         if form.shared:
             whole = torch.cat(all_gather(whole, manager.tp_group), positions or 0)
         if positions is not None and self.small.sequences is not None and manager.cp_size > 1:

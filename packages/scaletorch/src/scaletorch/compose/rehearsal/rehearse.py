@@ -22,24 +22,24 @@ from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pg_manager.building import restored
 from ..balance import router_loss
 from ..batches import Batch, real_positions, real_tokens
-from ..before.initial import require_one_batch
+from ..checks.initial import require_one_batch
 from ..forward import Terms, pipeline_of
 from ..loss import LossBatch, token_loss_sum
 from ..naming import listed
 from ..plain import Plain
 from ..summation import chain_length
 from .batch import SmallBatch, entries_added, on_device, small_batch
-from .judging import Finding, Judge
-from .ranks import PartedError, Ranks
+from .judge import Finding, Judge
+from .ranks import DivergedError, Ranks
 from .replay import Replay
-from .training import as_for_a_rehearsal, trained, wish_for_float32
+from .training import rehearsal_mode, trained, wish_for_float32
 
 _ADVICE = {  # axis -> the likely mistake if results differ
-    "tp": "tp divides features: a weight that packs several parts is cut by Fused(style, parts); "
-    "what is computed from a share of features has to be named in the plan, or all that it is "
-    "computed from left out of it",
-    "sequence_parallel": "sequence parallelism divides tokens between layers: style what mixes or "
-    "counts them 'sequence_whole', or the layers 'sequence_layer'",
+    "tp": "tp divides features: style a weight that packs several projections Fused; where code "
+    "needs all features, gather them ('column_gather') or leave the layers before it out of the "
+    "plan",
+    "sequence_parallel": "sequence parallelism divides tokens between layers: style a module that "
+    "mixes or counts them 'sequence_whole', or the layers 'sequence_layer'",
     "cp": "cp divides positions: mix them by F.scaled_dot_product_attention alone, and read the "
     "forward's argument position_ids rather than count them; positions that do not begin at 0 "
     "have to be in the batch as position_ids",
@@ -68,7 +68,7 @@ def rehearse_step(
     require_one_batch(micro_batches, manager)
     pipeline = pipeline_of(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    added, narrow = _agreed(micro_batches, model, device, terms, manager)
+    added, narrow = _agree_on_entries(micro_batches, model, device, terms, manager)
     if added is None:
         return
     if added:  # the plain run lacks these entries for the whole batch: use the loss of tokens
@@ -78,7 +78,7 @@ def rehearse_step(
     plain.follow(pipeline.module, device)
 
     def compared(*, wide: bool, steps: int = 1) -> tuple[Replay, _Found]:
-        with as_for_a_rehearsal(model, plain, terms, wide=wide), restored(plain.model):
+        with rehearsal_mode(model, plain, terms, wide=wide), restored(plain.model):
             for _ in range(steps):
                 cuts = partial(cut, wide=wide)
                 small, loss, records, kept = trained(cuts, model, plain, step)
@@ -86,18 +86,18 @@ def rehearse_step(
                 ranks.exchange()
                 batch = {n: on_device(x, device) for n, x in small.called.items()}
                 run = partial(_loss, small, terms, loss_fn)
-                made = _replayed(plain, ranks, batch, run, loss, kept=kept, shares=steps == 1)
+                made = _replay(plain, ranks, batch, run, loss, kept=kept, shares=steps == 1)
                 if made[1].first is not None or made[1].problem is not None:
                     break
                 model.reset()
         return made
 
     try:
-        replay, found = _widest(compared, narrow)
+        replay, found = _compare_in_float32(compared, narrow)
         terms.keeps_state = found.kept != []
         kept = found.kept or [] if found.first is None and found.problem is None else []
         if kept:  # changed attributes may alter the next forward
-            replay, found = _widest(partial(compared, steps=2), narrow)
+            replay, found = _compare_in_float32(partial(compared, steps=2), narrow)
     except Exception as error:
         if not added or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -112,7 +112,7 @@ def rehearse_step(
     _report(replay, found, terms, pipeline.module, time.perf_counter() - began)
 
 
-def _widest(
+def _compare_in_float32(
     compared: Callable[..., tuple[Replay, _Found]], narrow: str | None
 ) -> tuple[Replay, _Found]:
     """Compare in float32; if that is not possible or fails, in the run's own dtype.
@@ -138,16 +138,17 @@ def _widest(
     return replay, found
 
 
-def _agreed(
+def _agree_on_entries(
     micro_batches: Sequence[Batch],
     model: DataParallelBucket,
     device: torch.device,
     terms: Terms,
     manager: ProcessGroupManager,
 ) -> tuple[list[str] | None, str | None]:
-    """Return the entries that ranks added for a loss, and `narrow` of `_widest`; all ranks agree.
+    """Return the entries that ranks added for a loss, and `narrow` of `_compare_in_float32`.
 
-    The entries are None, with a warning, if the batch cannot be rehearsed.
+    All ranks return the same. The entries are None, with a warning, if the batch cannot be
+    rehearsed.
     """
     own = entries_added(micro_batches), *wish_for_float32(model, device)
     added, wished, problems = zip(*all_gather_object(own, manager.world_group), strict=True)
@@ -161,7 +162,7 @@ def _agreed(
     return sorted({name for names in added for name in names or ()}), narrow
 
 
-def _replayed(
+def _replay(
     plain: Plain,
     ranks: Ranks,
     batch: Mapping[str, Any],
@@ -181,7 +182,7 @@ def _replayed(
 
     def run(*, gives_out: bool = False) -> tuple[Replay, _Found]:
         replay = Replay(plain, ranks, Judge(additions), gives_out=gives_out)
-        return replay, _ran(replay, partial(replay.run, batch, loss_of, loss), kept, shares)
+        return replay, _run_replay(replay, partial(replay.run, batch, loss_of, loss), kept, shares)
 
     replay, found = run(gives_out=shares)
     if not shares:
@@ -195,7 +196,9 @@ def _replayed(
     return replay, found
 
 
-def _ran(replay: Replay, run: Callable[[], None], kept: list[str] | None, restores: bool) -> _Found:
+def _run_replay(
+    replay: Replay, run: Callable[[], None], kept: list[str] | None, restores: bool
+) -> _Found:
     """Run a replay, and return the findings of all ranks."""
     ranks, problem = replay.ranks, None
     ranks.compared.clear()
@@ -203,13 +206,13 @@ def _ran(replay: Replay, run: Callable[[], None], kept: list[str] | None, restor
         with restored(replay.plain.model) if restores else nullcontext():
             run()
         ranks.meet("the end")
-    except PartedError as error:
+    except DivergedError as error:
         problem = str(error)
     except Exception as error:  # a plain module may do anything
         problem = f"{type(error).__name__}: {error}"
-        with suppress(PartedError):
+        with suppress(DivergedError):
             ranks.meet(problem, failed=True)
-    return _first_of_all(replay.judge, problem, kept, ranks.manager)
+    return _gather_findings(replay.judge, problem, kept, ranks.manager)
 
 
 class _Watch(TorchDispatchMode):
@@ -258,7 +261,7 @@ class _Found(NamedTuple):
     kept: list[str] | None  # attributes that a forward changed on any rank; see `trained`
 
 
-def _first_of_all(
+def _gather_findings(
     judge: Judge, problem: str | None, kept: list[str] | None, manager: ProcessGroupManager
 ) -> _Found:
     own = judge.findings[:3], problem, judge.worst, kept

@@ -24,9 +24,9 @@ from ...parallel.pg_manager.building import ModuleState
 from ..plain import Plain
 from ..summation import root_mean_square
 from .calls import Call, Handover, sum_of
-from .judging import Judge
+from .judge import Judge
 from .ranks import Ranks
-from .training import hidden_of, is_same
+from .training import hidden_states_of, is_same
 
 
 @dataclass(slots=True)
@@ -129,14 +129,14 @@ class Replay:
 
     def _answer(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call of a unit, compare it, and return its result with the ranks' hidden states."""
-        x = hidden_of((args, kwargs))
+        x = hidden_states_of((args, kwargs))
         turn = self._turn_of(name, x)
         before = ModuleState(self.plain.units[name].modules())
         call = Call(self, self._add_call, name, run, args, kwargs, x, turn, before)
         if x is not None:
             ours, _ = self.ranks.join(name, turn, "input", x.shape)
             if ours is not None:
-                self.judge.compare(f"what {name} is given", ours, x.detach(), is_hidden=True)
+                self.judge.compare(f"input of {name}", ours, x.detach(), is_hidden=True)
                 ours = ours.to(x.dtype).requires_grad_(x.requires_grad)
                 call.args, call.kwargs = map_tensors(
                     lambda tensor: ours if tensor is x else tensor, (args, kwargs)
@@ -148,7 +148,7 @@ class Replay:
                     if handed is not None:
                         return handed
         unit_run = call.make()
-        y = hidden_of(unit_run.result)
+        y = hidden_states_of(unit_run.result)
         if y is None:
             self.unasked.append(f"{name}, which returns no floating tensor")
             return unit_run.result

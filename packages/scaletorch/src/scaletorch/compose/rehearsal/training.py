@@ -31,7 +31,7 @@ Step = Callable[..., Tensor]
 
 
 @contextmanager
-def as_for_a_rehearsal(
+def rehearsal_mode(
     model: DataParallelBucket, plain: Plain, terms: Terms, *, wide: bool
 ) -> Iterator[None]:
     """Run a step as a rehearsal, in float32 or not, and restore the model afterwards.
@@ -252,7 +252,7 @@ class Recorder:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the input, and its gradient by a hook on a view that only this call uses."""
-        x = hidden_of((args, kwargs))
+        x = hidden_states_of((args, kwargs))
         record = self._record(x) if rehearses() else None
         self._open.append((record, _traces(module)))
         if record is None or x is None or type(x) is not Tensor:
@@ -266,7 +266,7 @@ class Recorder:
 
     def after(self, module: nn.Module, output: Any) -> Any:
         """Record the output, and its gradient by a hook on a copy that only the caller uses."""
-        (record, traces), y = self._open.pop(), hidden_of(output)
+        (record, traces), y = self._open.pop(), hidden_states_of(output)
         if record is None or y is None:
             return output
         shaped = output is y and record.input is not None and record.input.shape == y.shape
@@ -323,15 +323,15 @@ def recorded(
             release(module, recorder)
 
 
-def hidden_of(value: Any) -> Tensor | None:
+def hidden_states_of(value: Any) -> Tensor | None:
     """Return the hidden states among a call's arguments, or in its result; None without any.
 
     They are the first floating tensor of two dims or more, of those with a gradient if any has.
     """
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         args, kwargs = value
-        found = hidden_of([*tensors_in(args)])
-        return hidden_of([*tensors_in(kwargs)]) if found is None else found
+        found = hidden_states_of([*tensors_in(args)])
+        return hidden_states_of([*tensors_in(kwargs)]) if found is None else found
     tensors = [x for x in tensors_in(value) if x.is_floating_point() and x.ndim > 1]
     return next((x for x in tensors if x.requires_grad), next(iter(tensors), None))
 

@@ -95,6 +95,7 @@ def resolve(
         styled = [m.module for m in matches.values() if m.style == SEQUENCE_WHOLE]
         gathers = [m.module for m in matches.values() if m.becomes(ParallelMultiheadAttention)]
         whole = [*styled, *find_whole(view, [*regions, *earlier, *styled, *gathers])]
+        _check_whole(view, whole)
         check_in_attention(matches.values(), regions, whole)
         if plan is None:
             matches = kept_whole_on_shares(model, matches, [*regions, *whole])
@@ -171,6 +172,17 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
         reason = None if match.mixin is None else cannot_surround(match.module, match.mixin)
         if reason is not None:
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
+
+
+def _check_whole(view: ModelView, whole: Iterable[nn.Module]) -> None:
+    """Refuse modules that need full sequences, but whose replaced forward cannot gather them."""
+    replaced = next((module for module in whole if "forward" in vars(module)), None)
+    if replaced is not None:
+        raise InvalidArgumentError(
+            f"with sequence parallelism '{view.names[replaced]}' ({type(replaced).__name__}) needs "
+            "full sequences, but its forward was replaced on the instance: apply tensor "
+            "parallelism before that, or do without sequence parallelism"
+        )
 
 
 def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) -> None:

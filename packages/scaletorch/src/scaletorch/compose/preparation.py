@@ -17,8 +17,8 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
 from .batches import Batch, Called, MicroBatch, counts_nothing, size_of, token_count
-from .before.buffers import require_whole_batches
-from .before.initial import require_one_batch
+from .checks.buffers import require_whole_batches
+from .checks.initial import require_one_batch
 from .entries import LABELS, OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
 from .forward import Terms, pipeline_of, rehearses
 from .own_loss import Number, OwnLoss
@@ -27,18 +27,18 @@ from .scaling import FACTS, scalings
 
 _ASKS = 2**20  # a rank that wants a rehearsal adds this to the count of ranks with a loss_fn
 _OTHERWISE = (
-    "{} counts its positions from behind its padding index, and has to be given them where "
-    "sequences are divided: call shard_global_batch(..., model=model), or put position_ids [B, L] "
-    "into the global batch"
+    "{} counts its positions from its padding index on, and needs position_ids where sequences "
+    "are divided: call shard_global_batch(..., model=model), or put position_ids [B, L] into the "
+    "global batch"
 )
 
 
-def ready(
+def prepare_step(
     model: DataParallelBucket,
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
     terms: Terms,
-    own: OwnLoss | None = None,
+    own_loss: OwnLoss | None = None,
     trains: bool = True,
 ) -> tuple[list[Called], Number]:
     """Return the micro-batches as the model is called with them, and the count of the global batch.
@@ -53,7 +53,9 @@ def ready(
         MismatchError: Another rank cannot go on, or ranks differ.
     """
     samples = samples_of(model, manager) if trains else None
-    called, count, failed = _prepared(model, micro_batches, manager, terms, own, samples, trains)
+    called, count, failed = _prepare_rank(
+        model, micro_batches, manager, terms, own_loss, samples, trains
+    )
     counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
     alone, on_device = not model.require_backward_grad_sync, isinstance(count, Tensor)
     scaling, residue = (scalings.get(model), samples.residue) if samples else (None, None)
@@ -62,10 +64,10 @@ def ready(
         "on device": on_device,
         "failed": bool(failed),
         "alone": alone,
-        "own loss": (own is not None) + _ASKS * (trains and terms.rehearses),
+        "own loss": (own_loss is not None) + _ASKS * (trains and terms.rehearses),
         "several": len(micro_batches) > 1,
         "unsettled": samples is not None and not samples.settled,
-        "counts later": own is not None and own.counts_later,
+        "counts later": own_loss is not None and own_loss.counts_later,
         "residue": 0.0 if residue is None or scaling else float(residue),
         **(scaling.facts(residue) if scaling else dict.fromkeys(FACTS, 0.0)),
     }
@@ -75,23 +77,23 @@ def ready(
     terms.rehearses = askers == manager.world_size
     if sums["failed"]:  # popped, since the traceback refers to this frame and thus to the list
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
-    _require_alike(sums, manager, alone=alone, has_own=own is not None)
+    _require_agreement(sums, manager, alone=alone, has_own=own_loss is not None)
     if scaling is not None:
         scaling.refuse_different(sums)
     if samples is not None:
         samples.compare(sums["residue"], sums["unsettled"])
     total: Number = int(sums["count"]) if sums["count"].is_integer() else sums["count"]
     if sums["on device"]:
-        total = _with_counts(total, count if counts else 0, manager)
+        total = _add_device_counts(total, count if counts else 0, manager)
     return called, total
 
 
-def _prepared(
+def _prepare_rank(
     model: DataParallelBucket,
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
     terms: Terms,
-    own: OwnLoss | None,
+    own_loss: OwnLoss | None,
     samples: Samples | None,
     trains: bool,
 ) -> tuple[list[Called], float | Tensor, list[Exception]]:
@@ -99,11 +101,11 @@ def _prepared(
     called: list[Called] = []
     count: float | Tensor = 0.0
     try:
-        called = _called(model, micro_batches, manager, terms, own, trains)
+        called = _called(model, micro_batches, manager, terms, own_loss, trains)
         if trains:
-            if own is not None and own.counts_later and has_gradients(model):
-                own.counts_later = False  # a later correction would scale older gradients too
-            count = _counted(called, own, pipeline_of(model).is_last_stage)
+            if own_loss is not None and own_loss.counts_later and has_gradients(model):
+                own_loss.counts_later = False  # a later correction would scale older gradients too
+            count = _counted(called, own_loss, pipeline_of(model).is_last_stage)
         if samples is not None:
             samples.look()
         if samples is not None and model in scalings:
@@ -120,7 +122,9 @@ def _sums(facts: Mapping[str, float], manager: ProcessGroupManager) -> dict[str,
     return dict(zip(facts, sums.tolist(), strict=True))
 
 
-def look_first(micro_batches: Sequence[Batch], manager: ProcessGroupManager, terms: Terms) -> None:
+def compare_first_batch(
+    micro_batches: Sequence[Batch], manager: ProcessGroupManager, terms: Terms
+) -> None:
     """Compare, in the first step only, the batch over ranks that must hold the same one."""
     if not terms.looked:
         if not rehearses():  # a rehearsal has compared the batch already
@@ -133,16 +137,16 @@ def _called(
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
     terms: Terms,
-    own: OwnLoss | None,
+    own_loss: OwnLoss | None,
     trains: bool,
 ) -> list[Called]:
     """Return the micro-batches as the model is called with them; raise if one does not fit."""
-    if own is not None:
-        own.require_functions()
+    if own_loss is not None:
+        own_loss.require_functions()
     first = TOKENS
     if micro_batches and isinstance(micro_batches[0], Mapping):
         first = first_entry(micro_batches[0], terms.arguments, terms.name)
-    batches = read(micro_batches, with_labels=own is None and trains, first=first)
+    batches = read(micro_batches, with_labels=own_loss is None and trains, first=first)
     if trains:
         if terms.router_loss is not None:
             require_one_micro_batch(batches)
@@ -153,8 +157,8 @@ def _called(
             )
         if terms.counts_routing and any(map(counts_nothing, batches)):
             raise InvalidArgumentError(
-                "a micro-batch has no row, and the tokens of the one in its place would be counted "
-                "as choosing experts: take fewer micro-batches, or more rows"
+                "a micro-batch has no row, and count_routing would count the tokens of the made-up "
+                "row in its place: take fewer micro-batches, or more rows"
             )
         model.wrapped.refuse_others(model.module)
     pipeline = pipeline_of(model)
@@ -186,8 +190,7 @@ def as_called(batch: Batch, terms: Terms) -> Called:
     if cut is not None and terms.cp_layout not in (None, cut.layout):
         raise InvalidArgumentError(
             f"this batch was cut in a {cut.layout} layout, and the model attends in a "
-            f"{terms.cp_layout} one: let shard_global_batch ask the model, "
-            "shard_global_batch(..., model=model)"
+            f"{terms.cp_layout} one: call shard_global_batch(..., model=model)"
         )
     entries: dict[str, Any] = {n: x for n, x in batch.items() if not n.startswith(OF_LOSS)}
     of_tokens = sequence_shape(batch) is not None
@@ -210,7 +213,7 @@ def as_called(batch: Batch, terms: Terms) -> Called:
         raise InvalidArgumentError(
             f"the batch has {', '.join(strangers)}, and the forward of {terms.name} takes no "
             f"argument of that name, only {', '.join(terms.arguments)}; leave it out of the batch, "
-            f"or let forward take it; what a loss_fn alone is to see is named {OF_LOSS}..."
+            f"or let forward take it; entries for a loss_fn alone have names {OF_LOSS}..."
         )
     # A model that takes positions must get them if it sees only a shard of the tokens.
     counts = not terms.shares_sequences or terms.counts_of_ids or not terms.takes(POSITIONS)
@@ -220,7 +223,9 @@ def as_called(batch: Batch, terms: Terms) -> Called:
     return Called(entries, batch)
 
 
-def _with_counts(total: Number, count: float | Tensor, manager: ProcessGroupManager) -> Tensor:
+def _add_device_counts(
+    total: Number, count: float | Tensor, manager: ProcessGroupManager
+) -> Tensor:
     """Return `total` plus the counts of all ranks' accelerators, a 0-d tensor."""
     device = get_comm_device(manager.world_group)
     counts = torch.zeros((), dtype=torch.int64, device=device)
@@ -230,13 +235,15 @@ def _with_counts(total: Number, count: float | Tensor, manager: ProcessGroupMana
     return counts + total
 
 
-def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> float | Tensor:
+def _counted(called: Sequence[Called], own_loss: OwnLoss | None, computes: bool) -> float | Tensor:
     """Return the count of all micro-batches, and record each; 0 on ranks that compute no loss."""
-    for batch in called if own is None or computes else ():
-        if own is None:
+    for batch in called if own_loss is None or computes else ():
+        if own_loss is None:
             batch.count = token_count(batch)
         else:
-            batch.count = size_of(batch) if own.counts_later else own.count(batch.micro_batch)
+            batch.count = (
+                size_of(batch) if own_loss.counts_later else own_loss.count(batch.micro_batch)
+            )
     return sum(batch.count for batch in called)
 
 
@@ -245,7 +252,7 @@ def has_gradients(model: DataParallelBucket) -> bool:
     return any(shard.tensor.grad is not None for shard in parameter_shards(model))
 
 
-def _require_alike(
+def _require_agreement(
     sums: Mapping[str, float], manager: ProcessGroupManager, *, alone: bool, has_own: bool
 ) -> None:
     """Raise if only some ranks are within `no_sync`, have a loss_fn, or count losses later."""
@@ -257,7 +264,7 @@ def _require_alike(
         agree("the loss, which has the same function everywhere", [line], manager.world_group)
     if 0 < sums["counts later"] < manager.world_size:
         raise InvalidArgumentError(
-            f"{describe_rank()}: gradients of several steps add up on some ranks, and none are "
-            "there on others, so that losses have to be counted before: pass train_step(..., "
-            "count_fn=), a function of the micro-batch that returns their number"
+            f"{describe_rank()}: some ranks have gradients of earlier steps and others have none, "
+            "so that losses must be counted before the step: pass train_step(..., count_fn=), a "
+            "function of the micro-batch that returns their number"
         )

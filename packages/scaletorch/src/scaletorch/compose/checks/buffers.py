@@ -30,13 +30,13 @@ from ..experts import expert_names
 from ..forward import pipeline_of, wait_for_parameters
 
 _BUFFER = (
-    "In one process it would follow the whole batch. Keep such a buffer out of the forward, update "
-    "it after the step from what all ranks have, or leave the module in eval mode"
+    "In one process it would follow the whole batch. Update such a buffer after the step, from the "
+    "values of all ranks, or leave the module in eval mode"
 )
 _PARAMETER = (
-    "Micro-batches, recomputation and a rehearsal would change it again, and other rows otherwise. "
-    "Change it after optimizer.step(), on all ranks alike, or let forward use what it makes of it "
-    "(weight.clamp(...), torch.nn.utils.parametrize)"
+    "Micro-batches, recomputation and a rehearsal would change it again, and ranks with other rows "
+    "differently. Change it after optimizer.step(), in the same way on all ranks, or let forward "
+    "compute another tensor from it (weight.clamp(...), torch.nn.utils.parametrize)"
 )
 # Axes whose ranks should hold the same values -> the difference between these ranks.
 _ALIKE = {
@@ -107,7 +107,7 @@ def _looks(named: Iterable[tuple[str, Tensor]]) -> Looks:
 
 
 @contextmanager
-def changes_followed(
+def refuse_changes(
     model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
 ) -> Iterator[None]:
     """Refuse a step's forward if it changes parameters, or buffers differently from one process."""
@@ -136,17 +136,16 @@ def changes_followed(
         if isinstance(module, TensorParallelLayer) or module in divided
         for own in module._buffers
     }
-    unlike = _unlike(looks, shards, expert_names(model), manager)
+    unlike = _differing_buffers(looks, shards, expert_names(model), manager)
     runs = _runs(model, num_micro_batches)
     wrong = [f"parameter {name}. {_PARAMETER}" for name in changes.of_parameters()]
     wrong += [
-        f"buffer {name} by what it sees, and ranks of {whose} now hold other values of it. "
+        f"buffer {name} from its inputs, and ranks with {whose} now hold other values of it. "
         f"{_BUFFER}"
         for name, whose in unlike.items()
     ]
     wrong += [
-        f"buffer {name} each time that it runs, and {runs} it several times for one batch. "
-        f"{_BUFFER}"
+        f"buffer {name} in each run, and {runs} it several times for one batch. {_BUFFER}"
         for name in again
     ]
     said = f"{describe_rank()}: the forward changes {wrong[0]}" if wrong else ""
@@ -154,7 +153,7 @@ def changes_followed(
     agree("what the first step has changed", [], manager.world_group, error=error)
 
 
-def _unlike(
+def _differing_buffers(
     looks: Looks, shards: Set[str], experts: Set[str], manager: ProcessGroupManager
 ) -> dict[str, str]:
     """Return the buffers that differ between ranks that should agree, and these ranks as text."""

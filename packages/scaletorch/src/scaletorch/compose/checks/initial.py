@@ -18,13 +18,13 @@ from ...parallel.pg_manager.building import digest_text, divided_modules
 from ...parallel.pipeline_parallel import StageError
 from ...parallel.tensor_parallel import TensorParallelLayer
 from ..batches import Batch, MicroBatch
-from ..digests import Key, parted_sides, text_hash
+from ..digests import Key, differing_sides, text_hash
 from ..entries import OF_LOSS
 from ..forward import pipeline_of
 from ..naming import names_sizes
 
 _SUBJECT = (
-    "the values of the plain model that parallelize is to cut (build it from one seed, or load one "
+    "the values of the plain model that parallelize shards (build it from one seed, or load one "
     "checkpoint into it, on all ranks)"
 )
 
@@ -88,14 +88,14 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
     whole = read if cuts else place  # its entries must be equal on all ranks
     names = [key.name for key, _ in looks if key.kind == whole]
     looks.append((Key(whole, "the list of entries"), text_hash(str(names))))
-    parted = parted_sides(looks, manager)
+    parted = differing_sides(looks, manager)
     for (where, name, _), (usual, *others) in parted.items():
         odd = sorted(rank for side in others for rank in side)
         shown = ", ".join(f"rank {rank} ({manager.grid.coordinates(rank)})" for rank in odd[:4])
         raise MismatchError(
-            f"ranks hold another first batch where they need the same one ({where}): {name} "
+            f"ranks have different first batches where they need the same one ({where}): {name} "
             f"on {shown} is not that of rank {usual[0]}; let every rank read the same batch, "
-            "and seed what draws it alike"
+            "and give random choices the same seed"
         )
 
 
@@ -127,7 +127,7 @@ _WAYS_OUT = {
     "size, or let the plan divide the attribute (Divide('num_heads')), gather what is needed "
     "together ('column_gather'), split what is not ('row_split', PerHead('name')), or leave the "
     "module out; or use tp_size=1",
-    "cp": "cp leaves each rank its part of every sequence, and what the module makes of the whole "
+    "cp": "cp leaves each rank its shard of every sequence, and what the module makes of the whole "
     "length (a mask, positions, blocks) does not fit that: use cp_size=1",
     "ep": "each rank has some of the experts, and the module wants all of them: use ep_size=1, "
     "name the experts in a plan, or let them keep their number in an attribute such as num_experts",
@@ -135,7 +135,7 @@ _WAYS_OUT = {
 
 
 @contextmanager
-def failures_named(
+def explain_failures(
     model: nn.Module, manager: ProcessGroupManager, num_micro_batches: int
 ) -> Iterator[None]:
     """Replace an error of the model's own code by one that names the module and likely reasons."""
@@ -182,4 +182,4 @@ def _innermost(model: nn.Module, trace: TracebackType | None) -> str | None:
             found = f"module '{names[own]}' ({kind})" if names[own] else f"{kind}.forward"
         last = trace.tb_frame.f_globals.get("__name__", "")
         trace = trace.tb_next
-    return None if any(part in last for part in _COMMUNICATION) else found
+    return None if any(name in last for name in _COMMUNICATION) else found
