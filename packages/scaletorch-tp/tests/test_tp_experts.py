@@ -26,7 +26,7 @@ from scaletorch.parallel.tensor_parallel.plans.own_plans import stacked_of
 
 HIDDEN, WIDTH, EXPERTS, VOCAB = 6, 5, 3, 11
 STYLE = Stacked(
-    {"gate_up": Slices(1, parts=2), "gate_up_bias": Slices(1, parts=2), "down": 2}, ("down_bias",)
+    {"gate_up": Slices(1, packed=2), "gate_up_bias": Slices(1, packed=2), "down": 2}, ("down_bias",)
 )
 PLAN = {"embed": "vocab", "block.experts": STYLE, "head": "column_gather"}
 
@@ -183,9 +183,9 @@ def test_explained():
 def test_refusals():
     for style, text in (
         (Stacked({"gate_up": 1, "other": 2}), "has no parameter other"),
-        (Stacked({"gate_up": Slices(1, parts=2)}), "gate_up_bias, down, down_bias would see"),
+        (Stacked({"gate_up": Slices(1, packed=2)}), "gate_up_bias, down, down_bias would see"),
         (Stacked({n: 1 for n in ("gate_up", "gate_up_bias", "down")}, ("down_bias",)), "widths"),
-        (Stacked({"gate_up": Slices(1, parts=4)}, STYLE.added), "is neither sharded nor added"),
+        (Stacked({"gate_up": Slices(1, packed=4)}, STYLE.added), "is neither sharded nor added"),
     ):
         with pytest.raises(ValueError, match=text):
             explain(build(), 2, PLAN | {"block.experts": style})
@@ -204,7 +204,7 @@ def test_plans_of_transformers():
     assert found.sharded == {"up": Slices(2, unit=2), "down": Slices(1)}
     plain = SimpleNamespace(_parameters=parameters)
     found = stacked_of("experts", plain, {"up": "packed_colwise", "down": "rowwise"})
-    assert found.sharded["up"] == Slices(1, parts=2)
+    assert found.sharded["up"] == Slices(1, packed=2)
     with pytest.raises(ValueError, match=r"'experts.up' the style 'odd'"):
         stacked_of("experts", plain, {"up": "odd"})
     with pytest.raises(ValueError, match="none of their parameters"):

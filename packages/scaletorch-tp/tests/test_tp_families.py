@@ -126,7 +126,7 @@ def test_which_dim_of_a_transposed_weight_is_sharded():
     told = {p.name: p for p in explain(Gpt2(), 2).parameters}
     assert {name: told[name].local_shapes[1] for name in shapes} == shapes
     assert {name: parameter.dim for name, parameter in told.items()} == dims
-    assert told["transformer.h.0.attn.c_attn.weight"].style == "column, 3 parts"
+    assert told["transformer.h.0.attn.c_attn.weight"].style == "column, 3 projections"
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -177,10 +177,10 @@ def test_shares_of_parts_make_the_whole_again(lengths, tp, dim):
     ("style", "parts", "text"),
     [
         ("vocab", 2, "'column', 'column_gather', 'row'"),
-        ("column", 0, "a number of equal parts"),
-        ("column", (4, -1), "a number of equal parts"),
-        ("column", (), "a number of equal parts"),
-        ("column", (4, 2.0), "a number of equal parts"),
+        ("column", 0, "a number of equal projections"),
+        ("column", (4, -1), "a number of equal projections"),
+        ("column", (), "a number of equal projections"),
+        ("column", (4, 2.0), "a number of equal projections"),
     ],
 )
 def test_a_fused_style_that_cannot_be(style, parts, text):
@@ -191,8 +191,8 @@ def test_a_fused_style_that_cannot_be(style, parts, text):
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        ({"qkv": Fused("column", (12, 6))}, "its parts add up to 18 features, but it has 24"),
-        ({"qkv": Fused("column", 5)}, "its 24 features are not 5 equal parts"),
+        ({"qkv": Fused("column", (12, 6))}, "its projections add up to 18 features, but it has 24"),
+        ({"qkv": Fused("column", 5)}, "its 24 features are not 5 equal projections"),
         ({"embed": Fused("column", 2)}, "it is a Embedding, not a Linear"),
     ],
 )

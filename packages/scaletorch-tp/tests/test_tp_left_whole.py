@@ -50,7 +50,7 @@ STYLES = {"gate_up_proj": "colwise", "down_proj": "rowwise"}
 @pytest.mark.parametrize(
     ("parts", "own", "expected"),
     [
-        (2, {}, Slices(1, parts=2)),
+        (2, {}, Slices(1, packed=2)),
         (2, {"is_concatenated": False}, Slices(1, unit=2)),
         (1, {}, Slices(1)),
     ],
@@ -84,7 +84,7 @@ def test_experts_are_cut_alike_whatever_version_s_plan_names_them(version):
     *routers, match = find_own_plan(model)[0]
     assert all((each.name, each.style) == ("moe.router", "replicate") for each in routers)
     assert match.name == "moe.experts"
-    assert match.style.sharded == {"gate_up_proj": Slices(1, parts=2), "down_proj": Slices(2)}
+    assert match.style.sharded == {"gate_up_proj": Slices(1, packed=2), "down_proj": Slices(2)}
 
 
 def test_a_plan_that_gives_ranks_whole_experts_is_none_of_tensor_parallelism():

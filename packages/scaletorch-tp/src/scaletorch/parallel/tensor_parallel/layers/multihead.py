@@ -165,10 +165,6 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
             weights = convert(weights, heads, Invariant(), self.group)
         return weights if batched else weights[0]
 
-    def extra_repr(self) -> str:
-        """Return the full sizes and tp."""
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, tp={self.tp_size}"
-
 
 def leave_fast_paths(view: ModelView) -> None:
     """Disable the fast path of torch's encoder layers, which would skip the sum in eval mode."""

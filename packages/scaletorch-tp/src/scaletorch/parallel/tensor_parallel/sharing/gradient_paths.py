@@ -16,8 +16,10 @@ from ....dist.errors import InvalidArgumentError
 from ....dist.functional import AllGather, AllReduce, Copy, Gather, Reduce, ReduceScatter, Split
 from ...pg_manager import describe_rank
 from ...pg_manager.building import divided_modules
+from ...placement import Invariant, Partial, Replicate, Varying
 from ..cross_entropy import CrossEntropy
 from ..layers.base import TensorParallelLayer
+from ..layers.own_parameters import AtBoundary
 from ..regions.region import Enter
 from ..regions.replicas import SumGradient
 from ..regions.sequence_shares import find_shares
@@ -79,8 +81,27 @@ class Walk:
         self._returns_parts = False
         self._outer: dict[int, Node] = {}  # a checkpoint's input -> its node in the outer graph
 
-    def reach_of(self, output: Node) -> Reach:
-        """Return the kind of an output's gradient: partial if its values differ between ranks."""
+    def check_boundaries(self) -> None:
+        """Refuse a tensor whose values differ between ranks where its boundary says otherwise."""
+        for module in self._model.modules():
+            seen = vars(module).get("_seen") if isinstance(module, AtBoundary) else None
+            for place, (placement, node) in (seen or {}).items():
+                varies = self.reach_of(node, ReduceScatter) is Reach.PARTIAL
+                same = isinstance(placement, Replicate | Invariant)
+                if (varies and same) or (not varies and isinstance(placement, Partial)):
+                    raise InvalidArgumentError(
+                        f"{describe_rank()}: {place} of {module._where} is {placement} by its "
+                        f"boundary, but its graph shows {Varying() if varies else Invariant()}: "
+                        "give the module, or the one before it, another boundary"
+                    )
+            if seen:
+                vars(module)["_seen"] = None
+
+    def reach_of(self, output: Node, *whole: type) -> Reach:
+        """Return the kind of an output's gradient: partial if its values differ between ranks.
+
+        The search ends at nodes that apply a collective in `whole` to the gradient.
+        """
         seen: set[Node] = set()
         todo: list[Node | None] = [output]
         while todo:
@@ -97,7 +118,7 @@ class Walk:
             if group is self._group:
                 if way in (AllGather, Gather):  # forward split it
                     return Reach.PARTIAL
-                if way in (Copy, AllReduce, Split):  # forward summed or gathered
+                if way in (Copy, AllReduce, Split, *whole):  # forward summed or gathered
                     continue
             todo += [following for following, _ in node.next_functions]
         return Reach.WHOLE
@@ -119,7 +140,9 @@ class Walk:
             if step in self._seen:
                 continue
             self._seen.add(step)
-            for leaf in _leaves_of(node):
+            # Its leaf, and leaves whose gradients its function computes later.
+            leaves = getattr(node, "variable", None), *getattr(node, "trained_later", ())
+            for leaf in (each for each in leaves if each is not None):
                 outer = self._outer.get(id(leaf))
                 if outer is not None:
                     todo.append((outer, reach))
@@ -250,14 +273,6 @@ def _holds(node: Node, group: ProcessGroup | None) -> bool:
         value is group or (isinstance(value, tuple | list) and any(x is group for x in value))
         for value in kept
     )
-
-
-def _leaves_of(node: Node) -> Iterator[Tensor]:
-    """Yield the leaf of a node, and leaves whose gradients its function computes later."""
-    leaf = getattr(node, "variable", None)
-    if leaf is not None:
-        yield leaf
-    yield from getattr(node, "trained_later", ())
 
 
 def _gathered(model: nn.Module) -> dict[Tensor, Tensor]:
