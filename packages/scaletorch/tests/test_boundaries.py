@@ -123,8 +123,8 @@ def sentences(sizes):
     """Return what refuses each wrong plan on this rank."""
     found = {}
     for wrong, (module, boundary, _) in WRONG.items():
+        plan = {"plan": {**PLAN, module: boundary}}
         with pytest.raises(ValueError) as refused:  # noqa: PT011
-            plan = {"plan": {**PLAN, module: boundary}}
             on_a_layout(build, sizes, [tokens()], options=plan, rehearse="cp_size" in sizes)
         found[wrong] = str(refused.value)
     return found

@@ -120,7 +120,7 @@ class PerHead:
             return f"its own parameters are {', '.join(found) or 'none'}"
         shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
         if len({shape[:1] for shape in shapes.values()}) > 1 or () in shapes.values():
-            return f"its parameters are of the shapes {shapes}, where each has a dim 0 of all heads"
+            return f"its parameters have the shapes {shapes}; dim 0 of each must be the heads"
         return misfit_of(module, found)
 
 
@@ -211,8 +211,8 @@ class Stacked:
         unnamed = [name for name in found if name not in (*self.sharded, *self.added)]
         if unnamed:
             return (
-                f"{', '.join(unnamed)} would see this rank's shard of the experts' width or of "
-                "their results, and is neither sharded nor added"
+                f"{', '.join(unnamed)} would work on this rank's shard of the experts' width or "
+                "of their results, and is neither sharded nor added"
             )
         widths = set()
         for name, slices in self.sharded.items():
@@ -223,7 +223,9 @@ class Stacked:
                 )
             widths.add(shape[slices.dim] // packed)
         if len(widths) > 1:
-            return f"its parameters are of the widths {sorted(widths)}, where one is cut"
+            return (
+                f"its parameters have different widths, {sorted(widths)}; only one can be sharded"
+            )
         return misfit_of(module, found)
 
 

@@ -135,7 +135,7 @@ class TensorParallelLayer(nn.Module):
     def _misfit_of_parameters(module: nn.Module, known: Collection[str]) -> str | None:
         found = {name: p for name, p in module._parameters.items() if p is not None}
         if not found or not found.keys() <= {*known}:  # a weight computed from others, for one
-            return f"its parameters are {sorted(found)}, of which {sorted(known)} are known"
+            return f"its parameters are {sorted(found)}, and only {sorted(known)} are known"
         return misfit_of(module, found)
 
     @classmethod
@@ -239,9 +239,8 @@ class TensorParallelLayer(nn.Module):
             raise StateError(
                 f"{describe_rank()}: a parameter of this {type(self).__name__} is computed from "
                 f"others ({names}), as weight_norm, spectral_norm, pruning and other "
-                "parametrizations do: on a shard they would see this rank's shard alone; remove "
-                "them, or give the layer the style 'replicate' and put them on before "
-                "apply_tensor_parallel"
+                "parametrizations do: they would compute on this rank's shard alone; remove them, "
+                "or give the layer the style 'replicate' and add them before apply_tensor_parallel"
             )
 
     def _knows_parameters(self) -> bool:

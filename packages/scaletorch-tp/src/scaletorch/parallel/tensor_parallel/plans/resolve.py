@@ -178,10 +178,10 @@ def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) ->
             continue  # an MLP with one element for each feature
         [count] = match.lengths
         if attention is None or count % attention.query:
-            found = "none were understood" if attention is None else f"it has {attention.query}"
+            found = "an unknown number of" if attention is None else str(attention.query)
             raise InvalidArgumentError(
-                f"{match.place} cannot be sharded: its parameters are of {count} query heads, "
-                f"and of the projections next to them {found}; shard these by heads, too"
+                f"{match.place} cannot be sharded: its parameters have {count} elements for query "
+                f"heads, and its projections have {found} heads; shard the projections by heads too"
             )
 
 

@@ -94,9 +94,9 @@ def check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
     first, *rest = sorted(layers) or [""]
     if rest:  # only the last layer of one list would gather
         raise InvalidArgumentError(
-            f"the plan shares sequences out in the layers of {first} (style "
-            f"'sequence_layer'), and names {', '.join(rest)} beside them: the last layer of one "
-            "list joins sequences; do without sequence parallelism"
+            f"the plan gives the style 'sequence_layer' to the layers of {first} and of "
+            f"{', '.join(rest)}, but only the last layer of one list gathers sequences; do without "
+            "sequence parallelism"
         )
     for match in matches:
         usual = match.layer is not None and not {"arrives", "returns"} & {*match.options}

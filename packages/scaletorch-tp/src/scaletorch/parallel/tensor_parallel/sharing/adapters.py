@@ -83,9 +83,9 @@ def check_adapters(
 
 def _why_not(adapter: Adapter, kind: type[TensorParallelLayer] | None) -> str | None:
     if kind is None:
-        return "its layer is whole on every rank, which would see a share of each sequence"
+        return "its layer is replicated, and would get a rank's shard of each sequence"
     if not issubclass(kind, ColumnParallelLinear | RowParallelLinear):
-        return f"its layer becomes a {kind.__name__}, and only those of linear layers can be cut"
+        return f"its layer becomes a {kind.__name__}, and only linear ones can be sharded"
     unknown = [
         name
         for name, _ in adapter.module.named_parameters()

@@ -237,9 +237,9 @@ class Walk:
         return (
             f"{name} uses {', '.join(map(repr, both[:3]))}{more} in a parallel region and outside "
             f"of one{hint}. Inside, or on shares of the tokens, each rank has a term of the "
-            "gradient, and outside the whole of it: their sum over the ranks would be wrong either "
-            "way. Use one parameter inside and another outside, or give the layers of that region "
-            "the style 'replicate'"
+            "gradient, and outside the full gradient: a sum over the ranks would be wrong, and no "
+            "sum too. Use one parameter inside and another outside, or give the layers of that "
+            "region the style 'replicate'"
         )
 
 

@@ -133,10 +133,10 @@ class GradientSums:
         """
         if self._opaque:
             raise InvalidArgumentError(
-                f"{describe_rank()}: the gradient of a parameter ({parameter}) came in a way that "
-                f"autograd's graph does not show, perhaps by {', '.join(sorted(self._opaque))}, so "
-                "whether it is to be summed over the tensor-parallel ranks is not known; pass the "
-                "parameter to that function as one of its inputs"
+                f"{describe_rank()}: the autograd graph does not show where the gradient of a "
+                f"parameter ({parameter}) comes from (perhaps {', '.join(sorted(self._opaque))}): "
+                "whether to sum it over the tensor-parallel ranks is unknown; pass the parameter "
+                "to that function as one of its inputs"
             )
 
     @contextmanager

@@ -192,10 +192,10 @@ def _rows(x: Tensor, shares: SequenceShares) -> Tensor:
         return x
     if x.shape[DIM] in lengths:
         raise InvalidArgumentError(
-            f"{describe_rank()}: of hidden states {tuple(x.shape)} two dims are as long as the "
-            f"sequence of {shares.length} tokens or a rank's share of it, {shares.local}, so it is "
-            "not known which one is to be shared out; take another length or batch size, or do "
-            "without sequence parallelism"
+            f"{describe_rank()}: in hidden states {tuple(x.shape)} two dims are as long as the "
+            f"sequence of {shares.length} tokens or a rank's shard of {shares.local}, so the dim "
+            "to divide is unknown; take another length or batch size, or do without sequence "
+            "parallelism"
         )
     return x.flatten(DIM)
 
