@@ -75,27 +75,20 @@ STYLES: Mapping[str, Boundary] = {
     "sharded": Boundary(Varying(), Varying()),
 }
 
-# Style -> the layer that a plain module becomes.
-_LAYERS: Mapping[str, type[TensorParallelLayer]] = {
-    "column": ColumnParallelLinear,
-    "column_gather": ColumnParallelLinear,
-    "column_embedding": ColumnParallelEmbedding,
-    "row": RowParallelLinear,
-    "row_split": RowParallelLinear,
-    "vocab": VocabParallelEmbedding,
-    "attention": ParallelMultiheadAttention,
+# Style -> the layer that a plain module becomes: of torch's class, or of another one.
+_LAYERS: Mapping[str, tuple[type[TensorParallelLayer], ...]] = {
+    "column": (ColumnParallelLinear, ColumnParallelConv1D),
+    "column_gather": (ColumnParallelLinear, ColumnParallelConv1D),
+    "column_embedding": (ColumnParallelEmbedding,),
+    "row": (RowParallelLinear, RowParallelConv1D),
+    "row_split": (RowParallelLinear, RowParallelConv1D),
+    "vocab": (VocabParallelEmbedding, ScaledVocabParallelEmbedding),
+    "attention": (ParallelMultiheadAttention,),
 }
 # Style -> the mixin added to the module's class.
 _MIXINS: Mapping[str, type[Surrounded]] = {
     "sequence_layer": SequenceLayer,
     "sharded": ShardedRandom,
-}
-
-# A style's layer -> its variants for plain modules of other classes than torch's.
-VARIANTS: Mapping[type[TensorParallelLayer], tuple[type[TensorParallelLayer], ...]] = {
-    ColumnParallelLinear: (ColumnParallelConv1D,),
-    RowParallelLinear: (RowParallelConv1D,),
-    VocabParallelEmbedding: (ScaledVocabParallelEmbedding,),
 }
 
 
@@ -175,14 +168,14 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     named = style.style if isinstance(style, Fused) else style
     if named not in _LAYERS:
         return match(mixin=_MIXINS.get(named))
-    wanted, boundary = _LAYERS[named], STYLES[named]
-    layer = next((variant for variant in VARIANTS.get(wanted, ()) if variant.takes(module)), wanted)
+    layers, boundary = _LAYERS[named], STYLES[named]
+    layer = next((layer for layer in layers if layer.takes(module)), layers[0])
     found = _as_layer(match, module, layer, boundary, boundary)
     if found.misfit is not None or not isinstance(style, Fused):
         return found
     misfit = style.misfit(*found.lengths)
-    lengths = () if misfit else style.lengths(*found.lengths)
-    return replace(found, misfit=misfit, lengths=lengths)
+    projections = () if misfit else style.lengths(*found.lengths)
+    return replace(found, misfit=misfit, lengths=projections)
 
 
 def _as_layer(
@@ -225,8 +218,8 @@ def _as_layer(
         options["arrives"] = arrives
     if returns != Invariant() and not (columns and returns == computed):
         options["returns"] = returns
-    length = 0 if misfit else int(getattr(module, layer.sharded_size))
-    return match(layer, options, None, () if misfit else (length,), misfit)
+    lengths = () if misfit else (int(getattr(module, layer.sharded_size)),)
+    return match(layer, options, None, lengths, misfit)
 
 
 def _at_boundary(
@@ -239,12 +232,11 @@ def _at_boundary(
         return match(misfit=misfit)
     own, known = Placed.of(boundary, module), []
     held = [name for name, parameter in module._parameters.items() if parameter is not None]
-    for style, base in _LAYERS.items():
-        for layer in (base, *VARIANTS.get(base, ())):
-            if own.dims and layer.misfit(module) is None:
-                known.append({n: d for n, d in layer.shard_dims.items() if n in held})
-                if known[-1] == own.dims:
-                    return _as_layer(match, module, layer, boundary, STYLES[style])
+    for style, layers in _LAYERS.items() if own.dims else ():
+        for layer in (layer for layer in layers if layer.misfit(module) is None):
+            known.append({n: d for n, d in layer.shard_dims.items() if n in held})
+            if known[-1] == own.dims:
+                return _as_layer(match, module, layer, boundary, STYLES[style])
     if known:
         return match(misfit=f"it can be sharded along {known}, and its boundary says {own.dims}")
     if not own.dims:
