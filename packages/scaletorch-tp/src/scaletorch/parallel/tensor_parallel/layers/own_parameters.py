@@ -102,8 +102,8 @@ class HeadParameters(OwnParameters):
     sharded_size = "heads"
 
 
-class _Seen(dict[str, tuple[Placement, Node]]):
-    """The placement of each input and output, as its boundary gives it, and its autograd node."""
+class _Seen(dict[tuple[str, Placement], Node]):
+    """Each input and output, its placement by the boundary -> its autograd node."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
         return _Seen()  # nodes cannot be copied
@@ -151,9 +151,12 @@ class AtBoundary(Surrounded):
         def change(x: Tensor) -> Tensor:
             if not x.is_floating_point():
                 return x
-            if self._seen is not None and x.grad_fn is not None:
-                self._seen[place] = src, x.grad_fn
-            return convert(x, src, dst, self._tp_group, where=f"{place} of {self._where}")
+            where = f"{place} of {self._where}"
+            y = convert(x, src, dst, self._tp_group, where=where)
+            for placement, node in ((src, x.grad_fn), (dst, y.grad_fn)):
+                if self._seen is not None and node is not None:
+                    self._seen[where, placement] = node
+            return y
 
         return value if src == dst and self._seen is None else map_tensors(change, value)
 

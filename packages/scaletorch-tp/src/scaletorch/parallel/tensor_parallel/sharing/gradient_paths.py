@@ -16,7 +16,7 @@ from ....dist.errors import InvalidArgumentError
 from ....dist.functional import AllGather, AllReduce, Copy, Gather, Reduce, ReduceScatter, Split
 from ...pg_manager import describe_rank
 from ...pg_manager.building import divided_modules
-from ...placement import Invariant, Partial, Replicate, Varying
+from ...placement import Invariant, Partial, Placement, Replicate, Varying
 from ..cross_entropy import CrossEntropy
 from ..layers.base import TensorParallelLayer
 from ..layers.own_parameters import AtBoundary
@@ -79,23 +79,30 @@ class Walk:
         self._seen: set[tuple[Node, Reach]] = set()
         self._found: dict[int, tuple[Tensor, Reach]] = {}
         self._returns_parts = False
+        self._placed: dict[Node, list[tuple[str, Placement]]] = {}  # by the boundaries
         self._outer: dict[int, Node] = {}  # a checkpoint's input -> its node in the outer graph
 
     def check_boundaries(self) -> None:
         """Refuse a tensor whose values differ between ranks where its boundary says otherwise."""
         for module in self._model.modules():
             seen = vars(module).get("_seen") if isinstance(module, AtBoundary) else None
-            for place, (placement, node) in (seen or {}).items():
+            for (place, placement), node in (seen or {}).items():
                 varies = self.reach_of(node, ReduceScatter) is Reach.PARTIAL
                 same = isinstance(placement, Replicate | Invariant)
                 if (varies and same) or (not varies and isinstance(placement, Partial)):
-                    raise InvalidArgumentError(
-                        f"{describe_rank()}: {place} of {module._where} is {placement} by its "
-                        f"boundary, but its graph shows {Varying() if varies else Invariant()}: "
-                        "give the module, or the one before it, another boundary"
-                    )
+                    shown = Varying() if varies else Invariant()
+                    raise _wrong_boundary(place, placement, f"graph shows {shown}")
+                self._placed.setdefault(node, []).append((place, placement))
             if seen:
                 vars(module)["_seen"] = None
+
+    def _check_gradient(self, node: Node, reach: Reach) -> None:
+        """Refuse a gradient that a boundary says is full and is partial, or the reverse."""
+        kinds = {Reach.WHOLE: (Invariant, Replicate), Reach.PARTIAL: (Replicate, Invariant)}
+        right, wrong = kinds[reach]
+        for place, placement in self._placed.get(node, ()):
+            if isinstance(placement, wrong):
+                raise _wrong_boundary(place, placement, f"gradient is that of {right()}")
 
     def reach_of(self, output: Node, *whole: type) -> Reach:
         """Return the kind of an output's gradient: partial if its values differ between ranks.
@@ -140,6 +147,7 @@ class Walk:
             if step in self._seen:
                 continue
             self._seen.add(step)
+            self._check_gradient(node, reach)
             # Its leaf, and leaves whose gradients its function computes later.
             leaves = getattr(node, "variable", None), *getattr(node, "trained_later", ())
             for leaf in (each for each in leaves if each is not None):
@@ -241,6 +249,13 @@ class Walk:
             "sum too. Use one parameter inside and another outside, or give the layers of that "
             "region the style 'replicate'"
         )
+
+
+def _wrong_boundary(place: str, placement: Placement, but: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{describe_rank()}: {place} is {placement} by its boundary, but its {but}: give this "
+        "module, or one that uses the same tensor, another boundary"
+    )
 
 
 def _kind(node: Node) -> type | None:
