@@ -183,7 +183,7 @@ def test_explained():
 def test_refusals():
     for style, text in (
         (Stacked({"gate_up": 1, "other": 2}), "has no parameter other"),
-        (Stacked({"gate_up": Slices(1, packed=2)}), "gate_up_bias, down, down_bias would see"),
+        (Stacked({"gate_up": Slices(1, packed=2)}), "gate_up_bias, down, down_bias would work"),
         (Stacked({n: 1 for n in ("gate_up", "gate_up_bias", "down")}, ("down_bias",)), "widths"),
         (Stacked({"gate_up": Slices(1, packed=4)}, STYLE.added), "is neither sharded nor added"),
     ):

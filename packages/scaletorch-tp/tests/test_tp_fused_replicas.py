@@ -250,7 +250,11 @@ def refuse(tp, text, **styles):
 
 def test_what_cannot_be_replicated_names_what_would_do():
     refuse(9, "query heads of attention = 8; .* tp sizes up to 8 are legal", out="row")
-    refuse(4, "row.*has 2, and is not replicated.* up to 2 are legal", out=Fused("row", (8, 24)))
+    refuse(
+        4,
+        "row.*has 2 heads, which are not replicated.* up to 2 are legal",
+        out=Fused("row", (8, 24)),
+    )
     # What is gathered is cut anywhere: each rank needs some of each part.
     gather = {"qkv": Fused("column_gather", (32, 8, 8)), "out": "row_split"}
     refuse(

@@ -105,6 +105,8 @@ class HeadParameters(OwnParameters):
 class _Seen(dict[tuple[str, Placement], Node]):
     """Each input and output, its placement by the boundary -> its autograd node."""
 
+    compared = False  # with the first graph; then nothing more is recorded
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
         return _Seen()  # nodes cannot be copied
 
@@ -114,7 +116,7 @@ class AtBoundary(Surrounded):
 
     _boundary: Boundary
     _where: str  # its name and axis, in messages
-    _seen: _Seen | None  # None after the first graph was compared with the boundary
+    _seen: _Seen
 
     @classmethod
     def settings(cls, boundary: Boundary, name: str) -> dict[str, Any]:
@@ -154,11 +156,11 @@ class AtBoundary(Surrounded):
             where = f"{place} of {self._where}"
             y = convert(x, src, dst, self._tp_group, where=where)
             for placement, node in ((src, x.grad_fn), (dst, y.grad_fn)):
-                if self._seen is not None and node is not None:
+                if node is not None and not self._seen.compared:
                     self._seen[where, placement] = node
             return y
 
-        return value if src == dst and self._seen is None else map_tensors(change, value)
+        return value if src == dst and self._seen.compared else map_tensors(change, value)
 
 
 class Bounded(AtBoundary, OwnParameters):

@@ -85,16 +85,18 @@ class Walk:
     def check_boundaries(self) -> None:
         """Refuse a tensor whose values differ between ranks where its boundary says otherwise."""
         for module in self._model.modules():
-            seen = vars(module).get("_seen") if isinstance(module, AtBoundary) else None
-            for (place, placement), node in (seen or {}).items():
+            if not isinstance(module, AtBoundary):
+                continue
+            for (place, placement), node in module._seen.items():
                 varies = self.reach_of(node, ReduceScatter) is Reach.PARTIAL
                 same = isinstance(placement, Replicate | Invariant)
                 if (varies and same) or (not varies and isinstance(placement, Partial)):
                     shown = Varying() if varies else Invariant()
                     raise _wrong_boundary(place, placement, f"graph shows {shown}")
                 self._placed.setdefault(node, []).append((place, placement))
-            if seen:
-                vars(module)["_seen"] = None
+            if module._seen:
+                module._seen.clear()
+                module._seen.compared = True
 
     def _check_gradient(self, node: Node, reach: Reach) -> None:
         """Refuse a gradient that a boundary says is full and is partial, or the reverse."""
