@@ -83,13 +83,6 @@ def _shared(out: Any, length: int, shares: SequenceShares) -> tuple[Any, bool]:
     return type(out)(item for item, _ in pairs), any(found for _, found in pairs)
 
 
-def mask_configs(model: nn.Module) -> list[Any]:
-    """Return the distinct configs of a model and its submodules that set the attention function."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
-    return list(configs.values())
-
-
 @contextmanager
 @around_compiled
 def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None]:
@@ -274,8 +267,10 @@ class SequenceRoot(Surrounded):
         """Run the model's own forward."""
         if self._sequence is None:
             return super().forward(*args, **kwargs)
-        # Only the ids are full, so only they give the length of the sequence.
-        ids = _find_ids(args, kwargs)
+        # Only token ids or positions [B, L] are full, so only they give the length of the sequence.
+        given = (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids"))
+        tensors = (x for x in given if isinstance(x, Tensor) and x.ndim > 1)
+        ids = next((x for x in tensors if not x.is_floating_point()), None)
         self._sequence.length = None if ids is None else ids.shape[-1]
         self._sequence.batch = 0 if ids is None else ids.shape[0]
         self._sequence.sharing = not self._layered
@@ -331,8 +326,10 @@ def share_sequences(
             vars(module)["_sequence"] = shares
         elif isinstance(module, TensorParallelLayer) and not isinstance(module, HeadParameters):
             vars(module)["sequence"] = shares
+    found = [] if layers else [getattr(module, "config", None) for module in view.names]
+    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
     vars(surround(model, SequenceRoot, group)).update(
-        _sequence=shares, _configs=[] if layers else mask_configs(model), _layered=bool(layers)
+        _sequence=shares, _configs=[*configs.values()], _layered=bool(layers)
     )
     for layer in layers:
         vars(layer).update(_first=layer is layers[0], _last=layer is layers[-1])
@@ -351,14 +348,6 @@ def sequence_share(model: nn.Module, length: int) -> int:
 def shares_in_layers(model: nn.Module) -> bool:
     """Return whether only layers of style "sequence_layer" work on sequence shards."""
     return any(isinstance(module, SequenceLayer) for module in model.modules())
-
-
-def _find_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the token ids or positions, [B, L], among a model's arguments, or None."""
-    for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids")):
-        if isinstance(value, Tensor) and value.ndim > 1 and not value.is_floating_point():
-            return value
-    return None
 
 
 def counts_of_ids(model: nn.Module) -> bool:
