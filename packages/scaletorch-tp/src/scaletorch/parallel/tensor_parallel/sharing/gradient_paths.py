@@ -100,13 +100,12 @@ class Walk:
 
     def _check_gradient(self, node: Node, reach: Reach) -> None:
         """Refuse a gradient that a boundary says is full and is partial, or the reverse."""
-        kinds = {Reach.WHOLE: (Invariant, Replicate), Reach.PARTIAL: (Replicate, Invariant)}
-        right, wrong = kinds[reach]
-        given = self._placed.get(node, ())
-        places = [place for place, placement in given if isinstance(placement, wrong)]
+        full, partial = Invariant(), Replicate()
+        right, wrong = (full, partial) if reach is Reach.WHOLE else (partial, full)
+        places = [place for place, placement in self._placed.get(node, ()) if placement == wrong]
         if places:
-            but = f"gradient is that of {right()}"
-            raise _wrong_boundary(", which is ".join(dict.fromkeys(places)), wrong(), but)
+            but = f"gradient is that of {right}"
+            raise _wrong_boundary(", which is ".join(dict.fromkeys(places)), wrong, but)
 
     def reach_of(self, output: Node, *whole: type) -> Reach:
         """Return the kind of an output's gradient: partial if its values differ between ranks.
