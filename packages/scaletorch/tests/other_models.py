@@ -219,7 +219,7 @@ _ZERO3 = r"stage must be 1 \(.*\) or 2 \(.*\), got 3; for sharded parameters use
 _NO_PLAN = r"UNet has no plan of its own .* pass plan=suggest_plan\(model, example\)"
 _NO_LAYERS = r"cannot tell which modules are the layers: .*UNet has .*; pass Split\("
 _CP = r"cp divides .* it is not known where this batch .* sequence_dims=.* or take cp_size=1"
-_LISTS = r"shares sequences out in the layers of .* beside them: .* do without sequence parallelism"
+_LISTS = r"'sequence_layer' to the layers of .*, but only .* do without sequence parallelism"
 _OF_IMAGES = r"{} takes pixel_values, and cp divides .*: take cp_size=1"
 _COUNTS = r"T5\w+ (takes no position_ids|computes its attention itself)"
 _ROWS = (
