@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from sweeps import today
 from small_decoder import CP, DP, PLAN, PP, TP, V, batch, made
+from sweeps import today
 from torch import distributed, nn
 from training import in_one_process, llama, tokens, train_and_compare
 
