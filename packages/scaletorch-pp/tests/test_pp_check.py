@@ -101,6 +101,21 @@ def programs_run(programs):
 ALL = [build(*size) for build in SCHEDULES.values() for size in SIZES]
 
 
+@pytest.mark.parametrize("schedule", [build(4, 8) for build in SCHEDULES.values()], ids=lambda each: each.name)
+def test_receives_start_four_tasks_early_and_nothing_else_moves(schedule):
+    for rank in range(4):
+        program, early = plan_of(schedule, 4, 8, rank)[2:]
+        for moves in (False, True):
+            kept = [op for op in early if isinstance(op, Receive) == moves]
+            assert kept == [op for op in program if isinstance(op, Receive) == moves]
+        for operation in filter(lambda op: isinstance(op, Receive), program):
+            before, now = (
+                sum(isinstance(op, Task) for op in order[: order.index(operation)])
+                for order in (program, early)
+            )
+            assert now == max(before - 4, 0)
+
+
 def with_rank(ranks, rank, actions):
     return (*ranks[:rank], tuple(actions), *ranks[rank + 1 :])
 

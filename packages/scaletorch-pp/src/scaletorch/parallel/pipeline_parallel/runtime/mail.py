@@ -16,7 +16,7 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import has_streams
-from ..schedules.program import Message, Receive
+from ..schedules.program import Message, Program, Receive
 from ..schedules.tasks import Key
 from .forms import HEADER_BYTES, NOTHING, Form, Hidden, from_header, to_header
 
@@ -154,6 +154,17 @@ class Mail:
         # Forms that this step set to NOTHING because a stage failed. The end of the step forgets
         # them, so that the next step sends their headers again.
         self._void: list[tuple[dict[int, Form], int]] = []
+
+    def may_receive_early(self, program: Program) -> bool:
+        """Return whether receives may start before their turn.
+
+        A receive of unknown form waits for a header, and a batch for the batches before it.
+        """
+        return not self._posts.in_batches and all(
+            message.stage - message.gradient in self._forms[message.micro_batch]
+            for message in program
+            if isinstance(message, Receive)
+        )
 
     def put(self, key: Key, value: Hidden) -> None:
         """Keep an output until it is sent, or until another stage of this rank takes it."""

@@ -43,6 +43,8 @@ class Receive(Message):
 
 Program = Sequence[Task | Message]
 
+AHEAD = 4  # tasks by which a receive may start early; each is one more buffer
+
 
 class Plan(NamedTuple):
     """A schedule that was proven to run to its end, with one rank's program."""
@@ -50,6 +52,7 @@ class Plan(NamedTuple):
     schedule: Schedule
     text: str  # name and digest of the schedule, to compare it between ranks
     program: Program  # the rank's tasks and messages, in order
+    early: Program  # the same with receives that start early
 
 
 @lru_cache(maxsize=64)
@@ -58,7 +61,8 @@ def plan_of(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank:
     chosen = build_schedule(schedule, num_ranks, num_micro_batches)
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
     program = program_of(chosen, *prove(chosen), rank)
-    return Plan(chosen, f"schedule {chosen.name!r} ({digest})", program)
+    text = f"schedule {chosen.name!r} ({digest})"
+    return Plan(chosen, text, program, receive_early(program))
 
 
 def program_of(schedule: Schedule, tasks: Tasks, times: Times, rank: int) -> Program:
@@ -92,3 +96,17 @@ def program_of(schedule: Schedule, tasks: Tasks, times: Times, rank: int) -> Pro
                 send, peer = (Send, target) if rank == source else (Receive, source)
                 events.append((end, False, order, send(peer, *task.makes)))
     return [operation for *_, operation in sorted(events, key=itemgetter(0, 1, 2))]
+
+
+def receive_early(program: Program) -> Program:
+    """Start each receive `AHEAD` tasks earlier, so that its message travels during these tasks.
+
+    Tasks and sends keep their order, and so do receives: messages between two ranks still match.
+    """
+    places: list[tuple[int, bool]] = []
+    tasks = 0  # so far
+    for operation in program:
+        is_task = isinstance(operation, Task)
+        places.append((tasks - AHEAD * isinstance(operation, Receive), is_task))
+        tasks += is_task
+    return [program[index] for index in sorted(range(len(program)), key=places.__getitem__)]

@@ -132,8 +132,10 @@ class Step:
             with torch.profiler.record_function(f"{task.action} of stage {task.stage}"):
                 perform(task)
 
+        early = self.mail.may_receive_early(self.plan.program)
         try:
-            return execute(self.plan.program, self.mail, run, self.group, note)
+            program = self.plan.early if early else self.plan.program
+            return execute(program, self.mail, run, self.group, note)
         finally:
             self.pipeline.select_all()
 
