@@ -35,13 +35,12 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.group: ProcessGroup | None = None
         world = get_default_group()
         if world is not None and world not in _groups:
-            _groups[world] = c10d.new_group(backend="gloo", timeout=get_timeout())
-            all_reduce(torch.zeros(1), group=_groups[world])  # connects all ranks first
-        if world is not None:
-            self.group = _groups[world]
+            group = c10d.new_group(backend="gloo", timeout=get_timeout())
+            all_reduce(torch.zeros(1), group=group)  # connects all ranks before any goes on
+            _groups[world] = group
+        self.group = None if world is None else _groups[world]
 
     def on_first(self, task: Callable[[], T]) -> T:
         """Run a task on rank 0, and return its result, or raise its error, on every rank."""
