@@ -415,5 +415,5 @@ def test_a_port_is_none_that_the_system_gives_others(monkeypatch):
     assert rendezvous.free_port() == chosen
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", chosen))
-        with pytest.raises(OSError, match="of 100 ports of the loopback none is free"):
+        with pytest.raises(OSError, match="none of 100 loopback ports is free"):
             rendezvous.free_port()

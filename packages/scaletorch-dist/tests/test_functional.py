@@ -311,9 +311,9 @@ def check_bad_arguments():
         F.all_to_all(x, 0, -3)
     if size == 2:
         for call in (F.split, F.reduce_scatter):
-            with pytest.raises(InvalidArgumentError, match="no multiple of 2: pad it or pass"):
+            with pytest.raises(InvalidArgumentError, match="not a multiple of 2: pad it or pass"):
                 call(x, 0)
-        with pytest.raises(InvalidArgumentError, match="no multiple of 2: pad it"):
+        with pytest.raises(InvalidArgumentError, match="not a multiple of 2: pad it"):
             F.all_to_all(x, 0, 1)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist.building import all_gather_flat, even_parts, reduce_scatter_flat
+from scaletorch.dist.building import all_gather_flat, even_counts, reduce_scatter_flat
 from scaletorch.dist.testing import run_ranks
 from scaletorch.dist.world.info import info_of
 
@@ -94,7 +94,7 @@ def started(group, at, dtype):
         (dist.all_reduce(own, group=group, async_op=True), lambda _: own),
         (dist.reduce_scatter(shard, entries, group=group, async_op=True), lambda _: shard),
         (dist.all_gather(data, group, async_op=True), torch.stack),
-        (reduce_scatter_flat(data, even_parts(len(data), size), group=group), lambda part: part),
+        (reduce_scatter_flat(data, even_counts(len(data), size), group=group), lambda part: part),
         (all_gather_flat(flat, counts, group, async_op=True), lambda _: flat),
     ]
 

@@ -97,7 +97,7 @@ def test_launch_takes_the_machines_own_backend_where_each_rank_has_a_device(card
     assert not said(caplog)
     assert dist.launch(place, 2, env=ONE) == [("gloo", 0, {}), ("gloo", 0, {})]
     assert said(caplog) == [
-        "2 ranks, 1 card device: backend 'gloo', by way of the host's memory; backend='cardcl' "
+        "2 ranks, 1 card device: backend 'gloo', through the host's memory; backend='cardcl' "
         "lets ranks share devices"
     ]
 
@@ -129,7 +129,7 @@ def test_a_backend_without_a_way_to_share_says_what_else_there_is(built, monkeyp
     with pytest.raises(dist.RankFailedError) as caught:
         dist.launch(place, 2, backend="hccl", env={"STANDIN_DEVICES": "1"})
     assert sorted(caught.value.failures) == [0, 1]
-    assert "backend 'hccl' takes one rank a device" in str(caught.value)
+    assert "backend 'hccl' takes one rank per device" in str(caught.value)
     assert "Start fewer ranks, or take backend 'gloo'" in str(caught.value)
 
 

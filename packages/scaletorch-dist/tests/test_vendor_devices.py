@@ -21,7 +21,7 @@ import scaletorch.dist as dist
 from scaletorch.dist import devices, functional
 from scaletorch.dist.building import (
     all_reduce_flat,
-    even_parts,
+    even_counts,
     prepare_backward,
     reduce_scatter_flat,
 )
@@ -183,7 +183,7 @@ def sums_of_16_bits(device, backend):
             expected = exact if op == "sum" else exact / size
             for elements in (12, 10):  # shards of one length, and not
                 data = rows[rank, :elements].to(own)
-                counts = even_parts(elements, size)
+                counts = even_counts(elements, size)
                 with patch.multiple(c10d, **refused):
                     shard = reduce_scatter_flat(data, counts, op).wait()
                     total = all_reduce_flat(data, op).wait()

@@ -149,8 +149,8 @@ def _check_blocks(data: Tensor, members: ProcessGroup) -> None:
     )
     if any(length % size for length, _ in rows):
         message = (
-            f"all_to_all cuts dim 0 into {size} equal blocks, one a rank, which {size} must "
-            f"divide; dim 0 is {lengths}: pad it, or use all_to_all(send_list, recv_list)"
+            f"all_to_all cuts dim 0 into {size} equal blocks, one per rank, so its size must be a "
+            f"multiple of {size}; it is {lengths}: pad it, or use all_to_all(send_list, recv_list)"
         )
         raise InvalidArgumentError(message)
     message = (
@@ -178,7 +178,7 @@ def _all_to_all_lists(
         return settled((), partial(bring_home, from_self.detach(), to_self.detach()), async_op)
     sent = [as_bytes(on_wire(entry, members)) for entry in send_list]
     counts = [entry.numel() * entry.element_size() for entry in recv_list]
-    sizes = [part.numel() for part in sent]
+    sizes = [block.numel() for block in sent]
     if checking():
         _compare_pairs(sizes, counts, members)
     joined = as_one(sent)
@@ -202,10 +202,10 @@ def _compare_pairs(sent: list[int], received: list[int], members: ProcessGroup) 
 
 
 def _distribute(targets: Sequence[Tensor], counts: list[int], received: Tensor) -> None:
-    for target, part in zip(targets, received.split(counts), strict=True):
-        if part.storage_offset() % target.element_size():  # a view needs the dtype's alignment
-            part = part.clone()
-        target.detach().copy_(part.view(target.dtype).view(target.shape))
+    for target, block in zip(targets, received.split(counts), strict=True):
+        if block.storage_offset() % target.element_size():  # a view needs the dtype's alignment
+            block = block.clone()
+        target.detach().copy_(block.view(target.dtype).view(target.shape))
 
 
 def _moved(device: torch.device, received: Tensor) -> Tensor:

@@ -145,8 +145,8 @@ def _shard_lengths(
     if rest:
         way_out = "pad it" if call == "all_to_all" else "pad it or pass sizes"
         message = (
-            f"{call} cuts dim {dim} into {count} equal shards, one a rank, but its size "
-            f"{x.size(dim)} (shape {tuple(x.shape)}) is no multiple of {count}: {way_out}"
+            f"{call} cuts dim {dim} into {count} equal shards, one per rank, but its size "
+            f"{x.size(dim)} (shape {tuple(x.shape)}) is not a multiple of {count}: {way_out}"
         )
         raise InvalidArgumentError(message)
     return [length] * count

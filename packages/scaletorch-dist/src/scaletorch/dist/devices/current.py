@@ -61,7 +61,7 @@ def synchronize(device: torch.device | str | None = None) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _comm_entry(config: str) -> tuple[str, str]:
-    pairs = [part.split(":", 1) for part in config.split(",")]
+    pairs = [pair.split(":", 1) for pair in config.split(",")]
     for device, backend in pairs:
         if device != "cpu" and backend != "gloo" and is_usable(device):
             return device, backend

@@ -58,7 +58,7 @@ def locate(fn: Callable[..., Any]) -> Locator:
     qualname = getattr(fn, "__qualname__", None)
     if module is None or qualname is None or _is_bound(fn):
         raise InvalidArgumentError(
-            f"ranks can run a module-level function, not {fn!r}: write a function that makes "
+            f"ranks can run a module-level function, not {fn!r}: write a function that creates "
             "the object on the rank"
         )
     if "<" in qualname:

@@ -118,7 +118,7 @@ class RankPool:
         """
         __tracebackhide__ = True  # for pytest: the ranks' tracebacks suffice
         if not self._close.alive:
-            raise StateError("this pool of ranks is closed: make another RankPool")
+            raise StateError("this pool of ranks is closed: create another RankPool")
         name, task = _pickle_task(fn, args, kwargs)
         report = RankReport(name, self.world_size)
         self.reusable = False
@@ -251,7 +251,7 @@ def _pickle_task(
         arguments = pickle.dumps((args, kwargs))
     except Exception as error:
         raise InvalidArgumentError(
-            f"the arguments of {locator.qualname} do not pickle, so that they cannot be sent to "
+            f"the arguments of {locator.qualname} do not pickle, so they cannot be sent to "
             f"ranks: {_culprit(args, kwargs)}: {error}"
         ) from error
     return locator.qualname, pickle.dumps((locator, arguments, own_filters()))

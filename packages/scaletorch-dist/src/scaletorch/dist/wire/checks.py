@@ -145,7 +145,7 @@ def check_list(
     """Check that `tensors` are `count` dense tensors, all shaped as `like` or all of `dtype`."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence) or len(tensors) != count:
         got = f"{len(tensors)}" if isinstance(tensors, Sequence) else type(tensors).__name__
-        message = f"{call} needs a list of {count} tensors for {name}, one a rank, got {got}"
+        message = f"{call} needs a list of {count} tensors for {name}, one per rank, got {got}"
         raise InvalidArgumentError(message)
     for position, tensor in enumerate(tensors):
         label = f"{name}[{position}]" if count > 1 else name
@@ -153,12 +153,12 @@ def check_list(
         wanted = like.dtype if like is not None else dtype
         if wanted is not None and tensor.dtype != wanted:
             message = (
-                f"{call} needs {wanted} for {label}, as the tensor beside it; got {tensor.dtype}"
+                f"{call} needs {wanted} for {label}, like its other tensor; got {tensor.dtype}"
             )
             raise InvalidArgumentError(message)
         if like is not None and tensor.shape != like.shape:
             message = (
-                f"{call} needs shape {tuple(like.shape)} for {label}, as the tensor beside it; "
+                f"{call} needs shape {tuple(like.shape)} for {label}, like its other tensor; "
                 f"got {tuple(tensor.shape)}"
             )
             raise InvalidArgumentError(message)
