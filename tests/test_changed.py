@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from repositories import commit, git
 from tools.packages import PACKAGES, ROOT
 from tools.testing import quick
 from tools.testing.changed import SUITES, concerned
@@ -67,19 +68,8 @@ def clone(tmp_path):
         shutil.copy(ROOT / "packages" / package / "pyproject.toml", folder)
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
     shutil.copy(ROOT / ".gitignore", tmp_path)  # or what Python caches would be changes
-    git(tmp_path, "init", "-q", "-b", "main")
     commit(tmp_path)
     return tmp_path
-
-
-def git(folder, *arguments):
-    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    subprocess.run(["git", *author, *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def commit(folder):
-    git(folder, "add", "-A")
-    git(folder, "commit", "-q", "-m", "change")
 
 
 def changed(folder, *arguments):

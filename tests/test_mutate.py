@@ -1,7 +1,6 @@
 """Random mutants: the same for the same seed, one place each, judged by the tests that run it."""
 
 import ast
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from mutation.draw import all_places, draw
 from mutation.hunt import Hunt, go, read
 from mutation.places import changed, places
 from mutation.show import latest, show
+from repositories import commit
 from sweeps import today
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,13 +72,6 @@ def test_skipped():
 """
 
 
-def commit(root):
-    """Commit all that is there."""
-    who = ["-c", "user.name=toy", "-c", "user.email=toy@localhost"]
-    for words in (["add", "."], ["commit", "-q", "--allow-empty", "-m", "toy"]):
-        subprocess.run(["git", *who, *words], cwd=root, check=True)
-
-
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
     """A repository with one small package; where its hunt is kept."""
@@ -90,7 +83,6 @@ def toy(tmp_path, monkeypatch):
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
     commit(root)
     monkeypatch.setattr(scope, "SOURCES", ("packages/toy/src",))
     monkeypatch.setattr(scope, "PRELOAD", ("torch.distributed", "pytest", "hypothesis"))

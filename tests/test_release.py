@@ -1,6 +1,5 @@
 """A release moves versions, pins and changelogs, and builds what it names."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -10,16 +9,12 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from repositories import commit, git
 from tools.packages import PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST, TP, UMBRELLA = (f"packages/{n}" for n in ("scaletorch-dist", "scaletorch-tp", "scaletorch"))
 REPOSITORY = "https://code.invalid/some-one/scaletorch"
-ENVIRONMENT = os.environ | {
-    f"GIT_{who}_{what}": "a@example.org"
-    for who in ("AUTHOR", "COMMITTER")
-    for what in ("NAME", "EMAIL")
-}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +30,6 @@ def workspace(tmp_path_factory):
     for name in ("pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / name, folder)
     settle(folder, f'repository = "{REPOSITORY}"')
-    run(folder, "git", "init", "-q")
     commit(folder)
     return folder
 
@@ -53,22 +47,15 @@ def settle(folder, *lines):
 def clean(workspace):
     """Each test begins with what was committed."""
     yield
-    run(workspace, "git", "reset", "-q", "--hard")
-    run(workspace, "git", "clean", "-qfdx")
+    git(workspace, "reset", "-q", "--hard")
+    git(workspace, "clean", "-qfdx")
 
 
 def run(folder, *words, code=0):
     """Run a program there; what it printed."""
-    done = subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, env=ENVIRONMENT, timeout=200
-    )
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=200)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
-
-
-def commit(folder):
-    run(folder, "git", "add", "-A")
-    run(folder, "git", "commit", "-q", "-m", "change")
 
 
 def release(folder, *words, code=0):
@@ -148,7 +135,7 @@ def test_a_first_release_dates_what_was_written_by_hand(workspace):
     assert "is released" in release(workspace, "bump", "0.1.0", "scaletorch-tp", code=1)
     release(workspace, "build", "--into", "dist/out")
     assert {f.suffix for f in (workspace / "dist" / "out").iterdir()} == {".whl", ".gz"}
-    run(workspace, "git", "reset", "-q", "--hard", "HEAD~2")
+    git(workspace, "reset", "-q", "--hard", "HEAD~2")
 
 
 REFUSED = [
@@ -206,7 +193,7 @@ def test_addresses_follow_the_settings_and_without_one_nothing_is_built(workspac
         commit(workspace)
         for refused in (words, ("build", "scaletorch-pg")):
             assert why in release(workspace, *refused, code=1)
-    run(workspace, "git", "reset", "-q", "--hard", "HEAD~2")
+    git(workspace, "reset", "-q", "--hard", "HEAD~2")
     release(workspace, *words)
     settle(workspace, 'repository = "https://other.invalid/x"')
     commit(workspace)
@@ -214,13 +201,13 @@ def test_addresses_follow_the_settings_and_without_one_nothing_is_built(workspac
     assert "no release: scaletorch-pg has other [project.urls] than pyproject.toml says" in said
     release(workspace, *words)
     assert urls(workspace)["scaletorch-dp"]["Issues"] == "https://other.invalid/x/issues"
-    run(workspace, "git", "reset", "-q", "--hard", "HEAD~1")
+    git(workspace, "reset", "-q", "--hard", "HEAD~1")
 
 
 def test_a_patch_release_takes_no_name_away(workspace):
     file, tag = workspace / DIST / "building.txt", f"scaletorch-dist-v{version(workspace, DIST)}"
     words = ("scaletorch-dist", "--dry-run")
-    run(workspace, "git", "tag", tag)
+    git(workspace, "tag", tag)
     try:
         kept = file.read_text()
         file.write_text(kept + "\nscaletorch.dist.newer\n    added() -> None\n")
@@ -233,5 +220,5 @@ def test_a_patch_release_takes_no_name_away(workspace):
         assert "would lack what" in said
         assert f"scaletorch.dist.building: {line.strip()}" in said
     finally:
-        run(workspace, "git", "tag", "-d", tag)
-        run(workspace, "git", "reset", "-q", "--hard", "HEAD~2")
+        git(workspace, "tag", "-d", tag)
+        git(workspace, "reset", "-q", "--hard", "HEAD~2")

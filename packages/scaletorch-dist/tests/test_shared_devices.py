@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from scaletorch.dist.ranks import pool
 from scaletorch.dist.startup import sharing
 from scaletorch.dist.testing import run_ranks
 
-STANDIN = Path(__file__).parent / "standin"
 SHARING = dict(entry_of_backend("nccl").sharing)
 HOST = "NCCL_HOSTID"
 LOADING = "CUDA_MODULE_LOADING"
@@ -24,25 +22,15 @@ ONE = {"STANDIN_DEVICES": "1", "STANDIN_REFUSES": "1"}
 pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
 
 
-@pytest.fixture(scope="module")
-def built():
-    sys.path.insert(0, str(STANDIN))
-    try:
-        import build
-    finally:
-        sys.path.remove(str(STANDIN))
-    build.prepare()
-
-
 @pytest.fixture
-def card(built, monkeypatch, tmp_path):
+def card(standin, monkeypatch, tmp_path):
     """Ranks find the stand-in card by its entry point; this process never asks for devices."""
     info = tmp_path / "card-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: card\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[scaletorch.devices]\ncard = card_entry:ENTRY\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.syspath_prepend(STANDIN / "card")
+    monkeypatch.syspath_prepend(standin / "card")
     for name in SHARING:
         monkeypatch.delenv(name, raising=False)
     pool._log_once.cache_clear()
@@ -124,8 +112,8 @@ def test_a_launchers_ranks_share_a_device_where_the_setting_says_so(card):
     assert torchrun("1", count="2") == [("cardcl", 0, {}), ("cardcl", 1, {})]
 
 
-def test_a_backend_without_a_way_to_share_says_what_else_there_is(built, monkeypatch):
-    monkeypatch.syspath_prepend(STANDIN / "plugins")
+def test_a_backend_without_a_way_to_share_says_what_else_there_is(standin, monkeypatch):
+    monkeypatch.syspath_prepend(standin / "plugins")
     with pytest.raises(dist.RankFailedError) as caught:
         dist.launch(place, 2, backend="hccl", env={"STANDIN_DEVICES": "1"})
     assert sorted(caught.value.failures) == [0, 1]
