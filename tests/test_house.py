@@ -61,7 +61,7 @@ def test_docstrings_in_another_dialect_are_found(tmp_path):
     for words in ("or None if", '"if" for a condition', "the same", "backticks", "capital letter"):
         assert words in found
     module.write_text('"""Return whether `x` is the same, or None if there is none."""\n')
-    assert not offences(module)
+    assert not [*offences(module)]
 
 
 def test_a_long_function_and_a_long_file_are_found(tmp_path):

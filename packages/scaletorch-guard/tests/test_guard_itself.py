@@ -236,7 +236,7 @@ class Odd(Exception):
 
 def test_an_exception_on_one_line():
     assert one_line(dist.MismatchError("a")) == "scaletorch.dist.errors.MismatchError: a"
-    assert one_line(ValueError("x\n" * 999)).endswith("x …")
+    assert one_line(ValueError("x" * 999)).endswith("x …")
     assert one_line(Odd()).endswith("Odd")
 
 
