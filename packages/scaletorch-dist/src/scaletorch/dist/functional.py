@@ -121,7 +121,7 @@ class _Whole(Function):
 
     @classmethod
     def forward(cls, ctx: Any, x: Tensor, group: Group = None) -> Tensor:
-        ctx.adjoint = cls._adjoint(), group
+        ctx.way = cls._adjoint(), group  # tensor_parallel reads it where it follows a graph
         return cls._run(x, group)
 
     @classmethod
@@ -130,7 +130,7 @@ class _Whole(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        adjoint, group = ctx.adjoint
+        adjoint, group = ctx.way
         return _backward(adjoint, grads[0], group, group), None
 
 
@@ -175,12 +175,12 @@ class _Along(Function):
     def forward(
         cls, ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        ctx.adjoint = cls._adjoint(), dim, group, sizes
+        ctx.way = cls._adjoint(), dim, group, sizes
         return cls._run(x, dim, group, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        adjoint, dim, group, sizes = ctx.adjoint
+        adjoint, dim, group, sizes = ctx.way
         return _backward(adjoint, grads[0], group, dim, group, sizes), None, None, None
 
 
