@@ -158,7 +158,7 @@ class Mixed(nn.Module):
 
 
 MIXED = {
-    "router": ("backward", "experts.gate", "experts.gate", "a sum over all ranks is missing"),
+    "router": ("backward", "experts", "experts.gate", "a sum over all ranks is missing"),
     "cycle": ("forward", "attend.q", "attend.q", "1.1 times the right values"),
     "teacher": ("forward", "teacher.v", "teacher.v", "1.1 times the right values"),
     "side": ("backward", "attend", "attend", "2 times the right values"),

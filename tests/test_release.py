@@ -168,11 +168,11 @@ def urls(folder):
 
 
 def test_all_packages_say_alike_where_they_come_from(workspace):
-    said = urls(ROOT)
-    assert [*said] == PACKAGES
+    assert [*urls(ROOT)] == PACKAGES
     release(workspace, "bump", "patch", "scaletorch-tp", "--date", "2030-01-02")
     for name, addresses in urls(workspace).items():
-        assert addresses.keys() == said[name].keys() == said["scaletorch"].keys()
+        assert addresses["Homepage"] == addresses["Repository"] == REPOSITORY
+        assert addresses["Issues"] == f"{REPOSITORY}/issues"
         assert addresses["Changelog"] == f"{REPOSITORY}/blob/main/packages/{name}/CHANGELOG.md"
         assert addresses["Documentation"] == f"{REPOSITORY}/tree/main/docs"
     (wheel,) = (workspace / "dist" / "scaletorch-tp-v0.1.1").glob("*.whl")
