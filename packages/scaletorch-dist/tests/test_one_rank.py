@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import scaletorch.dist as dist
 from scaletorch.dist.collectives import flat
 from scaletorch.dist.testing import distributed_test
-from scaletorch.dist.wire import backend as raw
 
 
 class Sent(TorchDispatchMode):
@@ -79,9 +78,3 @@ def test_a_group_of_one_rank_sends_nothing():
     with Sent() as sent:
         c10d.all_reduce(torch.ones(1))
     assert sent.names == ["c10d.allreduce_.default"]
-
-
-@distributed_test(world_size=1)
-def test_gloo_gets_copies_of_what_is_on_an_accelerator():
-    assert raw._find_route("cpu", c10d.group.WORLD).native
-    assert not raw._find_route("cuda", c10d.group.WORLD).native

@@ -6,6 +6,7 @@ late, the device chosen, the backend picked and its lacks gone round. It says no
 vendors' own libraries, on which none of this was run.
 """
 
+import importlib
 import os
 import sys
 from functools import partial
@@ -76,6 +77,18 @@ def does_everything(device, backend):
 @pytest.mark.parametrize("vendor", VENDORS, ids=lambda vendor: vendor[1])
 def test_a_vendors_device_does_what_gloo_does(vendor):
     run_ranks(does_everything, 2, *vendor, init=False, timeout=300)
+
+
+def copies_for_gloo():
+    importlib.import_module("torch_npu")
+    import every_backend
+
+    dist.init_dist("pytorch", backend="gloo", timeout=200)
+    every_backend.run_all(torch.device("npu", dist.get_rank()))
+
+
+def test_gloo_gets_copies_of_what_is_on_a_device():
+    run_ranks(copies_for_gloo, 2, init=False, timeout=300)
 
 
 def move_data(own, device, backend):
