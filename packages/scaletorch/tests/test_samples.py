@@ -40,12 +40,8 @@ EP = {"dp_size": 4, "ep_size": 2}
 SHARED = {"sequence_parallel": True}
 V = {"schedule": "zb_v"}
 LAYOUTS = [  # sizes, ZeRO, options
-    (TP, 0, {}),
-    (TP, 1, SHARED),
-    (TP, 2, SHARED),
-    ({"cp_size": 2, "dp_size": 2}, 0, {}),
-    (PP, 1, V),
-    ({"tp_size": 2, "pp_size": 2}, 0, {**SHARED, "recompute": True}),
+    (TP, 0, {}), (TP, 1, SHARED), (TP, 2, SHARED), ({"cp_size": 2, "dp_size": 2}, 0, {}),
+    (PP, 1, V), ({"tp_size": 2, "pp_size": 2}, 0, {**SHARED, "recompute": True}),
     (EP, 0, {"mixture": True}),
     ({"tp_size": 2, "dp_size": 2, "ep_size": 2}, 1, {"mixture": True, **SHARED}),
 ]  # fmt: skip
@@ -110,7 +106,7 @@ class Job:
         raise AssertionError(f"{most} steps, and nothing was said")
 
 
-def on_every_layout(check, layouts=LAYOUTS):
+def on_every_layout(check, layouts):
     """Check layouts one after another, with samples in every second step."""
     for sizes, zero, options in layouts:
         try:
