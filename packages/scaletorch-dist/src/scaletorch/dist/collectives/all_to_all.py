@@ -113,8 +113,10 @@ def all_to_all_flat(
         return Work((), partial(_copied, data))
     if comparing():  # not for a guard alone: it would cost a message for each dispatch of experts
         width = data.element_size()
-        sizes = [[count * width for count in each] for each in (counts, received_counts)]
-        _compare_pairs(*sizes, members)
+        sent_bytes, received_bytes = (
+            [count * width for count in each] for each in (counts, received_counts)
+        )
+        _compare_pairs(sent_bytes, received_bytes, members)
     sent = on_wire(data, members)
     done = identity if sent is data else partial(_moved, data.device)
     way = way_of(sent, members)
