@@ -113,11 +113,10 @@ class Row(NamedTuple):
 def sizes_between(least: int, most: int, factor: int) -> list[int]:
     """Return sizes that grow by a factor, up to and including the largest."""
     if not 1 <= least <= most or factor < 2:
-        message = (
+        raise InvalidArgumentError(
             "sizes must grow from at least 1 byte by a factor of at least 2; got "
             f"{least} to {most} by {factor}"
         )
-        raise InvalidArgumentError(message)
     sizes = []
     while least < most:
         sizes.append(least)

@@ -150,16 +150,14 @@ def _check_blocks(data: Tensor, members: ProcessGroup) -> None:
         for rank, (length, _) in zip(group_ranks(members), rows, strict=True)
     )
     if any(length % size for length, _ in rows):
-        message = (
+        raise InvalidArgumentError(
             f"all_to_all cuts dim 0 into {size} equal blocks, one per rank, so its size must be a "
-            f"multiple of {size}; it is {lengths}: pad it, or use all_to_all(send_list, recv_list)"
+            f"multiple of {size}; it is: {lengths}. Pad it, or use all_to_all(send_list, recv_list)"
         )
-        raise InvalidArgumentError(message)
-    message = (
-        f"all_to_all needs one shape and dtype on every rank; dim 0 is {lengths}, and a row takes "
-        f"{', '.join(str(taken) for _, taken in rows)} bytes: use all_to_all(send_list, recv_list)"
+    raise MismatchError(
+        f"all_to_all needs one shape and dtype on every rank; dim 0 is: {lengths}; a row has "
+        f"{', '.join(str(taken) for _, taken in rows)} bytes. Use all_to_all(send_list, recv_list)"
     )
-    raise MismatchError(message)
 
 
 def _all_to_all_lists(

@@ -120,8 +120,7 @@ def resolve_backend(backend: str) -> list[tuple[str, str]]:
         [('cpu', 'gloo'), ('cuda', 'nccl')]
     """
     if not isinstance(backend, str):
-        message = f"a backend is named by a text such as 'nccl', got {backend!r}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"a backend is named by a text such as 'nccl', got {backend!r}")
     entries = [entry.strip().lower() for entry in backend.split(",")]
     pairs = [(device, name) for device, _, name in (entry.rpartition(":") for entry in entries)]
     named = [device for device, _ in pairs]
