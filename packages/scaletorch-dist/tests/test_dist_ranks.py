@@ -48,10 +48,6 @@ def move(point):
     return Point(point.x + c10d.get_rank(), point.y * 2)
 
 
-def pid():
-    return os.getpid()
-
-
 def fail_on_one():
     if c10d.get_rank() == 1:
         raise ValueError("the 7th value is wrong")
@@ -66,21 +62,10 @@ def fail_alone_after(seconds):
     raise KeyError("second")
 
 
-def hang_on_one():
+def on_one(action, *args):
     if c10d.get_rank() == 1:
-        time.sleep(600)
+        action(*args)
     c10d.barrier()
-
-
-def die_on_one(number):
-    if c10d.get_rank() == 1:
-        os.kill(os.getpid(), number)
-    c10d.barrier()
-
-
-def exit_on_one(code):
-    if c10d.get_rank() == 1:
-        os._exit(code)
 
 
 class StubbornError(Exception):
@@ -103,7 +88,7 @@ def draw():
 
 
 def environment(*names):
-    return {name: os.environ.get(name) for name in names}
+    return [os.environ.get(name) for name in names]
 
 
 def say(text):
@@ -130,8 +115,8 @@ def test_pool_runs_functions_and_keeps_its_processes():
     with RankPool(2) as pool:
         assert pool.run(total, 1) == [3.0, 3.0]
         assert pool.run(total, 1, factor=10) == [12.0, 12.0]
-        first = pool.run(pid)
-        assert pool.run(pid) == first
+        first = pool.run(os.getpid)
+        assert pool.run(os.getpid) == first
         assert len({os.getpid(), *first}) == 3
 
 
@@ -164,7 +149,7 @@ def test_failures_come_in_the_order_in_which_they_happened():
 
 def test_a_hang_ends_at_the_deadline_with_every_stack():
     with pytest.raises(RankFailedError) as caught:
-        launch(hang_on_one, 2, timeout=1.5)
+        launch(on_one, 2, time.sleep, 600, timeout=1.5)
     assert caught.value.hung == (0, 1)
     message = str(caught.value)
     assert "ranks 0, 1 had not finished after 1.5 s" in message
@@ -174,20 +159,20 @@ def test_a_hang_ends_at_the_deadline_with_every_stack():
 
 def test_a_rank_that_crashes_says_where_its_threads_were():
     with pytest.raises(RankFailedError, match="rank 1 was killed by SIGSEGV") as caught:
-        launch(die_on_one, 2, int(signal.SIGSEGV))
+        launch(on_one, 2, signal.raise_signal, int(signal.SIGSEGV))
     crash = caught.value.failures[1]
     assert "Segmentation fault" in crash
-    assert "in die_on_one" in crash
+    assert "in on_one" in crash
     assert "child.py" not in crash
     assert "Extension modules" not in crash
     with pytest.raises(RankFailedError, match="rank 1 was killed by SIGKILL"):
-        launch(die_on_one, 2, int(signal.SIGKILL))
+        launch(on_one, 2, signal.raise_signal, int(signal.SIGKILL))
 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_rank_that_exits_is_named_with_its_code(code):
     with pytest.raises(RankFailedError, match=f"rank 1 exited with code {code} before it returned"):
-        launch(exit_on_one, 2, code)
+        launch(on_one, 2, os._exit, code)
 
 
 def test_what_cannot_travel_is_named():
@@ -218,20 +203,19 @@ def test_functions_that_ranks_cannot_find_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("world_size", [0, -1, 1.5, "2"])
 def test_bad_world_sizes_are_refused(world_size):
-    with pytest.raises(InvalidArgumentError, match="integer of at least 1"):
-        launch(nothing, world_size)
-    with pytest.raises(InvalidArgumentError, match="integer of at least 1"):
-        RankPool(world_size)
+    for start in (RankPool, functools.partial(launch, nothing)):
+        with pytest.raises(InvalidArgumentError, match="integer of at least 1"):
+            start(world_size)
 
 
 def test_a_failure_closes_the_pool_and_ends_its_processes():
     pool = RankPool(2)
-    pids = pool.run(pid)
+    pids = pool.run(os.getpid)
     with pytest.raises(RankFailedError):
         pool.run(fail_on_one)
     pool.close()
     with pytest.raises(StateError, match="closed"):
-        pool.run(pid)
+        pool.run(os.getpid)
     for each in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(each, 0)
@@ -244,7 +228,7 @@ def test_an_unknown_backend_fails_at_the_start():
 
 @pytest.mark.parametrize(
     ("function", "reusable"),
-    [(pid, True), (leave_group, False), (leave_variable, False), (leave_grad_mode, False)],
+    [(os.getpid, True), (leave_group, False), (leave_variable, False), (leave_grad_mode, False)],
 )
 def test_a_pool_knows_whether_a_function_left_something_behind(function, reusable):
     with RankPool(2) as pool:
@@ -267,11 +251,11 @@ def test_ranks_get_the_variables_of_a_launcher(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SEEN", "HIDDEN")
     got = launch(environment, 2, *names, "TORCHELASTIC_RUN_ID", env={"HIDDEN": None})
-    assert list(got[1].values()) == ["1", "1", "2", "2", "yes", None, None]
+    assert got[1] == ["1", "1", "2", "2", "yes", None, None]
     first, second = launch(environment, 2, "MASTER_ADDR", "MASTER_PORT", init=False)
     assert first == second
-    assert first["MASTER_ADDR"] == "127.0.0.1"
-    assert int(first["MASTER_PORT"]) > 1023
+    assert first[0] == "127.0.0.1"
+    assert int(first[1]) > 1023
 
 
 def test_ranks_of_a_launch_share_the_cores():
@@ -307,7 +291,7 @@ def test_the_fork_of_a_pools_owner_does_not_end_the_pool():
             pool.close()
             os._exit(0)
         os.waitpid(child, 0)
-        assert len(pool.run(pid)) == 1
+        assert len(pool.run(os.getpid)) == 1
 
 
 PROGRAM = """
