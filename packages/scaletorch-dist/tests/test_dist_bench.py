@@ -79,7 +79,7 @@ def test_a_launchers_ranks_write_one_file(tmp_path, capfd):
     ("arguments", "message"),
     [
         ([], "or give --ranks"),
-        (["--ranks", "2", "--max", "many"], "no size such as 8, 64K"),
+        (["--ranks", "2", "--max", "many"], "is not a size; write 8, 64K"),
         (["--ranks", "2", "--min", "1M", "--max", "1K"], "sizes must grow"),
         (["--ranks", "1"], "the group has 1"),
     ],

@@ -285,7 +285,7 @@ def test_torchrun_in_a_pod_describes_its_own_ranks(launched_by):
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda e: e.program)
 def test_a_rank_outside_the_world_is_refused(launched_by, environment):
     launched_by({environment.rank: "4", environment.world_size: "4"})
-    message = f"{environment.rank}=4 is no rank of {environment.world_size}=4"
+    message = f"{environment.rank}=4 is not a rank of {environment.world_size}=4"
     with pytest.raises(StateError, match=message):
         read_placement(environment.launcher)
 

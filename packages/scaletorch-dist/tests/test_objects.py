@@ -258,7 +258,7 @@ def refuse():
         "a size of 0 or more, got -1": ([], -1),
         "a size of 0 or more, got 2.0": ([], 2.0),
         "cpu, gpu, npu, cuda, mlu, musa, xpu, got 'tpu'": ([], 1, "tpu"),
-        "tmpdir goes with device 'cpu', not 'gpu'": ([], 1, "gpu", "/tmp"),
+        "tmpdir needs device 'cpu', got 'gpu'": ([], 1, "gpu", "/tmp"),
     }.items():
         with pytest.raises(InvalidArgumentError, match=text):
             dist.collect_results(*arguments)

@@ -207,7 +207,7 @@ def test_what_fails_hangs_or_cannot_be_sent_is_told_in_words(run, monkeypatch):
         "its fixture ranks acts in pytest's process alone: use it in a test without the marker",
         "test_mine.py::test_async cannot run on ranks: it is async: call asyncio.run()",
         "several numbers of ranks must stand above the test, its class or its file",
-        "TestOfUnittest::test_it cannot run on ranks: it is no test function or method of a plain",
+        "TestOfUnittest::test_it cannot run on ranks: ranks can only run test functions",
         "needs the package scaletorch, which is not installed: pip install scaletorch",
     ):
         assert words in text, words

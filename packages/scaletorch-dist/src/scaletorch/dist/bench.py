@@ -249,7 +249,7 @@ def size(text: str) -> int:
     """Parse a number of bytes, such as 8, 64K or 1G."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 8, 64K, 64M or 1G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 8, 64K, 64M or 1G")
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 

@@ -140,8 +140,8 @@ def read_placement(launcher: str) -> Placement:
     world_size = _number(environment.world_size, environment)
     if rank >= world_size:
         raise StateError(
-            f"{environment.rank}={rank} is no rank of {environment.world_size}={world_size}: ranks "
-            "count from 0"
+            f"{environment.rank}={rank} is not a rank of {environment.world_size}={world_size}: "
+            "ranks count from 0"
         )
     return Placement(
         environment.program,
