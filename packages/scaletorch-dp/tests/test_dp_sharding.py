@@ -171,10 +171,7 @@ def test_forward_waits_for_what_it_reads():
 
 
 def check_masters(grad_type):
-    """Masters of bfloat16 parameters are what float32 parameters would be, rounded for forward.
-
-    Returns how far they are from one process's, relative to how far these have moved.
-    """
+    """Return how far masters are from one process's, relative to how far these have moved."""
     ranks, rank = c10d.get_world_size(), c10d.get_rank()
     net, make = build("AdamW", torch.bfloat16)
     model = DataParallelBucket(net, grad_type, bucket_size=50, group=c10d.group.WORLD)
@@ -200,10 +197,7 @@ def check_masters(grad_type):
 
 
 def with_masters(net, make, ranks, micros=2, steps=4):
-    """Train bfloat16 parameters with float32 masters in one process; return these and the first.
-
-    Gradients of all micro-batches and ranks are summed in float32.
-    """
+    """Train bfloat16 parameters with float32 masters and sums; return first and last masters."""
     masters = copy.deepcopy(net).float()
     first = {name: p.detach().clone() for name, p in masters.named_parameters()}
     optimizer = make(masters)

@@ -314,11 +314,11 @@ class Routed(Encoder):
         return self.head(self.experts(x, index, weights)).unflatten(0, input_ids.shape)
 
 
-def of_lengths(model, *lengths):
+def of_lengths(model, *lengths, **how):
     """Return micro-batches of sequences, each cut by itself; cp pads odd lengths."""
     ids = torch.arange(16).expand(2, 16)
     wholes = ({"input_ids": ids[:, :n], "labels": ids[:, :n]} for n in lengths)
-    return [part for whole in wholes for part in shard_global_batch(whole, 1, model=model)]
+    return [each for whole in wholes for each in shard_global_batch(whole, 1, model=model, **how)]
 
 
 def padded():
@@ -332,6 +332,10 @@ def padded():
                 with pytest.raises(InvalidArgumentError, match="would see the padding"):
                     train_step(model, of_lengths(model, *lengths))
                 model.reset()
+            if manager.dp_size > 1:  # one dp rank alone has read shorter rows
+                own = of_lengths(model, 16 - manager.dp_rank, own_rows=True)
+                with pytest.raises(InvalidArgumentError, match="would see the padding"):
+                    train_step(model, own)
     with grid({"cp_size": 4}) as manager:
         model = parallelize(Routed(), manager, rehearse=False)
         count_routing(model, "gate.bias")

@@ -244,6 +244,13 @@ def record_next(layouts: Sequence[Layout], ring: Ring, call: str) -> None:
         record.padded = any(_has_padding(layout) for layout in layouts)
 
 
+def record_padding(ring: Ring) -> None:
+    """Record that the shards of the next calls may have padding."""
+    record = None if ring.group is None else _records.get(ring.group)
+    if record is not None:
+        record.padded = True
+
+
 def _has_padding(layout: Layout) -> bool:
     return layout.padded_length > layout.length
 

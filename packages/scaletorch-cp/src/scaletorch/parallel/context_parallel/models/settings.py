@@ -22,7 +22,7 @@ from ..attention import Request, attend
 from ..cp_comms import Ring
 from ..layouts import Layout, named_layout
 from ..masks import Documents
-from ..sharding import may_be_padded, record_next, resolve_layout
+from ..sharding import may_be_padded, record_next, record_padding, resolve_layout
 
 _NO_BACKWARD = -1  # torch's task id outside of a backward
 _CALL = "attention of a model that apply_context_parallel was given"
@@ -154,6 +154,13 @@ def note_shards(model: nn.Module, layouts: Sequence[Layout]) -> None:
     settings = settings_of(model)
     if settings is not None:
         record_next(layouts, settings.ring, "shard_global_batch")
+
+
+def note_padding(model: nn.Module) -> None:
+    """Take shards for padded, since those of other ranks are: all ranks then refuse the same."""
+    settings = settings_of(model)
+    if settings is not None:
+        record_padding(settings.ring)
 
 
 def require_unmarked(model: nn.Module) -> None:
