@@ -21,7 +21,7 @@ from scaletorch.parallel.tensor_parallel.building import find_cuts
 
 HIDDEN, WIDTH, EXPERTS, VOCAB = 6, 5, 3, 11
 STYLE = Stacked(
-    {"gate_up_proj": Slices(1, parts=2), "gate_up_bias": Slices(1, parts=2), "down_proj": 2},
+    {"gate_up_proj": Slices(1, 2), "gate_up_bias": Slices(1, 2), "down_proj": 2},
     ("down_bias",),
 )
 PLAN = {"embed": "vocab", "block.experts": STYLE, "head": "column_gather"}
@@ -183,9 +183,9 @@ def test_explained():
 ALL = ("gate_up_proj", "gate_up_bias", "down_proj")
 REFUSED = [
     ({"gate_up_proj": 1, "other": 2}, (), 2, "has no parameter other"),
-    ({"gate_up_proj": Slices(1, parts=2)}, (), 2, "down_proj, gate_up_bias, down_bias would see"),
+    ({"gate_up_proj": Slices(1, 2)}, (), 2, "down_proj, gate_up_bias, down_bias would"),
     (dict.fromkeys(ALL, 1), ("down_bias",), 2, "widths"),
-    ({"gate_up_proj": Slices(1, parts=4)}, ("down_bias",), 2, "is neither sharded nor added"),
+    ({"gate_up_proj": Slices(1, 4)}, ("down_bias",), 2, "is neither sharded nor added"),
     (STYLE.sharded, STYLE.added, 6, r"block.experts.width = 5"),
 ]
 

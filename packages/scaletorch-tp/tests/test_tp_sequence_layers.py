@@ -248,6 +248,6 @@ def test_what_would_be_wrong_between_layers_is_refused():
 def test_layers_of_two_lists_cannot_be():
     model = made()
     model.others = nn.ModuleList([Layer()])
-    text = "in the layers of layers .*, and names others beside"
+    text = "the layers of layers .*others"
     with pytest.raises(InvalidArgumentError, match=text):
         explain(model, 2, PLAN | {"others.*": "sequence_layer"}, sequence_parallel=True)

@@ -103,7 +103,7 @@ def trained(ranks, family, sizes, options=None, micro_batches=1, stage=0, layers
 
 
 SEQUENCES, RECOMPUTED = {"sequence_parallel": True}, {"recompute": True}
-NAMED = {"plan": {"**.mlp.experts": Stacked({"gate_up_proj": Slices(1, parts=2), "down_proj": 2})}}
+NAMED = {"plan": {"**.mlp.experts": Stacked({"gate_up_proj": Slices(1, 2), "down_proj": 2})}}
 DP_TP, CP_TP = {"dp_size": 2, "tp_size": 2}, {"cp_size": 2, "tp_size": 2}
 BOTH = {"ep_size": 2, "etp_size": 2}  # each expert's width is divided too
 # Family, sizes, options of `parallelize`, micro-batches, ZeRO stage.
