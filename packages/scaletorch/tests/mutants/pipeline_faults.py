@@ -145,7 +145,7 @@ def gradients_between_chunks_doubled(take: Any) -> Any:
     """The gradient that a stage hands back to another one of its rank counts twice."""
 
     def doubled(self: Any, key: Any) -> Any:
-        local = key in self._made
+        local = key in self._outputs
         return [tensor * 2 if local else tensor for tensor in take(self, key)]
 
     return doubled
