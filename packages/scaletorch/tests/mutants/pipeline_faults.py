@@ -25,7 +25,8 @@ def two_layers_lost(cut: Any) -> Any:
         for name in (modules[-1] for modules in placement.stages[:2]):
             parent, _, leaf = name.rpartition(".")
             lost = model.get_submodule(name)
-            model.get_submodule(parent)._modules[leaf] = PassThrough(lost, "lost")
+            if not isinstance(lost, PassThrough):
+                model.get_submodule(parent)._modules[leaf] = PassThrough(lost, "lost")
         return chunks
 
     return losing
