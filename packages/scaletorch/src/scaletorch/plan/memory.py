@@ -157,9 +157,10 @@ def peak(facts: Facts, layout: Layout, room: int | None = None) -> int:
         if room is not None and still > room:
             return still
         for sizes in _peaks(facts, layout, own, number, rank):
-            found = max(found, still + sum(sizes))
-            if room is not None and found > room:
-                return found
+            if (total := still + sum(sizes)) > found:
+                found = total
+                if room is not None and found > room:
+                    return found
     return found
 
 
