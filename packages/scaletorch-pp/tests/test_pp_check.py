@@ -101,8 +101,9 @@ def programs_run(programs):
 ALL = [build(*size) for build in SCHEDULES.values() for size in SIZES]
 
 
-@pytest.mark.parametrize("schedule", [build(4, 8) for build in SCHEDULES.values()], ids=lambda each: each.name)
-def test_receives_start_four_tasks_early_and_nothing_else_moves(schedule):
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_receives_start_four_tasks_early_and_nothing_else_moves(name):
+    schedule = SCHEDULES[name](4, 8)
     for rank in range(4):
         program, early = plan_of(schedule, 4, 8, rank)[2:]
         for moves in (False, True):
