@@ -169,7 +169,7 @@ def _called(
         if cut is not None and cut.sequences is not None:
             # Batches may have been sharded for another model since then.
             note_shards(pipeline.module, cut.sequences.layout)
-        for batch in called:
+        for batch in called if terms.is_pretrained else ():
             require_computable(pipeline.module, batch)
     return called
 
