@@ -250,8 +250,8 @@ def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
         if dims:
             ways = [*dims, None]
             raise InvalidArgumentError(
-                f"cp divides {found.length} positions, and {name} is {list(x.shape)}: it is not clear "
-                "whether it has them; pass shard_global_batch(..., sequence_dims="
+                f"cp divides {found.length} positions, and {name} is {list(x.shape)}: it is not "
+                "clear whether it has them; pass shard_global_batch(..., sequence_dims="
                 + " or ".join(f"{{{name!r}: {way}}}" for way in ways)
                 + "); None leaves it whole"
             )
