@@ -1,4 +1,4 @@
-"""Time to find the best of all legal layouts of 1,024 and of 16,384 ranks.
+"""Time to find the best of all legal layouts of 1,024 and of 16,384 ranks, and to count them.
 
 Two models of 126 layers, dense and a mixture, with tp and cp up to 32 and four sizes of ep.
 The figure is CPU seconds, the least of several searches, each in a new process.
@@ -98,13 +98,13 @@ def widened(known: Description, cut: Cut) -> tuple[Behaviour, ...]:
 
 
 def search(known: Description, ranks: int) -> tuple[float, int, int]:
-    """Return the CPU seconds of a search, and how many layouts fit and are refused."""
+    """Return the CPU seconds of a search, and the numbers of layouts that fit and are refused."""
     cluster = cluster_named("H100-SXM", ranks)
     begin = time.process_time()
     found = plan(known, ROWS * ranks, cluster)
     found.best()
-    took = time.process_time() - begin
-    return took, len(found.fitting), len(found.refused)
+    counts = len(found.fitting), sum(number for number, _ in found.reasons)
+    return time.process_time() - begin, *counts
 
 
 def lines(names: list[str], repeats: int) -> Iterator[str]:

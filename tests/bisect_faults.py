@@ -1,7 +1,4 @@
-"""Programs that are not this library's, with faults: sequence parallelism x FSDP2, and others.
-
-Each trains one step on all ranks and records it; `FAULTS` says how each is to be told.
-"""
+"""Programs that are not this library's, with faults: sequence parallelism x FSDP2, and others."""
 
 import sys
 import warnings
@@ -18,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from scaletorch.bisect import record
+from scaletorch.dist.functional import copy, reduce
 
 sys.path.extend({str(Path(__file__).parent.parent / "examples" / "bisect")}.difference(sys.path))
 
@@ -103,70 +101,20 @@ def several():
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-class SummedBack(torch.autograd.Function):
-    """The same, whose gradient is summed over ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        dist.all_reduce(gradient := gradient.contiguous().clone())
-        return gradient
-
-
-class Sum(torch.autograd.Function):
-    """The sum over ranks, of which each rank has the gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        dist.all_reduce(x := x.clone())
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class Double(torch.autograd.Function):
-    """The same, with twice the gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
-
-
-class Route(nn.Module):
-    """Scores of experts: a rank masks those of others on purpose."""
+class Experts(nn.Module):
+    """A rank masks the scores of others' experts on purpose; results are added up over ranks."""
 
     def __init__(self, fault):
         super().__init__()
         self.gate, self.fault = nn.Linear(HIDDEN, 4, bias=False), fault
+        self.weight = nn.Parameter(torch.randn(4, HIDDEN, HIDDEN) / 4)
 
     def forward(self, x):
         scores = self.gate(x).softmax(-1)
         if several():
             own = torch.arange(4) % dist.get_world_size() == dist.get_rank()
-            scores = (scores if self.fault == "router" else SummedBack.apply(scores)) * own
-        return scores
-
-
-class Experts(nn.Module):
-    """Their results are added up over the ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, HIDDEN, HIDDEN) / 4)
-
-    def forward(self, x, scores):
-        x = SummedBack.apply(x) if several() else x
-        out = torch.einsum("blh,ehi,ble->bli", x, self.weight, scores)
-        return Sum.apply(out) if several() else out
+            scores = (scores if self.fault == "router" else copy(scores)) * own
+        return reduce(torch.einsum("blh,ehi,ble->bli", copy(x), self.weight, scores))
 
 
 class Attend(nn.Module):
@@ -179,7 +127,9 @@ class Attend(nn.Module):
 
     def forward(self, x):
         weights = F.softmax(self.q(x) @ x.mT, -1)
-        used = Double.apply(weights) if self.fault and torch.is_grad_enabled() else weights
+        used = weights.clone()
+        if self.fault and torch.is_grad_enabled():
+            used.register_hook(lambda gradient: 2 * gradient)
         return used @ self.v(x), weights
 
 
@@ -190,9 +140,8 @@ class Mixed(nn.Module):
         super().__init__()
         wrong = several() and dist.get_rank() == 1
         self.embed = nn.Embedding(32, HIDDEN)
-        self.route, self.experts = Route(fault), Experts()
-        self.attend = Attend(fault == "side" and wrong)
-        self.teacher = Attend(False)
+        self.experts = Experts(fault)
+        self.attend, self.teacher = Attend(fault == "side" and wrong), Attend(False)
         self.head = nn.Linear(HIDDEN, 32, bias=False)
         if fault in ("cycle", "teacher") and wrong:
             layer = self.attend.q if fault == "cycle" else self.teacher.v
@@ -202,14 +151,14 @@ class Mixed(nn.Module):
 
     def forward(self, ids):
         x = self.embed(ids)
-        x = x + self.experts(x, self.route(x))
+        x = x + self.experts(x)
         with torch.no_grad():
             z, _ = self.attend(x)
         return self.head(x + self.attend(z + x)[0])
 
 
 MIXED = {
-    "router": ("backward", "route", "route.gate", "a sum over all ranks is missing"),
+    "router": ("backward", "experts", "experts.gate", "a sum over all ranks is missing"),
     "cycle": ("forward", "attend.q", "attend.q", "1.1 times the right values"),
     "teacher": ("forward", "teacher.v", "teacher.v", "1.1 times the right values"),
     "side": ("backward", "attend", "attend", "2 times the right values"),

@@ -39,12 +39,7 @@ _SHELL = set("|&;<>()$`*?[]{}~=")
 
 
 def run(language: str, code: str, folder: Path) -> str:
-    """Run a block in a folder; return what it prints on stdout.
-
-    Raises:
-        RankFailedError: a program failed, with its traceback.
-        CalledProcessError: a command failed.
-    """
+    """Run a block in a folder; return what it prints on stdout."""
     if "from transformers" in code:
         get_server().preload(TRANSFORMERS)
     if language == "python":

@@ -15,22 +15,18 @@ __all__ = ["LIMITS", "Named", "Tensor", "both", "same"]
 
 LIMITS: dict[str, int] = {}
 
-
 class _Base:
     def inherited(self, x: int = 1) -> None: ...
-
 
 class Named(_Base):
     size: int
 
-    def __init__(self, name: str, *, size: int = 2) -> None:
-        self.size = size
+    def __init__(self, name: str, *, size: int = 2) -> None: ...
 
     @property
     def first(self) -> str: ...
 
     def _hidden(self) -> None: ...
-
 
 @overload
 def both(x: int) -> int: ...
@@ -38,10 +34,8 @@ def both(x: int) -> int: ...
 def both(x: str) -> str: ...
 def both(x): ...
 
-
 def private(): ...
 '''
-
 RECORD = """
 scaletorch.tiny
     LIMITS: dict[str, int]
@@ -64,10 +58,9 @@ scaletorch.tiny.same
 @pytest.mark.parametrize("package", PACKAGES)
 def test_public_names_are_the_recorded_ones(package):
     difference = api.difference(package)
-    message = (
-        f"{difference}\n\nIf that is meant: hatch run api --accept, and a fragment of changelog"
+    assert not difference, (
+        f"{difference}\n\nIf that is meant: hatch run api --accept, and a fragment"
     )
-    assert not difference, message
 
 
 @pytest.fixture
@@ -86,14 +79,11 @@ def tiny(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_record_names_everything_public_with_its_signature(tiny):
+def test_a_record_names_everything_public_until_a_change_is_accepted(tiny, capsys):
     assert api.record("tiny", "api.txt").endswith(RECORD)
     assert api.record("tiny", "building.txt").endswith(
         "scaletorch.tiny.building\n    inner() -> None\n"
     )
-
-
-def test_a_change_is_shown_until_it_is_accepted(tiny, capsys):
     assert api.main(["--accept"]) == 0
     assert api.main([]) == 0
     (tiny / "same.py").write_text("def same(x: float, y: int = 0) -> float: ...\n")
@@ -101,6 +91,5 @@ def test_a_change_is_shown_until_it_is_accepted(tiny, capsys):
     shown = capsys.readouterr()
     assert "-    same(x: float) -> float" in shown.out
     assert "+    same(x: float, y: int = 0) -> float" in shown.out
-    assert "--accept" in shown.err
     api.main(["--accept"])
     assert api.main([]) == 0

@@ -23,15 +23,13 @@ def runs(tmp_path_factory):
     return folder, plain, run_ranks(train_all, 4, folder, timeout=300)
 
 
-def told(report):
-    """Return what the first birth is: direction, modules, tensor, how."""
-    first = report.found[0]
-    return (
-        first.birth.direction,
-        first.birth.modules,
-        first.birth.judged.key.name,
-        "; ".join(first.how),
-    )
+def require(report, direction, module, tensor, words):
+    """Compare what is said of the first fault."""
+    birth, how = report.found[0].birth, "; ".join(report.found[0].how)
+    assert birth.direction == direction, report
+    assert module in birth.modules or not module, report
+    assert birth.judged.key.name == tensor, report
+    assert words in how, report
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -48,12 +46,7 @@ def test_right_programs_are_right_and_completely_compared(runs, layout):
 @pytest.mark.parametrize(("fault", "layout"), CASES, ids=str)
 def test_a_fault_is_told_in_words_that_fit(runs, fault, layout):
     folder, *_ = runs
-    direction, module, tensor, words = FAULTS[fault]
-    found = told(compare(folder / "one", folder / f"{layout}{fault}"))
-    assert found[0] == direction, found
-    assert module in found[1] or not module, found
-    assert found[2] == tensor, found
-    assert words in found[3], found
+    require(compare(folder / "one", folder / f"{layout}{fault}"), *FAULTS[fault])
 
 
 def test_masked_scores_side_outputs_and_teachers_are_right(runs):
@@ -67,10 +60,7 @@ def test_masked_scores_side_outputs_and_teachers_are_right(runs):
 @pytest.mark.parametrize("fault", MIXED)
 def test_what_masks_on_purpose_is_not_blamed(runs, fault):
     folder, *_ = runs
-    direction, module, tensor, words = MIXED[fault]
-    found = told(compare(folder / "mixed-one", folder / f"mixed{fault}"))
-    assert found[:3] == (direction, [module], tensor), found
-    assert words in found[3], found
+    require(compare(folder / "mixed-one", folder / f"mixed{fault}"), *MIXED[fault])
 
 
 def small_step(folder, *, frozen=False, learns=True):
@@ -97,9 +87,13 @@ def test_without_gradients_nothing_is_judged(tmp_path, capsys):
         small_step(tmp_path / name, learns=False)
     assert not compare(tmp_path / "one", tmp_path / "two").sound
     assert main(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 3
-    assert capsys.readouterr().out.startswith(
-        "not judged, 1 of the training's results: no gradient"
-    )
+    said = "not judged, 1 of the training's results: no gradient"
+    assert capsys.readouterr().out.startswith(said)
+    with (
+        pytest.raises(InvalidArgumentError, match=r"put takes \"loss\" or \"norm\", not 'other'"),
+        record(tmp_path / "three") as tape,
+    ):
+        tape.put("other", torch.ones(()))
 
 
 def test_a_loss_of_zero_is_right_where_both_are(tmp_path):
@@ -116,16 +110,6 @@ def test_a_loss_of_zero_is_right_where_both_are(tmp_path):
     report = compare(tmp_path / "one", tmp_path / "two")
     assert report.sound
     assert not report.count("bad")  # the factor of all activations' gradients is inferred
-
-
-def test_put_takes_the_names_that_it_says(tmp_path):
-    with (
-        pytest.raises(
-            InvalidArgumentError, match=r"put takes \"loss\" or \"norm\", not 'gradient no"
-        ),
-        record(tmp_path / "one") as tape,
-    ):
-        tape.put("gradient norm", torch.ones(()))
 
 
 class Narrow(nn.Module):

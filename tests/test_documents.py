@@ -1,11 +1,6 @@
-"""Programs and commands of the READMEs and guides run, and print the output shown after them.
+"""Programs and commands of the READMEs and guides run, and print the output shown after them."""
 
-Each day others of them are tried; `python -m tools.wheels` runs all programs of wheels' READMEs.
-"""
-
-import ast
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +15,7 @@ from document_blocks import (
 )
 from document_programs import run
 from sweeps import today
-from tools.testing.suites import PACKAGES, closure
 
-NAMESPACES = ("scaletorch", "scaletorch.parallel")
 BLOCKS = {page: blocks(page) for page in pages()}
 RUNNING = [
     pytest.param(block, id=f"{page}:{block.line}")
@@ -58,29 +51,3 @@ def test_blocks_are_fenced_and_say_what_they_are(page):
 @pytest.mark.parametrize("page", set(RUN_ELSEWHERE) & set(BLOCKS))
 def test_pages_that_run_elsewhere_are_read_there(page):
     assert Path(page).name in (ROOT / RUN_ELSEWHERE[page]).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_programs_of_a_package_need_torch_and_its_own_wheels_alone(package):
-    wheels = [ROOT / "packages" / name / "src" for name in closure(package)]
-    for block in BLOCKS[f"packages/{package}/README.md"]:
-        for name in imported(block.code) if block.language == "python" else ():
-            root = name.partition(".")[0]
-            if root == "scaletorch":
-                assert any(exists(wheel / name.replace(".", "/")) for wheel in wheels), name
-            else:
-                assert root == "torch" or root in sys.stdlib_module_names, name
-
-
-def imported(code):
-    """Return the modules that a program imports, of namespaces what it imports from them."""
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            within = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from within if node.module in NAMESPACES else [node.module]
-
-
-def exists(module):
-    return (module / "__init__.py").exists() or module.with_suffix(".py").exists()

@@ -11,13 +11,15 @@ import pytest
 pytest.importorskip("transformers")
 
 from sweeps import today
-from tools.families import page, record
+from tools.families import page, ranks, record
 from tools.families.axes import AXES, SINGLE
 from tools.families.names import names
 from tools.families.reference import refer
 from tools.families.run import cells, run
 from tools.families.verdicts import DIFFERS, OBSCURE, REFUSED, SAME, Verdict, of_ranks, worse
 from tools.pools import Pools
+
+from scaletorch.parallel.tensor_parallel.plans import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARES = 96  # of the families, a share a day; `hatch run families` tries all
@@ -84,11 +86,8 @@ def test_a_difference_of_one_number_is_seen():
 
 
 def test_what_ranks_say_together():
-    trained, refused = (
-        ("trained", 1e-15, "loss"),
-        ("refused", 0.0, "rank 1 (dp0 pp0 cp0 tp1): no. b"),
-    )
-    heard = ("heard", 0.0, "another rank refused")
+    trained, heard = ("trained", 1e-15, "loss"), ("heard", 0.0, "another rank refused")
+    refused = ("refused", 0.0, "rank 1 (dp0 pp0 cp0 tp1): no. b")
     assert of_ranks([trained, ("trained", 3e-9, "w")]) == Verdict(DIFFERS, 3e-9, "w")
     assert of_ranks([heard, refused]) == Verdict(REFUSED, words="no")
     assert of_ranks([trained, refused]).word == OBSCURE
@@ -101,3 +100,30 @@ def test_what_is_worse():
     assert worse(obscure, refused)
     assert not worse(same, refused)
     assert not worse(obscure, obscure)
+
+
+def without_plan(name, axis, expected):
+    with pytest.MonkeyPatch.context() as patch:
+        for each in ("find_own_plan", "find_torch_layers"):
+            patch.setattr(resolve, each, lambda *_: None)
+        return ranks.run_cell(name, axis, expected)
+
+
+# Attention cut by heads and stated in other ways: apart, packed, by head, in a module of its own.
+ALWAYS = ("llama", "gpt2", "gpt_neox", "bert")
+
+
+@pytest.mark.timeout(300)
+def test_families_train_without_their_plans():
+    known = record.read().verdicts
+    sound = [name for name in known if known[name]["dp"].word == SAME]  # and run here at all
+    always = today(ALWAYS, 2)
+    pools, words = Pools(), {}
+    for name in dict.fromkeys([*always, *today(sound, 128)]):
+        expected = refer(name)
+        for axis in ("tp", "sp"):
+            said = pools.run(2, without_plan, name, AXES[axis], expected, timeout=60)
+            words[name, axis] = of_ranks(said)
+    pools.close()
+    assert {words[name, axis].word for name in always for axis in ("tp", "sp")} == {SAME}
+    assert {verdict.word for verdict in words.values()} <= {SAME, REFUSED}, words

@@ -1,15 +1,12 @@
 """The tool for GPUs, by a dry run on the CPU: groups pass, fail, hang and are skipped."""
 
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from tools.gpu import __main__ as command
-from tools.gpu import checks, figures, groups, kernels, matrix, run
+from tools.gpu import checks, groups, kernels, matrix
 from tools.gpu.checks import Checks, Found, Skip
 
 from scaletorch.dist.errors import RankFailedError
@@ -49,30 +46,6 @@ def test_every_group_names_a_function():
         assert f"\ndef {function}(" in text, group
 
 
-# A group that sleeps, and answers the signal for its stacks.
-STUCK = """import faulthandler, signal, time
-faulthandler.register(signal.SIGUSR1)
-print(1, flush=True)
-time.sleep(99)"""
-
-
-def test_a_group_that_hangs_is_ended_with_its_stack(tmp_path, monkeypatch):
-    popen = subprocess.Popen
-
-    def sleeping(_command, **options):
-        return popen([sys.executable, "-c", STUCK], **options)
-
-    monkeypatch.setattr(run.subprocess, "Popen", sleeping)
-    given = {"device": "cpu", "quick": True}
-    running = run.Running(groups.Group("stuck", "none.none", 1.0), tmp_path, given)
-    while not (tmp_path / "stuck" / "log").read_text():
-        time.sleep(0.05)
-    outcome = running.finish(1.0)
-    assert outcome.word == checks.HUNG
-    assert 'File "<string>", line 4' in outcome.log
-    assert outcome.cells()[1] == checks.HUNG
-
-
 def written(tmp_path, check, *args):
     own = Checks(tmp_path / "rows", "cpu", True, 60.0)
     own.run("one", check, *args)
@@ -80,50 +53,37 @@ def written(tmp_path, check, *args):
     return row
 
 
-def raises(error):
-    raise error
+OUTCOMES = [
+    (Found(1e-6, 1e-5), checks.PASSED),
+    (Found(1e-4, 1e-5), checks.FAILED),
+    (Found(float("nan"), 1e-5), checks.FAILED),
+    (Skip("not here"), checks.SKIPPED),
+    (ValueError("wrong"), checks.FAILED),
+    (RankFailedError("two ranks", failures={1: "ValueError: x\n"}), checks.FAILED),
+    (RankFailedError("late", hung=(0, 1)), checks.HUNG),
+    (TimeoutError("not free"), checks.HUNG),
+]
 
 
-@pytest.mark.parametrize(
-    ("check", "arguments", "word"),
-    [
-        (lambda: Found(1e-6, 1e-5), (), checks.PASSED),
-        (lambda: Found(1e-4, 1e-5), (), checks.FAILED),
-        (lambda: Found(float("nan"), 1e-5), (), checks.FAILED),
-        (raises, (Skip("not here"),), checks.SKIPPED),
-        (raises, (ValueError("wrong"),), checks.FAILED),
-        (raises, (RankFailedError("two ranks", failures={1: "ValueError: x\n"}),), checks.FAILED),
-        (raises, (RankFailedError("late", hung=(0, 1)),), checks.HUNG),
-        (raises, (TimeoutError("not free"),), checks.HUNG),
-    ],
-)
-def test_a_check_is_written_down(tmp_path, check, arguments, word):
-    assert written(tmp_path, check, *arguments).word == word
+def come_to(outcome):
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
-def test_an_illegal_access_ends_the_group(tmp_path):
-    with pytest.raises(RuntimeError, match="illegal"):
-        written(tmp_path, raises, RuntimeError("CUDA error: an illegal memory access"))
-    assert checks.rows(tmp_path / "rows")[0].word == checks.FAILED
+@pytest.mark.parametrize(("outcome", "word"), OUTCOMES)
+def test_a_check_is_written_down(tmp_path, outcome, word):
+    assert written(tmp_path, come_to, outcome).word == word
 
 
 @pytest.mark.parametrize("name", kernels.CALLS)
 def test_a_wrong_kernel_is_seen(name, monkeypatch):
-    case = (torch.float32, 4, 2, 16, 513, 513)
+    case, right = (torch.float32, 4, 2, 16, 513, 513), kernels.attention
     found = kernels._call("cpu", case, kernels.CALLS[name])
     assert found.error < found.bound
-    right = kernels.attention
-
-    def shifted(q, k, v, **options):
-        return right(q, k, v, **options) * (1 + 1e-3)
-
-    monkeypatch.setattr(kernels, "attention", shifted)
+    monkeypatch.setattr(kernels, "attention", lambda *qkv, **how: right(*qkv, **how) * (1 + 1e-3))
     found = kernels._call("cpu", case, kernels.CALLS[name])
     assert found.error > found.bound
-
-
-def test_overlapping_spans_are_one():
-    assert figures.merged([(3, 4), (0, 2), (1, 2.5)]) == [(0, 2.5), (3, 4)]
 
 
 def test_the_messages_of_four_stages_arrive(tmp_path):

@@ -9,9 +9,7 @@ import torch
 from tools.families.verdicts import OBSCURE, Verdict
 from tools.modules import layouts, recipe
 from tools.modules.cell import REHEARSES, Told, cell
-from tools.modules.losses import batch
 from tools.modules.model import make
-from tools.modules.plan import plan_of
 from tools.modules.run import Runner, Setting, layouts_of
 from tools.modules.verdicts import (
     FALSE,
@@ -89,16 +87,6 @@ def test_a_seed_says_all():
         layouts.parsed("tp")
 
 
-def test_every_form_is_a_model():
-    ids = batch(3, 0)["input_ids"]
-    for part, forms in recipe.FORMS.items():
-        for form in forms.split():
-            chosen = recipe.parsed([f"{part}={form}"])
-            assert plan_of(chosen)
-            output = make(chosen, 3, 2)(ids)
-            assert getattr(output, "logits", output).isfinite().all(), (part, form)
-
-
 def test_what_ranks_say_together():
     right, refused = Told("right", "", 1e-15), Told("refused", "InvalidArgumentError: no. b")
     heard = Told("refused", "MismatchError: another rank failed")
@@ -113,10 +101,4 @@ def test_what_ranks_say_together():
     rehearsal = of_ranks([Told("rehearsal", "differs")] * 2)
     assert rehearsal.word == FOUND
     assert after(rehearsal, Verdict(RIGHT)).word == FALSE
-    assert after(rehearsal, Verdict(SILENT)).word == FOUND
-
-
-def test_reasons_have_no_names():
-    words = "InvalidArgumentError: rank 1 (dp0 pp0 cp0 tp1): module 'a.b' (Linear) of [3, 4] fails"
-    other = "InvalidArgumentError: rank 0 (dp0 pp0 cp0 tp0): module 'c' (MLP) of [7] fails"
-    assert reason(words) == reason(other) == "InvalidArgumentError: module _ ) of _ fails"
+    assert reason("E: rank 1 (dp0): module 'a.b' of [3, 4] fails") == "E: module _ of _ fails"

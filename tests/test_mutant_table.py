@@ -1,14 +1,17 @@
-"""The document of faults lists those that there are, and sources still have where they are put."""
+"""The document of faults lists those that there are; sources and models have where each is put."""
 
 import ast
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
-from mutants import MUTANTS
+from mutants import MUTANTS, matches
+from mutants.hunt import MODELS
+from mutants.located import DIRECTIONS
 from mutants.locating import ELSEWHERE
 from mutation.planted import Plant, is_of, plants, short, to_markdown
 
@@ -66,3 +69,47 @@ def test_a_text_that_is_gone_or_there_twice_is_an_error(tmp_path):
     assert is_of("tests/test_toy.py::test_toy[1]", plant.test)
     assert not is_of("tests/test_toy.py::test_toy_too", plant.test)
     assert short(plant.test) == "test_toy.py::test_toy"
+
+
+NORMS = "backward: *.q_norm | *.k_norm ; synchronisation: *_norm.weight"
+MODULE, WEIGHT = "layers.0.self_attn.q_norm", "layers.0.self_attn.q_norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("born", "direction", "modules", "parameters", "led"),
+    [
+        (NORMS, "backward", [MODULE], [], True),
+        (NORMS, "backward", [], [WEIGHT], True),
+        (NORMS, "synchronisation", [], [WEIGHT], True),
+        (NORMS, "forward", [MODULE], [], False),
+        (NORMS, "backward", [MODULE, "layers.0.mlp"], [], False),
+        (NORMS, "synchronisation", [], [WEIGHT, "spare.bias"], False),
+        (NORMS, "backward", [], [], False),
+        ("backward: layers.?", "backward", ["layers.3"], [], True),
+        ("backward: layers.?", "backward", ["layers.3.mlp"], [], False),
+        ("synchronisation: gradients", "synchronisation", [], ["embed_tokens.weight"], True),
+        ("update: norm", "update", ["norm"], [], True),
+        ("update: norm", "update", ["weights"], [], False),
+        ("forward: model", "forward", [""], [], True),
+    ],
+)
+def test_a_report_leads_to_where_a_fault_is_born_or_not(born, direction, modules, parameters, led):
+    assert matches(born, direction, modules, parameters) is led
+
+
+WORDS = {"model", "loss", "gradients", "norm", "clip", "weights", "labels", "position_ids"}
+
+
+def test_every_fault_is_born_where_its_model_has_something():
+    names = {}
+    for kind, (model_fn, _, _) in MODELS.items():
+        model = model_fn()
+        names[kind] = WORDS | {name for name, _ in model.named_modules()}
+        names[kind].update(name for name, _ in model.named_parameters(remove_duplicate=False))
+    for mutant in MUTANTS.values():
+        for place in mutant.born.split(" ; "):
+            direction, patterns = place.split(": ")
+            assert direction in DIRECTIONS, mutant.name
+            for pattern in patterns.split(" | "):
+                found = (fnmatchcase(name, pattern) for name in names[mutant.model])
+                assert any(found), (mutant.name, pattern)

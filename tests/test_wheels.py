@@ -8,7 +8,7 @@ import pytest
 from tools.building import build, of_version
 from tools.environments import create, run, torch_alone
 from tools.packages import folder, version
-from tools.rows import CheckError, row, table
+from tools.rows import CheckError
 from tools.wheels.alone import Alone
 from tools.wheels.files import own_files, shared_paths, wrong_files
 from tools.wheels.metadata import next_series, own_words, wrong_requirements, wrong_words
@@ -57,10 +57,8 @@ def test_good_wheels_pass(wheels):
     ("path", "new", "fault"),
     [
         ("scaletorch/__init__.py", "", f"scaletorch/__init__.py lies outside {PORTION}"),
-        ("tests/test_grid.py", "", f"tests/test_grid.py lies outside {PORTION}"),
         (f"{PORTION}/stray.py", "", f"{PORTION}/stray.py is no file of the package's sources"),
         (f"{PORTION}/grid.py", None, f"{PORTION}/grid.py is missing"),
-        (f"{PORTION}/py.typed", None, f"{PORTION}/py.typed is missing, without which"),
         (f"{ABOUT}/licenses/LICENSE", None, "its licenses/LICENSE is not the project's"),
     ],
 )
@@ -86,12 +84,6 @@ def test_wrong_words_are_named(wheels, tmp_path, old, new, fault):
     assert any(each.startswith(fault) for each in wrong_words(wheel, PACKAGE))
 
 
-def test_metadata_against_the_standard_are_refused(wheels, tmp_path):
-    wheel = changed(wheels[PACKAGE], tmp_path, f"{ABOUT}/METADATA", "License-Exp", "Licence-Exp")
-    with pytest.raises(CheckError, match="licence-expression"):
-        own_words(wheel, PACKAGE)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
@@ -102,13 +94,8 @@ def test_metadata_against_the_standard_are_refused(wheels, tmp_path):
     ],
 )
 def test_a_wrong_requirement_is_named(wheels, tmp_path, old, new, fault):
-    wheel = changed(
-        wheels[PACKAGE],
-        tmp_path,
-        f"{ABOUT}/METADATA",
-        f"Requires-Dist: {old}",
-        f"Requires-Dist: {new}",
-    )
+    old, new = (f"Requires-Dist: {each}" for each in (old, new))
+    wheel = changed(wheels[PACKAGE], tmp_path, f"{ABOUT}/METADATA", old, new)
     assert any(fault in each for each in wrong_requirements(wheel, PACKAGE))
 
 
@@ -142,49 +129,23 @@ def test_a_wheel_that_needs_more_is_not_installed(wheels, torch_folder, tmp_path
         alone.install()
 
 
-@pytest.mark.parametrize(
-    ("snippet", "fault"),
-    [
-        ("print(1)\n```\n\n```python\nraise ValueError(2)", "snippet2 .*Error: 2"),
-        ("print(2)\n```\n\n```output\n3", "snippet1 fails:\n2"),
-    ],
-)
-def test_a_snippet_that_fails_or_prints_something_else_is_named(
-    wheels, torch_folder, tmp_path, snippet, fault
-):
-    told = f"```python\n{snippet}\n```\n"
+def test_a_snippet_that_prints_something_else_is_named(wheels, torch_folder, tmp_path):
+    told = "```python\nprint(1)\n```\n\n```python\nprint(2)\n```\n\n```output\n3\n```\n"
     own = (folder(PACKAGE) / "README.md").read_text()
     wheel = changed(wheels[PACKAGE], tmp_path / "wheels", f"{ABOUT}/METADATA", own, told)
     alone = Alone(PACKAGE, wheel, wheel.parent, create(tmp_path / "environment", torch_folder))
-    with pytest.raises(CheckError, match=f"(?s){fault}"):
+    with pytest.raises(CheckError, match=r"snippet2 fails:\n2"):
         alone.readme()
 
 
-def test_rows_and_their_table():
-    def wrong():
-        raise CheckError("two lines\nof it")
-
-    rows = [row("first", lambda: "fine"), row("second", wrong), row("third", lambda: str(1 / 0))]
-    assert [ok for *_, ok in rows] == [True, False, False]
-    lines = table(rows).splitlines()
-    assert lines[2] == "| ok    | first   | fine                                |"
-    assert lines[3].startswith("| WRONG | second  | two lines ")
-    assert "second:\ntwo lines\nof it" in table(rows)
-    assert "third:\nZeroDivisionError: division by zero" in table(rows)
-    assert lines[-1] == "1 passed, 2 failed"
-
-
 def test_wheels_of_two_patch_releases_fit_together(wheels, torch_folder, tmp_path):
-    """A patch release may move everything that is not recorded."""
     major, minor, patch = version(DIST).split(".")
     newer = of_version(DIST, f"{major}.{minor}.{int(patch) + 1}", tmp_path)
     inside = newer / "src/scaletorch/dist"
     (inside / "collectives").rename(inside / "moved_inside")
     for file in inside.rglob("*.py"):
-        text = file.read_text()
-        file.write_text(
-            re.sub(r"^(\s*from [.]+)collectives\b", r"\1moved_inside", text, flags=re.M)
-        )
+        imports = re.compile(r"^(\s*from [.]+)collectives\b", re.M)
+        file.write_text(imports.sub(r"\1moved_inside", file.read_text()))
     folder_of_both = tmp_path / "both"
     folder_of_both.mkdir()
     build(newer, folder_of_both)

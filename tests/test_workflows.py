@@ -33,13 +33,8 @@ def test_the_matrix_is_every_suite_on_every_supported_python():
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_named_packages_exist(name):
-    named = {*re.findall(r"scaletorch-[a-z]+", (FOLDER / f"{name}.yml").read_text())}
-    assert named <= {*PACKAGES}
-
-
-@pytest.mark.parametrize("name", WORKFLOWS)
-def test_jobs_run_scripts_that_hatch_has(name):
+def test_jobs_name_packages_and_scripts_that_there_are(name):
+    assert {*re.findall(r"scaletorch-[a-z]+", (FOLDER / f"{name}.yml").read_text())} <= {*PACKAGES}
     for job in jobs(name).values():
         for line in "\n".join(commands(job)).splitlines():
             if line.startswith("hatch run"):

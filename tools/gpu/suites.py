@@ -23,7 +23,7 @@ from .ranks import on_ranks
 
 DIST = "packages/scaletorch-dist/tests"
 TESTS = {  # file -> libraries that it needs besides pytest
-    f"{DIST}/test_collectives_gpu.py": (),
+    f"{DIST}/test_collectives_gpu.py": ("hypothesis",),
     "packages/scaletorch-cp/tests/test_cp_kernels.py": ("hypothesis",),
 }
 

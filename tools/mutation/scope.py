@@ -54,7 +54,6 @@ TESTS_LEFT_OUT = {
     "*/test_pp_drawing.py": "of pictures",
     "*/test_pretrain.py": "whole programs: slow, and of the same parts",
     "*/test_roll_call.py": "of starting",
-    "*/test_slurm_lists.py": "of starting",
     "*/test_tp_compile.py": "compilers: minutes, and of the same numbers",
     "*/test_vendor_devices.py": "of devices",
     "*/test_verify_vendors.py": "of devices",

@@ -79,7 +79,7 @@ def rounded(report: str) -> str:
 
     That is rounding, which differs between machines.
     """
-    return re.sub(r"(?<= in all), .* to \d\S+", "", report)
+    return re.sub(r"(?<=; the largest error is) .*", "", report)
 
 
 def main() -> None:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from dense_attention import attended, joined, random_tensors, share, visible
 
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
-from scaletorch.dist.testing import relative_error, run_ranks, worst
-from scaletorch.parallel.context_parallel import LAYOUTS, attention, choose_method
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
+from scaletorch.parallel.context_parallel import LAYOUTS, agreement, attention, choose_method
+from scaletorch.parallel.context_parallel.cp_comms import Ring
 
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 
@@ -80,61 +81,39 @@ def test_every_method_layout_and_mask(world_size):
             assert error < 1e-12, case
 
 
-def attended_by(method, tensors, layout):
-    """Return this rank's output and gradients of causal attention, in documents if there are."""
-    *leaves, grad = (share(x, layout) for x in tensors)
-    leaves = [x.requires_grad_() for x in leaves]
-    documents = (0, 11, 25, 32) if layout.length == 32 else None
-    out = attention(*leaves, causal=True, cu_seqlens=documents, layout=layout, method=method,
-                    group=dist.group.WORLD)  # fmt: skip
-    out.backward(grad)
-    return [out.detach(), *(x.grad for x in leaves)]
-
-
-def probed(method):
-    """Change one token of the second of three documents; return what else changes, bit by bit."""
-    documents, changed = (0, 11, 25, 32), 14
-    layout = LAYOUTS["zigzag"](32, dist.get_world_size())
-    results = []
-    for step in (0.0, 1.0):
-        tensors = random_tensors(4, 4, 32, 32, 8, dtype=torch.float32)
-        for x in tensors:
-            x[:, :, changed] += step
-        results.append([joined(x, layout) for x in attended_by(method, tensors, layout)])
-    others = [*range(documents[1]), *range(documents[2], 32)]
-    before = range(documents[1], changed)  # of the same document: their outputs see no change
-    pairs = zip(*results, strict=True)
-    leaks = [not torch.equal(a[:, :, others], b[:, :, others]) for a, b in pairs]
-    leaks.append(not torch.equal(results[0][0][:, :, before], results[1][0][:, :, before]))
-    return leaks
-
-
-def repeated(method):
-    """Run forward and backward twice; return whether every bit is the same."""
+def repeated():
+    """Run forward and backward twice by each method; return whether every bit is the same."""
     layout = LAYOUTS["zigzag"](64, dist.get_world_size())
-    tensors = random_tensors(4, 4, 64, 64, 16, batch=2, dtype=torch.bfloat16)
-    first, second = (attended_by(method, tensors, layout) for _ in range(2))
-    return all(map(torch.equal, first, second))
+    *leaves, grad = (
+        share(x, layout) for x in random_tensors(4, 4, 64, 64, 16, batch=2, dtype=torch.bfloat16)
+    )
+    found = {}
+    for method in METHODS:
+        both = []
+        for _ in range(2):
+            q, k, v = (x.clone().requires_grad_() for x in leaves)
+            options = {"layout": layout, "method": method, "group": dist.group.WORLD}
+            out = attention(q, k, v, causal=True, cu_seqlens=(0, 22, 50, 64), **options)
+            out.backward(grad)
+            both.append([out.detach(), q.grad, k.grad, v.grad])
+        found[method] = all(map(torch.equal, *both))
+    return found
 
 
-def bit_by_bit():
-    return {method: (probed(method), repeated(method)) for method in METHODS}
-
-
-def test_nothing_leaks_between_documents_nor_backwards_and_every_bit_repeats():
-    expected = {method: ([False] * 5, True) for method in METHODS}
-    assert run_ranks(bit_by_bit, 4) == [expected] * 4
+def test_every_bit_repeats():
+    assert run_ranks(repeated, 4) == [dict.fromkeys(METHODS, True)] * 4
 
 
 ROUNDED = [("zigzag", True, 1), ("stripe", True, 2), ("contiguous", False, 2)]
-PAIRED = [(method, case) for method in METHODS for case in ROUNDED]
+PAIRED = [(method, (*case, torch.bfloat16)) for method in METHODS for case in ROUNDED]
+PAIRED += [("ring", (*case, torch.float16)) for case in ROUNDED]
 SOME = [pair for at, pair in enumerate(PAIRED) if at % 2 == (pair[0] in ("ulysses", "hybrid"))]
 
 
 @cache
-def one_process(causal, sharpness):
-    """Return the inputs, and results of one process in float64 and by PyTorch in bfloat16."""
-    q, k, v, grad = random_tensors(8, 8, 512, 512, 32, dtype=torch.bfloat16)
+def one_process(causal, sharpness, dtype):
+    """Return the inputs, and results of one process in float64 and by PyTorch in 16 bits."""
+    q, k, v, grad = random_tensors(8, 8, 512, 512, 32, dtype=dtype)
     q = q * sharpness
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     alone = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -146,13 +125,13 @@ def one_process(causal, sharpness):
     return (q, k, v, grad), wanted, [one.detach(), *(x.grad for x in alone)]
 
 
-def rounded(method, kind, causal, sharpness):
-    """Return the errors in bfloat16 against float64, of ranks and of PyTorch in one process."""
-    (*qkv, grad), wanted, theirs = one_process(causal, sharpness)
+def rounded(method, kind, *case):
+    """Return the errors in 16 bits against float64, of ranks and of PyTorch in one process."""
+    (*qkv, grad), wanted, theirs = one_process(*case)
     layout = LAYOUTS[kind](512, dist.get_world_size())
     own = [share(x, layout).requires_grad_() for x in qkv]
-    options = {"causal": causal, "layout": layout, "method": method, "group": dist.group.WORLD}
-    out = attention(*own, **options)
+    options = {"causal": case[0], "layout": layout, "method": method}
+    out = attention(*own, **options, group=dist.group.WORLD)
     out.backward(share(grad, layout))
     ours = [joined(x.detach(), layout) for x in (out, *(x.grad for x in own))]
     return [[float((a - b).norm()) for a, b in zip(x, wanted, strict=True)] for x in (ours, theirs)]
@@ -163,7 +142,7 @@ def all_rounded(pairs):
 
 
 @pytest.mark.parametrize(("world_size", "pairs"), [(2, PAIRED), (8, SOME)])
-def test_bfloat16_loses_little_more_than_one_process(world_size, pairs):
+def test_16_bits_lose_little_more_than_one_process(world_size, pairs):
     for found in run_ranks(all_rounded, world_size, pairs, timeout=200):
         for (method, _), (ours, theirs) in zip(pairs, found, strict=True):
             assert all(a <= 1.25 * b for a, b in zip(ours, theirs, strict=True)), (ours, theirs)
@@ -242,7 +221,8 @@ UNFIT = {  # of two ranks with three heads and eight positions each
 }  # fmt: skip
 
 
-def refused():
+@distributed_test(2)
+def test_what_does_not_fit_is_refused():
     q, k, v, _ = random_tensors(3, 3, 8, 8, 8)
     for options, message in UNFIT.values():
         with pytest.raises(InvalidArgumentError, match=message):
@@ -252,10 +232,6 @@ def refused():
         out = attention(x, x, x, method=method, group=dist.group.WORLD)
         with pytest.raises(StateError, match="no second derivatives"):
             torch.autograd.grad(out.sum(), x, create_graph=True)
-
-
-def test_what_does_not_fit_is_refused():
-    run_ranks(refused, 2)
 
 
 def test_the_choice_says_why():
@@ -290,3 +266,29 @@ def test_a_call_that_one_rank_refuses_ends_on_every_rank():
     assert "k and v must have one shape" in third
     for message in (first, second):
         assert "rank 2 cannot take part in this call of context-parallel attention" in message
+
+
+class Group:
+    """A process group, which the cache of compared calls refers to weakly."""
+
+
+@pytest.fixture
+def compare(monkeypatch):
+    """Return a function that compares a call, and the list of calls that it compared."""
+    compared, ring = [], Ring(Group(), (0, 1), 0)
+    monkeypatch.setattr(agreement, "agree", lambda _, mine, *rest, **error: compared.append(mine))
+    monkeypatch.setattr(agreement, "_MANY", 3)
+    return lambda call, on: agreement.require_agreement((call,), torch.device(on), ring), compared
+
+
+def test_off_the_cpu_a_call_is_compared_if_it_is_new_or_was_long_ago(compare):
+    call, compared = compare
+    for device, times in (("cuda", 1), ("cpu", 3)):
+        compared.clear()
+        for _ in range(3):
+            call("the same", device)
+        assert len(compared) == times
+    compared.clear()
+    for name in "01233301":  # the fourth takes the place of the first three
+        call(name, "cuda")
+    assert [name for (name,) in compared] == [*"012301"]

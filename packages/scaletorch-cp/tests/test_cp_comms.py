@@ -7,7 +7,7 @@ import torch
 import torch.distributed as c10d
 
 from scaletorch.dist.errors import InvalidArgumentError, NotInGroupError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.context_parallel import ContextCommunicate
 
 
@@ -57,15 +57,12 @@ def _into_given_tensor():
     assert recv.unique().tolist() == [1 - c10d.get_rank()]
 
 
-def _on_two():
+@distributed_test(2)
+def test_two_engines_do_not_mix_up_messages_and_given_tensors_are_received_into():
     with pytest.raises(StateError, match="pass group="):
         ContextCommunicate()
     _two_engines()
     _into_given_tensor()
-
-
-def test_two_engines_do_not_mix_up_messages_and_given_tensors_are_received_into():
-    run_ranks(_on_two, 2)
 
 
 def _subgroup_rings():

@@ -2,114 +2,100 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from random import Random
+from unittest import mock
 
 import pytest
 import torch
 from dense_attention import assert_close, dense, random_tensors
+from test_cp_attention import differentiated, draw
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import attention, kernels
-from scaletorch.parallel.context_parallel.kernels import (
-    Operands,
-    cuda,
-    flex,
-    merge_into,
-    tile,
-)
+from scaletorch.parallel.context_parallel.kernels import Operands, cuda, flex, tile
 from scaletorch.parallel.context_parallel.masks import CAUSAL, FULL
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def uncompiled(monkeypatch):
+@contextmanager
+def _uncompiled():
     """Run what would be compiled as it is: all scores at once, which CPU can go back through."""
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     get_torch_obj_rule_map()  # once for all: the compiler must not take the next line's for torch's
-    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
-    monkeypatch.setattr(flex, "_compiled", lambda: flex._flex)
+    with ExitStack() as stack:
+        for owner, name, value in [
+            (flex_attention, "_validate_device", lambda *_: None),
+            (torch.compiler, "is_dynamo_compiling", lambda: True),
+            (flex, "_compiled", lambda: flex._flex),
+        ]:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+@contextmanager
+def _alone():
+    """Let CPU have the kernel of devices, and nothing else: the tile fails."""
+    with (
+        _uncompiled(),
+        mock.patch.dict(kernels.KERNELS, cpu=(kernels.FLEX,)),
+        mock.patch.object(flex, "DTYPES", (torch.float64, torch.float32)),
+        mock.patch.multiple(tile, forward=None, backward=None),
+    ):
+        yield
 
 
 @pytest.fixture
-def on_cpu(uncompiled, monkeypatch):
-    """Let CPU have the kernel of devices, and nothing else: the tile fails."""
-    monkeypatch.setitem(kernels.KERNELS, "cpu", (kernels.FLEX,))
-    monkeypatch.setattr(flex, "DTYPES", (torch.float64, torch.float32))
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(tile, name, None)
+def uncompiled():
+    with _uncompiled():
+        yield
 
 
 _inputs = partial(random_tensors, batch=2)
 
 
-def _in_blocks(tensors, scale, band, cap, edges):
-    """Return out, lse and gradients of attention in blocks, as ranks compute it."""
-    q, k, v, grad = tensors
-    starts = [slice(a, b) for a, b in itertools.pairwise(edges)]
-    blocks = [(rows, keys) for rows in starts for keys in starts]
-    bands = [
-        tuple(None if x is None else x + rows.start - keys.start for x in band)
-        for rows, keys in blocks
-    ]
-    out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=q.dtype)
-    lse = torch.full(q.shape[:3], -math.inf, dtype=q.dtype)
-    for (rows, keys), each in zip(blocks, bands, strict=True):
-        part = flex.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, each, cap)
-        merge_into(out[:, :, rows], lse[:, :, rows], *part)
-    totals = [torch.zeros_like(x) for x in (q, k, v)]
-    operands = Operands(grad, q, k, v, out, lse)
-    for (rows, keys), each in zip(blocks, bands, strict=True):
-        shares = flex.backward(operands.select(rows, keys), scale, each, cap)
-        for total, share, place in zip(totals, shares, (rows, keys, keys), strict=True):
-            total[:, :, place] += share
-    return [out, lse, *totals]
+def _by_flex(cases):
+    with _alone():
+        return differentiated(cases)
 
 
-LIMITS = {torch.float64: 1e-11, torch.float32: 3e-5}
-SHAPES = {  # heads, key/value heads, head dim, that of values
-    "24": (4, 4, 24, 24),
-    "96 grouped": (4, 1, 96, 96),
-    "160": (2, 1, 160, 160),
-    "48 and 32": (4, 2, 48, 32),
-}
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_attention_of_ranks_by_this_kernel_alone(world_size):
+    random, cases = Random(world_size), []
+    for _ in range(40):
+        method, kind, (*sizes, dim, value_dim, rows), *rest = draw(random, world_size)
+        cases.append((method, kind, (*sizes, 4 * dim, 4 * value_dim, rows), *rest))
+    for errors in run_ranks(_by_flex, world_size, cases, timeout=200):
+        for case, error in zip(cases, errors, strict=True):
+            assert error < 1e-11, case
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(
-    ("shape", "band", "cap"),
-    [
-        ("24", FULL, 30.0), ("24", (-40, 0), 1.5), ("96 grouped", CAUSAL, 1.5),
-        ("96 grouped", (-99, 60), None), ("160", (-40, 0), 1.5), ("48 and 32", (-99, 60), None),
-        ("48 and 32", CAUSAL, 1.5),
-    ],
-)  # fmt: skip
-def test_blocks_of_a_ring(shape, band, cap):
-    """Blocks with offsets, of uneven lengths, of which some are seen by nothing."""
-    heads, kv_heads, dim, value_dim = SHAPES[shape]
-    for dtype in LIMITS if dim == 24 else (torch.float64,):
-        tensors = _inputs(heads, kv_heads, 219, 219, dim, value_dim=value_dim, dtype=dtype)
-        mine = _in_blocks(tensors, 0.3, band, cap, (0, 70, 219))
-        assert {x.dtype for x in mine} == {dtype}
-        assert_close(mine, dense(*tensors, 0.3, band, cap), LIMITS[dtype])
+SHAPES = [  # heads, key/value heads, rows, keys, head dim, that of values
+    (4, 2, 300, 257, 16, 16), (4, 2, 1, 1, 16, 16), (4, 1, 219, 219, 96, 96),
+    (2, 1, 219, 130, 160, 160), (4, 2, 70, 219, 48, 32),
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("band", [(0, -1), (400, None), (None, -300), (-2, 3), (-20, None)])
-@pytest.mark.parametrize(("rows", "keys"), [(300, 257), (1, 1)])
-def test_one_block(rows, keys, band):
-    tensors = _inputs(4, 2, rows, keys, 16)
-    expected = dense(*tensors, -0.2, band, 5.0)
-    out, lse = flex.forward(*tensors[:3], -0.2, band, 5.0)
-    grads = flex.backward(Operands(tensors[3], *tensors[:3], out, lse), -0.2, band, 5.0)
-    assert_close([out, lse, *grads], expected, 1e-11)
-    unseeing = expected[1] == -math.inf
-    assert not out[unseeing].any()
-    assert not grads[0][unseeing].any()
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_block(shape, band):
+    *sizes, value_dim = shape
+    for dtype, limit in {torch.float64: 1e-11, torch.float32: 3e-5}.items():
+        tensors = _inputs(*sizes, value_dim=value_dim, dtype=dtype)
+        expected = dense(*tensors, -0.2, band, 5.0)
+        out, lse = flex.forward(*tensors[:3], -0.2, band, 5.0)
+        grads = flex.backward(Operands(tensors[3], *tensors[:3], out, lse), -0.2, band, 5.0)
+        assert {x.dtype for x in (out, lse, *grads)} == {dtype}
+        assert_close([out, lse, *grads], expected, limit)
+        unseeing = expected[1] == -math.inf
+        assert not out[unseeing].any()
+        assert not grads[0][unseeing].any()
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -136,47 +122,16 @@ def test_rows_that_saw_nothing_anywhere_and_strides():
     assert all(map(torch.equal, apart, before))
 
 
-CALLS = {
-    "cap": {"causal": True, "softcap": 2.0},
-    "cap in a window": {"causal": True, "softcap": 2.0, "window": 50},
-    "cap in a two-sided window": {"softcap": 2.0, "window": 50},
-    "cap, documents": {"causal": True, "softcap": 2.0, "cu_seqlens": (0, 31, 32, 203)},
-    "cap, documents in a window": {"softcap": 2.0, "window": 20, "cu_seqlens": (0, 131, 203)},
-    "cap, sinks": {"causal": True, "softcap": 2.0, "sinks": True},
-    "sinks in a window": {"causal": True, "window": 50, "sinks": True},
-    "head dim alone": {},
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_what_a_model_calls(name, request):
-    """Against the kernels of CPU."""
-    *tensors, grad = _inputs(4, 2, 203, 203, 20)
-    options = dict(CALLS[name])
-    if options.pop("sinks", False):
-        tensors.append(torch.linspace(-1, 1, 4, dtype=torch.float64))
-    found = []
-    for fixture in (None, "on_cpu"):
-        if fixture is not None:
-            request.getfixturevalue(fixture)
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        sinks = {} if len(leaves) == 3 else {"sinks": leaves[3]}
-        out = attention(*leaves[:3], **options, **sinks)
-        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.usefixtures("on_cpu")
 def test_training_after_inference_mode():
     flex.block_mask.cache_clear()
     flex._constant.cache_clear()
     q, k, v, grad = _inputs(4, 2, 130, 130, 16)
-    with torch.inference_mode():
-        expected = attention(q, k, v, causal=True, softcap=3.0)
-    leaf = q.clone().requires_grad_()
-    out = attention(leaf, k, v, causal=True, softcap=3.0)
-    out.backward(grad)
+    with _alone():
+        with torch.inference_mode():
+            expected = attention(q, k, v, causal=True, softcap=3.0)
+        leaf = q.clone().requires_grad_()
+        out = attention(leaf, k, v, causal=True, softcap=3.0)
+        out.backward(grad)
     assert torch.equal(out, expected)
     assert leaf.grad.isfinite().all()
 
@@ -204,10 +159,9 @@ def test_masks_are_those_of_create_block_mask(rows, keys, band):
 
 @pytest.fixture
 def cards(monkeypatch):
-    """Let meta tensors have the kernels of a new CUDA device, whose operators take all but caps."""
+    """Let meta tensors have the kernels of a CUDA device, whose operators take all but caps."""
     for name in ("flash", "cudnn", "efficient"):
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda *_: True)
-    monkeypatch.setattr(cuda, "_is_new", lambda device: True)
     monkeypatch.setitem(kernels.KERNELS, "meta", kernels.KERNELS["cuda"])
 
 
@@ -229,9 +183,12 @@ CHOICES = {  # dtype, head dims, band, cap, kernel
 
 
 @pytest.mark.usefixtures("cards")
+@pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("case", CHOICES.values(), ids=CHOICES)
-def test_what_is_chosen_on_a_card(case):
+def test_what_is_chosen_on_a_card(case, is_new, monkeypatch):
+    monkeypatch.setattr(cuda, "_is_new", lambda device: is_new)
     dtype, dim, value_dim, band, cap, name = case
+    name = "flash" if name == "cudnn" and not is_new else name
     tensors = _inputs(4, 2, 40, 40, dim, value_dim=value_dim, dtype=dtype)
     q, k, v = (x.to("meta") for x in tensors[:3])
     assert kernels.kernel_for(q, k, v, band, cap).name == name

@@ -126,97 +126,11 @@ def test_strided_operands_and_their_safety(kernel, band):
 
 
 @by_kernel
-@pytest.mark.parametrize(
-    ("dtype", "band"),
-    [(torch.bfloat16, FULL), (torch.bfloat16, (-100, 0)), (torch.float32, CAUSAL)],
-)
-def test_bitwise_repeatable(kernel, dtype, band):
-    inputs = random_tensors(4, 2, 800, 800, 64, dtype=dtype)
-    first, second = (_run(kernel, *inputs, 0.25, band) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@pytest.mark.parametrize("cap", [0.5, 30])
-@pytest.mark.parametrize("band", [FULL, CAUSAL, (-9, 4), (40, None)])
-@pytest.mark.parametrize("kernel", [tile, kernels], ids=["tile", "table"])
-def test_capped_scores(kernel, band, cap):
-    inputs = random_tensors(4, 2, 37, 37, 8, batch=2)
-    assert_close(_run(kernel, *inputs, 0.9, band, cap), dense(*inputs, 0.9, band, cap), 1e-12)
-    large = [x * 1e4 for x in inputs[:2]]
-    assert all(x.isfinite().all() for x in _run(kernel, *large, *inputs[2:], 1.0, CAUSAL, cap))
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.3])
-@pytest.mark.parametrize("band", [FULL, CAUSAL])
-def test_scales_up_to_zero(band, scale):
-    inputs = random_tensors(4, 2, 37, 37, 8)
-    assert_close(_run(kernels, *inputs, scale, band), dense(*inputs, scale, band), 1e-12)
-
-
-@by_kernel
 def test_large_scores_do_not_overflow(kernel):
     q, k, v, grad = random_tensors(1, 1, 9, 9, 4)
-    mine = _run(kernel, q * 1e4, k * 1e4, v, grad, 1.0, CAUSAL)
-    assert all(x.isfinite().all() for x in mine)
-
-
-def test_head_dim_of_values_may_differ():
-    inputs = random_tensors(4, 2, 9, 11, 6, value_dim=4)
-    assert kernels.kernel_for(*inputs[:3], FULL) is kernels.TILE
-    assert_close(_run(kernels, *inputs, 0.3, (-5, 2)), dense(*inputs, 0.3, (-5, 2)), 1e-12)
-
-
-def _in_blocks(tensors, band, count, scale):
-    """Return out and gradients of attention in blocks, and merged, as ranks compute it."""
-    q, k, v, grad = tensors
-    step = q.shape[2] // count
-    parts = [slice(first, first + step) for first in range(0, q.shape[2], step)]
-    blocks = [(a, b) for a in parts for b in parts if band == FULL or b.start <= a.start]
-    bands = [band if a == b else FULL for a, b in blocks]
-    out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -math.inf)
-    for (rows, keys), each in zip(blocks, bands, strict=True):
-        part = kernels.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, each)
-        merge_into(out[:, :, rows], lse[:, :, rows], *part)
-    operands = Operands(grad, q, k, v, out.to(q.dtype), lse)
-    totals = [torch.zeros(x.shape) for x in (q, k, v)]
-    for (rows, keys), each in zip(blocks, bands, strict=True):
-        shares = kernels.backward(operands.select(rows, keys), scale, each)
-        for total, share, place in zip(totals, shares, (rows, keys, keys), strict=True):
-            total[:, :, place] += share
-    return [operands.out, *(x.to(q.dtype) for x in totals)]
-
-
-@pytest.mark.parametrize("band", [FULL, CAUSAL])
-@pytest.mark.parametrize(
-    ("dtype", "length", "count", "mean", "peak"),
-    [
-        (torch.bfloat16, 256, 2, 0, 1),
-        (torch.bfloat16, 256, 2, 1, 2),
-        (torch.bfloat16, 256, 8, 1, 1),
-        (torch.bfloat16, 256, 8, 0, 2),
-        (torch.bfloat16, 1024, 2, 1, 1),
-        (torch.bfloat16, 2048, 2, 0, 2),
-        (torch.float16, 512, 4, 1, 2),
-    ],
-)
-def test_half_precision_in_blocks_loses_little_more_than_one_process(
-    dtype, length, count, mean, peak, band
-):
-    # FULL blocks weigh alike: `methods.call` gives them in float32.
-    most = 1.4 if band == FULL and dtype == torch.bfloat16 else 1.25
-    q, k, v, grad = random_tensors(2, 1, length, length, 64)
-    tensors = [x.to(dtype) for x in (q * peak, k, v + mean, grad + mean)]
-    reference = dense(*tensors, 0.125, band)
-    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
-    plain = F.scaled_dot_product_attention(*leaves, is_causal=band == CAUSAL, enable_gqa=True)
-    plain.backward(tensors[3])
-    mine = _in_blocks(tensors, band, count, 0.125)
-    theirs = [plain, *(x.grad for x in leaves)]
-    for name, a, b, exact in zip(
-        ("out", "dq", "dk", "dv"), mine, theirs, [reference[0], *reference[2:]], strict=True
-    ):
-        lost, allowed = ((x.double() - exact).norm().item() for x in (a, b))
-        assert lost <= most * allowed, f"{name}: {lost:.3e} against {allowed:.3e} of one process"
+    for cap in ((), (0.5,)):
+        mine = _run(kernel, q * 1e4, k * 1e4, v, grad, 1.0, CAUSAL, *cap)
+        assert all(x.isfinite().all() for x in mine)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=["mha", "mqa"])
@@ -234,16 +148,6 @@ def test_gradients_of_a_group_are_summed_in_float32(kv_heads):
     mine, exact = _run(kernels, *tensors, 0.125, FULL), dense(*tensors, 0.125, FULL)
     for a, b in zip(mine[3:], exact[3:], strict=True):
         assert (a.double() - b).norm() <= 4e-3 * b.norm()
-
-
-def test_tile_keeps_one_tile_of_scores(monkeypatch):
-    monkeypatch.setitem(tile.SIZES, "cpu", tile.Size(8, 4096))
-    sizes, plain = [], tile._scores
-    monkeypatch.setattr(tile, "_scores", lambda *a: sizes.append(s := plain(*a)) or s)
-    _run(tile, *random_tensors(4, 2, 256, 256, 4), 1.0, (-31, 0))
-    assert max(s.numel() for s in sizes) <= 4096
-    # Rows and the keys that they see: 8 · (8 + 31) at most, for each of the 32 strips and 4 heads.
-    assert sum(s.numel() for s in sizes) <= 2 * 32 * 4 * 8 * 39
 
 
 def test_merge_equals_attention_over_all_keys():
@@ -304,11 +208,7 @@ def test_merge_is_float32_for_half_precision():
     assert [x.dtype for x in update_out_and_lse(out, lse, out, lse)] == [torch.float32] * 2
 
 
-FUSED = {
-    "flash": cuda.FLASH,
-    "efficient": cuda.EFFICIENT,
-    "cudnn": cuda.CUDNN,
-}
+FUSED = {"flash": cuda.FLASH, "efficient": cuda.EFFICIENT, "cudnn": cuda.CUDNN}
 
 
 def _of(operator):
@@ -371,17 +271,6 @@ def test_backwards_are_given_memory_in_the_order_that_they_read(operator):
         for tensor in (given.get("grad_out", given.get("grad_out_")), given["out"]):
             assert tensor.dtype == torch.bfloat16
             assert (tensor if operator is cuda.FLASH else tensor.transpose(1, 2)).is_contiguous()
-
-
-@pytest.mark.parametrize(("is_new", "first"), [(True, "cudnn"), (False, "flash")])
-def test_cudnn_is_asked_before_flash_on_new_devices(is_new, first, monkeypatch):
-    for name in ("flash", "cudnn", "efficient"):
-        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda *_: True)
-    monkeypatch.setattr(cuda, "_is_new", lambda device: is_new)
-    q, k, v, _ = _half(4, 2, 40, 40)
-    for band, name in ((CAUSAL, first), ((-3, 0), "flash")):
-        fits = [kernel.name for kernel in cuda.KERNELS if kernel.fits(q, k, v, band)]
-        assert fits[0] == name
 
 
 def test_devices_have_few_large_tiles():

@@ -1,9 +1,10 @@
-"""Layouts hold every position once, in equal shares, and say how to join them."""
+"""Layouts hold every position once; blocks hold each pair of positions that a mask shows once."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from dense_attention import visible, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from scaletorch.parallel.context_parallel.layouts import (
     stripe,
     zigzag,
 )
+from scaletorch.parallel.context_parallel.masks import CAUSAL, FULL, Mask, blocks
 
 layouts = st.builds(
     lambda name, length, size: LAYOUTS[name](length, size),
@@ -88,3 +90,87 @@ def test_joined_shares_are_those_of_fewer_ranks(kind):
     for rank in range(4):
         own = [LAYOUTS[kind](48, 8).positions(r) for r in (2 * rank, 2 * rank + 1)]
         assert sorted(pairs.positions(rank).tolist()) == sorted(torch.cat(own).tolist())
+
+
+def _dense(mask, length):
+    return visible(length, mask.causal, mask.window, mask.documents)
+
+
+def _counts(found, rows, keys):
+    """Return in how many blocks each local pair is seen, [rows, keys]."""
+    counts = torch.zeros(rows, keys, dtype=torch.int64)
+    for block in found:
+        part = counts[block.rows, block.keys]
+        allowed = within(block.band, *part.shape)
+        assert part.numel(), "an empty block"
+        assert allowed.any(), "a block that nothing sees"
+        assert allowed.all() == (block.band == FULL), "bounds that do not cut are None"
+        assert block.band != CAUSAL or part.shape[0] == part.shape[1], "CAUSAL is for squares"
+        part += allowed
+    return counts
+
+
+@st.composite
+def _cases(draw):
+    length = draw(st.integers(1, 40))
+    ends = sorted(draw(st.lists(st.integers(0, length), max_size=6)))
+    mask = Mask(
+        causal=draw(st.booleans()),
+        window=draw(st.none() | st.integers(1, length + 2)),
+        documents=draw(st.sampled_from([None, (0, *ends, length)])),
+    )
+    layout = LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](length, draw(st.integers(1, 6)))
+    return mask, layout
+
+
+@settings(max_examples=120, deadline=None)
+@given(case=_cases())
+def test_blocks_of_all_ranks_are_the_mask_of_the_whole(case):
+    mask, layout = case
+    whole = torch.zeros(layout.padded_length, layout.padded_length, dtype=torch.int64)
+    expected = torch.zeros_like(whole)
+    expected[: layout.length, : layout.length] = _dense(mask, layout.length)
+    local = layout.local_length
+    for mine in range(layout.size):
+        for other in range(layout.size):
+            found = blocks(mask, layout.ranks[mine], layout.ranks[other], layout.length)
+            rows, keys = layout.positions(mine), layout.positions(other)
+            whole[rows[:, None], keys] += _counts(found, local, local)
+    assert whole.equal(expected)
+
+
+def _between(mask, layout, mine, other):
+    return blocks(mask, layout.ranks[mine], layout.ranks[other], layout.length)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("documents", [None, tuple(range(0, 4097, 64))])
+def test_fused_kernels_take_what_no_window_cuts(name, documents):
+    layout, mask = LAYOUTS[name](4096, 4), Mask(causal=True, documents=documents)
+    for mine in range(4):
+        for other in range(4):
+            assert {each.band for each in _between(mask, layout, mine, other)} <= {FULL, CAUSAL}
+
+
+@pytest.mark.parametrize(
+    ("window", "documents", "message"),
+    [
+        (0, None, "at least 1.*no window; it is 0"),
+        (-1, None, "at least 1.*no window; it is -1"),
+        (None, (), r"\(0, a, ..., length\); they begin \(\)"),
+        (None, (0,), r"they begin \(0,\)"),
+        (None, (2, 5, 8), r"they begin \(2, 5, 8\)"),
+        (None, (0, 5, 3, 8), "must ascend; entry 2, 3, follows 5"),
+    ],
+)
+def test_masks_that_mean_nothing_are_refused(window, documents, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        Mask(causal=True, window=window, documents=documents)
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"), [(range(0, 8, 2), r"\[1, 2\]"), (range(7, -1, -1), r"\[-1, 1\]")]
+)
+def test_shards_that_do_not_fit_are_refused(keys, steps):
+    with pytest.raises(InvalidArgumentError, match=f"runs of one step.*their steps are {steps}"):
+        blocks(Mask(causal=True), [range(4)], [keys], 8)

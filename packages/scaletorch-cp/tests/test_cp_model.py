@@ -7,7 +7,7 @@ import inspect
 import re
 import threading
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -18,14 +18,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
-from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
 from scaletorch.parallel.context_parallel import (
     ShardedSequences,
     apply_context_parallel,
     shard_batch,
 )
 from scaletorch.parallel.context_parallel.methods import METHODS
-from scaletorch.parallel.context_parallel.models import transformers_mask
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -132,17 +131,17 @@ def _step(recompute, in_thread, length, layout, method):
         thread.join()
     else:
         loss.backward()
-    return _worst(loss, model, expected, reference)
+    loss = loss.detach()
+    c10d.all_reduce(loss)
+    return _worst(model, reference, (loss, expected.detach()))
 
 
-def _worst(loss, model, expected, reference):
-    pairs = [(loss.detach(), expected.detach())]
-    pairs += [
-        (mine.grad, theirs.grad)
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True)
-    ]
-    for mine, _ in pairs:
-        c10d.all_reduce(mine)
+def _worst(model, reference, *pairs):
+    """Return the largest error of given pairs, and of gradients summed over ranks."""
+    pairs = [*pairs]
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        c10d.all_reduce(mine.grad)
+        pairs.append((mine.grad, theirs.grad))
     return worst(relative_error(mine, theirs) for mine, theirs in pairs)
 
 
@@ -182,23 +181,36 @@ INSIDE = [
 ]
 
 
+def _sums(model, ids, positions, targets):
+    """Return the logits, the sum of losses and their number."""
+    logits = model(ids, position_ids=positions)
+    return logits, F.cross_entropy(logits.mT, targets, reduction="sum"), (targets != -100).sum()
+
+
 def _inside(causal, documents, recompute, layout):
     """Return the largest difference to one process that runs each document by itself."""
     tokens = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(3))
-    whole, reference, expected = {"input_ids": tokens, "labels": tokens}, _model(causal=causal), 0.0
+    whole = {"input_ids": tokens, "labels": tokens.masked_fill(tokens % 5 == 0, -100)}
+    reference, outs = _model(causal=causal), []
     for start, stop in pairwise(documents or (0, 13)):
         if start < stop:
-            ids = tokens[:, start:stop]
-            part = {"input_ids": ids, "labels": F.pad(ids[:, 1:], (0, 1), value=-100)}
-            expected = expected + _loss(reference, shard_whole(part), 10)
+            ids, labels = (each[:, start:stop] for each in whole.values())
+            targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+            outs.append(_sums(reference, ids, torch.arange(stop - start)[None], targets))
+    logits, sums, counts = zip(*outs, strict=True)
+    expected = sum(sums) / sum(counts)
     expected.backward()
     # Shards of a name alone would be of another layout than these sequences.
     model = apply_context_parallel(_model(recompute, causal), c10d.group.WORLD, layout="zigzag")
-    sequences = ShardedSequences(13, layout=layout, cu_seqlens=documents, group=c10d.group.WORLD)
+    cu_seqlens = None if documents is None else torch.tensor(documents)
+    sequences = ShardedSequences(13, layout=layout, cu_seqlens=cu_seqlens, group=c10d.group.WORLD)
+    mine = sequences.shard(whole)
     with sequences.inside(model), sequences.inside(model):
-        loss = _loss(model, sequences.shard(whole), 10)
+        own, *figures = _sums(model, mine["input_ids"], mine["position_ids"], mine["labels"])
+        loss = sequences.loss(*figures)
         loss.backward()
-    return _worst(loss, model, expected, reference)
+    outs = sequences.unshard(own.detach()), torch.cat(logits, 1).detach()
+    return _worst(model, reference, (loss.detach(), expected.detach()), outs)
 
 
 def _insides():
@@ -212,14 +224,74 @@ def test_inside_of_sequences_of_any_length(size):
             assert error < 1e-12, case
 
 
-def _inside_is_left():
+class InDict(Model):
+    """Returns its logits in a mapping, whose backward is known by a hook."""
+
+    def forward(self, input_ids, position_ids):
+        return {"out": super().forward(input_ids, position_ids)}
+
+
+def _recomputed(recompute, then):
+    """Return gradients of a forward inside sequences, whose backward runs where `then` says."""
+    torch.manual_seed(1)
+    model = apply_context_parallel(InDict(recompute).double(), c10d.group.WORLD, layout="zigzag")
+    sequences, other = (
+        ShardedSequences(12, cu_seqlens=documents, group=c10d.group.WORLD)
+        for documents in ((0, 5, 12), (0, 4, 12))
+    )
+    mine = sequences.shard({"input_ids": torch.arange(12)[None]})
+    with sequences.inside(model):
+        loss = model(**mine)["out"].square().sum()
+        if then == "inside":
+            loss.backward()
+    if then == "outside":
+        loss.backward()
+    if then == "other":
+        with other.inside(model):
+            loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def _recompute_in_backward():
+    whole = _recomputed("none", "inside")
+    for recompute, then in product(("none", "plain", "reentrant"), ("inside", "outside", "other")):
+        if recompute == "none" or then == "inside":
+            torch.testing.assert_close(_recomputed(recompute, then), whole)
+            continue
+        with pytest.raises(StateError, match="runs inside of other sequences than its forward"):
+            _recomputed(recompute, then)
+
+
+def _interleave():
+    """Run forwards and backwards of two batches in turns, inside and outside."""
+    model = apply_context_parallel(_model("plain"), c10d.group.WORLD, layout="zigzag")
+    sequences = ShardedSequences(12, cu_seqlens=(0, 5, 12), group=c10d.group.WORLD)
+    mine = sequences.shard({"input_ids": torch.arange(12)[None]})
+    with sequences.inside(model):
+        one, two = (model(**mine).sum() for _ in range(2))
+        two.backward()
+        one.backward()
+    model(**mine).sum().backward()
+    with sequences.inside(model):
+        model(**mine).sum().backward()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_recomputation_meets_the_batch_of_its_forward_or_raises(size):
+    run_ranks(_recompute_in_backward, size)
+    run_ranks(_interleave, size)
+
+
+@distributed_test(2)
+def test_inside_ends_with_its_context():
     """Check that what a model runs inside of ends with the context, and is one at a time."""
     world = c10d.group.WORLD
     model = apply_context_parallel(_model(causal=False), world, layout="zigzag")
     sequences = ShardedSequences(15, group=world)
     batch = sequences.shard({"input_ids": torch.arange(15)[None]})
     args = batch["input_ids"], batch["position_ids"]
-    with pytest.raises(InvalidArgumentError, match="full attention would see the padding"):
+    padding = partial(pytest.raises, InvalidArgumentError, match="full attention would see the pad")
+    with padding():
         model(*args)
     other, apart = ShardedSequences(17, group=world), nn.Sequential(model)
     with sequences.inside(apart):
@@ -227,48 +299,17 @@ def _inside_is_left():
         with pytest.raises(StateError, match="Model runs inside other sequences already"):
             other.inside(model).__enter__()
         assert torch.equal(model(*args), kept)
-        with pytest.raises(InvalidArgumentError, match="full attention would see the padding"):
+        with padding():
             copy.deepcopy(model)(*args)
     with pytest.raises(IndexError), sequences.inside(model):
         model(args[0] + VOCAB, args[1])
-    with pytest.raises(InvalidArgumentError, match="full attention would see the padding"):
+    with padding():
         model(*args)
     with pytest.raises(StateError, match=r"Model is not context parallel; call apply_context"):
         sequences.inside(_model()).__enter__()
     alone = [c10d.new_group([rank]) for rank in range(c10d.get_world_size())][c10d.get_rank()]
     with pytest.raises(InvalidArgumentError, match=r"over ranks \(0, 1\), and the sequences are"):
         ShardedSequences(16, group=alone).inside(model).__enter__()
-
-
-def _full_attention():
-    """Return errors of full attention over zigzag shards: without padding, then behind some."""
-    world = c10d.new_group()  # whose shards so far had no padding
-    plain = _model(causal=False)
-    model = apply_context_parallel(copy.deepcopy(plain), world, layout="zigzag")
-    ids = torch.arange(16)[None]
-    sequences = ShardedSequences(16, group=world)
-    batch = sequences.shard({"input_ids": ids})
-    found = sequences.unshard(model(batch["input_ids"], batch["position_ids"]))
-    error = relative_error(found, plain(ids, torch.arange(16)[None]))
-    ShardedSequences(15, group=world).shard({"input_ids": ids[:, :15]})
-    batch = sequences.shard({"input_ids": ids})
-    with pytest.raises(InvalidArgumentError, match=r"that 2 x 2 divides .2 unless"):
-        model(batch["input_ids"], batch["position_ids"])
-    assert error < 1e-12
-    world = c10d.new_group()
-    model = apply_context_parallel(copy.deepcopy(plain), world)
-    batch = ShardedSequences(15, layout="contiguous", group=world).shard({"input_ids": ids[:, :15]})
-    with pytest.raises(InvalidArgumentError, match="full attention would see the padding"):
-        model(batch["input_ids"], batch["position_ids"])
-
-
-def _within_and_without_padding():
-    _inside_is_left()
-    _full_attention()
-
-
-def test_inside_ends_with_its_context_and_full_attention_needs_shards_without_padding():
-    run_ranks(_within_and_without_padding, 2)
 
 
 def _with_manager():
@@ -340,14 +381,11 @@ def _deep_copy():
     assert not model(*args).any()
 
 
-def _kept():
+@distributed_test(2)
+def test_names_other_models_and_copies_are_as_before():
     _same_face()
     _others_untouched()
     _deep_copy()
-
-
-def test_names_other_models_and_copies_are_as_before():
-    run_ranks(_kept, 2)
 
 
 class Calls(nn.Module):
@@ -412,16 +450,13 @@ REFUSED = {
 }
 
 
-def _refuse():
+@distributed_test(2)
+def test_what_cannot_be_exact_is_refused_by_name():
     for call, message in REFUSED.values():
         model = apply_context_parallel(Calls(call), c10d.new_group())
         named = rf"on rank {c10d.get_rank()}.*{re.escape(message)}"
         with pytest.raises((InvalidArgumentError, StateError), match=named):
             model(torch.ones(1, 2, 3, 4))
-
-
-def test_what_cannot_be_exact_is_refused_by_name():
-    run_ranks(_refuse, 2)
 
 
 def _own_forward():
@@ -466,10 +501,3 @@ def test_names_that_do_not_exist_are_refused_before_anything_changes(names, matc
     with pytest.raises(InvalidArgumentError, match=match):
         apply_context_parallel(model, **names)
     apply_context_parallel(model)
-
-
-@pytest.mark.parametrize("where", [(6, 12, 0, 0), (12, 12, 3, 0), (12, 12, 0, 3)])
-def test_queries_and_keys_are_one_sequence_from_its_beginning(where):
-    transformers_mask._require_one_sequence(12, 12, 0, 0)
-    with pytest.raises(InvalidArgumentError, match="neither decoding with a cache nor cross"):
-        transformers_mask._require_one_sequence(*where)

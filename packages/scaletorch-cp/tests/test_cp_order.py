@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
-
 import pytest
 import torch
 import torch.distributed as c10d
@@ -12,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from scaletorch.dist.errors import InvalidArgumentError, ScaletorchError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks
 from scaletorch.parallel.context_parallel import (
     LAYOUTS,
     ShardedSequences,
@@ -37,12 +34,7 @@ def _qkv(seed=0):
 
 
 class Layer(nn.Module):
-    """Causal attention of its input to itself; no model that could be asked what it mixes."""
-
-    def __call__(self, x):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*could not be asked", RuntimeWarning)
-            return super().__call__(x)
+    """Causal attention of its input to itself."""
 
     def forward(self, x):
         return F.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -73,17 +65,6 @@ def test_attention_takes_the_order_in_which_a_sequence_was_sharded():
     for errors in run_ranks(_errors_of_defaults, 2):
         for case, error in errors.items():
             assert error < 1e-12, case
-
-
-def test_all_that_shard_have_one_default():
-    defaults = {
-        inspect.signature(call).parameters["layout"].default
-        for call in (shard_sequence, shard_batch, ShardedSequences)
-    }
-    assert defaults == {"zigzag"}
-    others = (unshard_sequence, positions, attention, ring_attention, apply_context_parallel)
-    for call in (*others, update_rope_for_context_parallel):
-        assert inspect.signature(call).parameters["layout"].default is None
 
 
 def _taken(name, group, layout):
@@ -118,7 +99,8 @@ def _contradicted(group, name, by, sharded, taken):
     _taken(name, group, sharded)
 
 
-def _all_contradicted():
+@distributed_test(2, timeout=200)
+def test_another_order_than_the_shards_have_is_refused_on_every_rank():
     for by in ("shard_batch", "shard_sequence", "ShardedSequences"):
         for at, name in enumerate(TAKE):
             sharded, taken = (("contiguous", "zigzag"), ("zigzag", "stripe"))[at % 2]
@@ -130,20 +112,13 @@ def _all_contradicted():
         _taken("attention", group, other)
 
 
-def test_another_order_than_the_shards_have_is_refused_on_every_rank():
-    run_ranks(_all_contradicted, 2, timeout=200)
-
-
-def _made_by_hand():
+@distributed_test(2)
+def test_the_order_of_shards_made_by_hand_must_be_said():
     for name in ("attention", "windowed", "unshard", "positions", "rope"):
         group = c10d.new_group()
-        with pytest.raises(InvalidArgumentError, match=r"which positions .* layout=\"zigzag\""):
+        with pytest.raises(InvalidArgumentError, match=r"these shards is unknown.*zigzag"):
             _taken(name, group, None)
         _taken(name, group, "contiguous")
-
-
-def test_the_order_of_shards_made_by_hand_must_be_said():
-    run_ranks(_made_by_hand, 2)
 
 
 def _needs_no_order():

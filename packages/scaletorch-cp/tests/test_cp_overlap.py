@@ -1,6 +1,5 @@
 """Communication of context parallelism has computation behind it, whatever the ranks' speeds."""
 
-import time
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -103,28 +102,3 @@ def test_messages_have_computation_behind_them(size):
             # come home behind nothing. All-gather: K and V, forward and backward.
             assert len(behind) == (3 * (size - 1) if method == "ring" else 4)
             assert sum(pairs == 0 for pairs in behind) == (method == "ring"), behind
-
-
-def with_slow_ranks(method):
-    """Return whether bits and inputs stay as they are where a rank computes late."""
-    expected = run(method)
-    same = []
-    for slow in range(dist.get_world_size()):
-        late = 0.02 if dist.get_rank() == slow else 0.0
-
-        def slowed(self, source, *args, late=late, call=Call.attend_backward):
-            time.sleep(late)
-            call(self, source, *args)
-            time.sleep(late)
-
-        with mock.patch.object(Call, "attend_backward", slowed):
-            same += map(torch.equal, run(method), expected)
-    return all(same)
-
-
-def all_with_slow_ranks():
-    return [with_slow_ranks(method) for method in METHODS]
-
-
-def test_slow_ranks_change_no_bit():
-    assert run_ranks(all_with_slow_ranks, 4) == [[True, True]] * 4

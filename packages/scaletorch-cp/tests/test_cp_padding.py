@@ -9,29 +9,30 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, relative_error
 from scaletorch.parallel.context_parallel import (
     ShardedSequences,
     apply_context_parallel,
     unshard_sequence,
 )
 
-REFUSAL = "full attention would see the padding"
+REFUSAL = r"full attention would see the padding .* that 2 x 2 divides .2 unless"
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, causal=False):
         super().__init__()
         torch.manual_seed(0)
-        self.tokens = nn.Embedding(16, 8)
+        self.tokens, self.causal = nn.Embedding(16, 8), causal
 
     def forward(self, ids):
         x = self.tokens(ids).unflatten(-1, (2, 4)).transpose(1, 2)
-        return scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2)
+        out = scaled_dot_product_attention(x, x, x, is_causal=self.causal)
+        return out.transpose(1, 2).flatten(2)
 
 
-def model_over(group, layout):
-    return apply_context_parallel(Model(), group, layout=layout)
+def model_over(group, layout="zigzag", **options):
+    return apply_context_parallel(Model(**options), group, layout=layout)
 
 
 def shard(length, group, layout="zigzag"):
@@ -39,38 +40,56 @@ def shard(length, group, layout="zigzag"):
     return sequences.shard({"input_ids": torch.arange(length)[None]})["input_ids"]
 
 
+def refuse(model, ids):
+    with pytest.raises(InvalidArgumentError, match=REFUSAL):
+        model(ids)
+
+
 def unrecorded():
     """Shards made by hand may be padded if they are zigzag."""
     world, ids = c10d.new_group(), torch.arange(8)[None]
     model_over(world, "contiguous")(ids)
-    with pytest.raises(InvalidArgumentError, match=REFUSAL):
-        model_over(world, "zigzag")(ids)
+    refuse(model_over(world), ids)
     shard(16, world, "contiguous")
-    with pytest.raises(InvalidArgumentError, match=REFUSAL):
-        model_over(world, "zigzag")(ids)
+    refuse(model_over(world), ids)
 
 
-def recorded_anew():
-    """Padding of earlier sequences is forgotten when others are sharded after their use."""
+def without_padding():
     world = c10d.new_group()
-    model, ids = model_over(world, "zigzag"), shard(15, world)
-    with pytest.raises(InvalidArgumentError, match=REFUSAL):
-        model(ids)
-    unshard_sequence(ids, group=world)
-    model(shard(16, world))
+    found = unshard_sequence(model_over(world)(shard(16, world)), group=world)
+    assert relative_error(found, Model()(torch.arange(16)[None])) < 1e-6
+
+
+def with_padding():
+    """Padding is forgotten when others are sharded after the padded sequences were joined."""
+    for layout in ("zigzag", "contiguous", None):
+        world = c10d.new_group()
+        model = model_over(world, layout)
+        ids, later = (shard(length, world, layout or "zigzag") for length in (15, 16))
+        refuse(model, ids)
+        refuse(model, later)
+        unshard_sequence(ids, group=world)
+        model(shard(16, world, layout or "zigzag"))
+
+
+def after_causal_attention():
+    """It ignores the padding of shards that a second model takes when others were sharded too."""
+    world = c10d.new_group()
+    ids = shard(15, world)
+    model_over(world, causal=True)(ids)
+    shard(16, world)
+    refuse(model_over(world), ids)
 
 
 def padded_on_one_rank():
     rank, world = c10d.get_rank(), c10d.new_group()
-    model, ids = model_over(world, "zigzag"), shard(15 + rank, world)
+    model, ids = model_over(world), shard(15 + rank, world)
     with pytest.raises(MismatchError if rank else InvalidArgumentError, match=REFUSAL):
         model(ids)
 
 
-def all_cases():
-    for case in (unrecorded, recorded_anew, padded_on_one_rank):
-        case()
-
-
+@distributed_test(2)
 def test_full_attention_over_shards_that_may_be_padded_is_refused():
-    run_ranks(all_cases, 2)
+    cases = (unrecorded, without_padding, with_padding, after_causal_attention, padded_on_one_rank)
+    for case in cases:
+        case()

@@ -10,8 +10,8 @@ from dense_attention import joined, random_tensors, share
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import relative_error, run_ranks, worst
-from scaletorch.parallel.context_parallel import contiguous, ring_attention, shard_sequence
+from scaletorch.dist.testing import distributed_test, relative_error, worst
+from scaletorch.parallel.context_parallel import contiguous, ring_attention
 
 
 def _one_process(tensors, causal, scale=None):
@@ -25,53 +25,18 @@ def _one_process(tensors, causal, scale=None):
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
-def _error(heads, kv_heads, causal, dtype, scale):
-    """Return the largest error of out and gradients, relative to each tensor's largest value."""
-    size = c10d.get_world_size()
-    tensors = random_tensors(heads, kv_heads, 7 * size, 7 * size, 8, batch=2, dtype=dtype)
-    layout = contiguous(7 * size, size)
-    leaves = [share(x, layout).requires_grad_() for x in tensors[:3]]
-    before = [x.detach().clone() for x in leaves]
-    out = ring_attention(*leaves, scale, causal, c10d.group.WORLD, layout=layout)
-    out.backward(share(tensors[3], layout))
-    assert all(map(torch.equal, leaves, before)), "an input was changed"
-    found = [out.detach(), *(x.grad for x in leaves)]
-    assert {x.dtype for x in found} == {dtype}
-    expected = _one_process([x.double() for x in tensors], causal, scale)
-    wholes = (joined(x, layout).double() for x in found)
-    return worst(relative_error(a, b, scale=b) for a, b in zip(wholes, expected, strict=True))
-
-
-CASES = [
-    (heads, kv_heads, causal, dtype, scale)
-    for heads, kv_heads, scale in ((4, 4, None), (4, 2, 2.0), (4, 1, None))
-    for causal in (False, True)
-    for dtype in (torch.float64, torch.float32)
-]
-
-
-def _errors():
-    return [_error(*case) for case in CASES]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_out_and_gradients_equal_one_process(size):
-    for errors in run_ranks(_errors, size):
-        for case, error in zip(CASES, errors, strict=True):
-            assert error <= (1e-12 if case[3] == torch.float64 else 1e-5), case
-
-
-def _strided():
+def _strided(causal):
     """Inputs as models hold them, [B, L, H, D] transposed, and an expanded gradient."""
     world, layout = c10d.group.WORLD, contiguous(12, 2)
     tensors = random_tensors(4, 2, 12, 12, 8, batch=2)
-    expected = _one_process([*tensors[:3], torch.ones_like(tensors[3])], True)
+    expected = _one_process([*tensors[:3], torch.ones_like(tensors[3])], causal, 2.0)
     shards = (share(x, layout).transpose(1, 2).contiguous() for x in tensors[:3])
     leaves = [x.requires_grad_() for x in shards]
-    out = ring_attention(
-        *(x.transpose(1, 2) for x in leaves), is_causal=True, group=world, layout=layout
-    )
+    before = [x.detach().clone() for x in leaves]
+    heads = (x.transpose(1, 2) for x in leaves)
+    out = ring_attention(*heads, 2.0, causal, world, layout=layout)
     out.sum().backward()
+    assert all(map(torch.equal, leaves, before)), "an input was changed"
     found = [out.detach(), *(x.grad.transpose(1, 2) for x in leaves)]
     pairs = zip((joined(x, layout) for x in found), expected, strict=True)
     assert worst(relative_error(a, b) for a, b in pairs) <= 1e-12
@@ -102,28 +67,12 @@ def _without_gradient():
     assert v.grad is None
 
 
-def _on_two():
-    _strided()
+@distributed_test(2)
+def test_ring_attention_is_torchs_attention_of_the_joined_shards():
+    _strided(causal=True)
+    _strided(causal=False)
     _autocast()
     _without_gradient()
-
-
-def test_strides_autocast_and_what_needs_no_gradient():
-    run_ranks(_on_two, 2)
-
-
-def _two_rings():
-    rank = c10d.get_rank()
-    group = [c10d.new_group([0, 1]), c10d.new_group([2, 3])][rank // 2]
-    q, k, v, _ = random_tensors(2, 1, 10, 10, 4, seed=rank // 2)
-    shards = [shard_sequence(x, 2, group, layout="contiguous") for x in (q, k, v)]
-    out = ring_attention(*shards, is_causal=True, group=group)
-    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return relative_error(out, whole.chunk(2, 2)[rank % 2])
-
-
-def test_rings_beside_each_other():
-    assert worst(run_ranks(_two_rings, 4)) <= 1e-12
 
 
 def test_one_process_is_the_plain_function():

@@ -1,4 +1,4 @@
-"""Shards of sequences, batches, positions and rotary tables."""
+"""Shards of sequences of any length, of batches, positions and rotary tables."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 import torch.distributed as c10d
 
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.context_parallel import (
     LAYOUTS,
+    ShardedSequences,
     positions,
     shard_batch,
     shard_sequence,
@@ -46,8 +47,9 @@ def _round_trip(kind, said):
         assert torch.equal(unshard_sequence(shard, group=world, layout=layout), x)
         assert torch.equal(unshard_sequence(last, -1, world, layout=layout), x.mT)
         assert torch.equal(positions(12, world, layout=layout), held)
-    cos, sin = update_rope_for_context_parallel(x[0], -x[0], world, length=12, layout=kind)
-    assert torch.equal(cos, x[0, held])
+    table = torch.cat([x, x], 1)  # longer than the sequence
+    cos, sin = update_rope_for_context_parallel(table, -table, world, length=12, layout=kind)
+    assert torch.equal(cos, table[:, held])
     assert torch.equal(sin, -cos)
 
 
@@ -56,7 +58,8 @@ def test_shards_of_every_layout(size):
     run_ranks(_every_layout, size)
 
 
-def _padded_and_differentiated():
+@distributed_test(2)
+def test_padding_is_shared_out_and_not_joined_and_gradients_are_of_whole_and_shard():
     world, rank = c10d.new_group(), c10d.get_rank()
     for kind, make in LAYOUTS.items():
         layout = make(13, 2)
@@ -72,11 +75,8 @@ def _padded_and_differentiated():
         assert torch.equal(shard.grad, layout.positions(rank).float())
 
 
-def test_padding_is_shared_out_and_not_joined_and_gradients_are_of_whole_and_shard():
-    run_ranks(_padded_and_differentiated, 2)
-
-
-def _batches():
+@distributed_test(2)
+def test_batches_are_cut_and_get_positions_or_have_theirs_cut():
     ids, rank = torch.arange(36).view(3, 12), c10d.get_rank()
     batch = {"input_ids": ids, "labels": ids + 1, "weights": ids / 7, "document": torch.arange(3)}
     for kind, make in LAYOUTS.items():
@@ -95,19 +95,10 @@ def _batches():
             assert torch.equal(found, given["position_ids"][:, held])
 
 
-def test_batches_are_cut_and_get_positions_or_have_theirs_cut():
-    run_ranks(_batches, 2)
-
-
 def test_one_process_gets_the_whole_with_positions():
     shard = shard_batch({"input_ids": torch.ones(2, 5, dtype=torch.int64), "labels": None})
-    assert shard["input_ids"].shape == (2, 5)
     assert shard["labels"] is None
     assert torch.equal(shard["position_ids"], torch.arange(5).repeat(2, 1))
-    x = torch.arange(5)
-    assert torch.equal(shard_sequence(x, 0), x)
-    assert torch.equal(unshard_sequence(x, 0), x)
-    assert torch.equal(positions(5), x)
 
 
 def _uneven():
@@ -180,19 +171,6 @@ def test_no_such_dim_is_refused():
         unshard_sequence(torch.ones(3, 4), -3)
 
 
-def _tables():
-    for shape, length in (((12, 2), None), ((2, 6, 2), None), ((12, 2), 8)):
-        cos, group = torch.arange(24.0).reshape(shape), c10d.new_group()
-        found = update_rope_for_context_parallel(cos, -cos, group, length=length,
-                                                 layout="contiguous")  # fmt: skip
-        own = cos[..., :length, :].chunk(2, -2)[c10d.get_rank()]
-        assert all(map(torch.equal, found, (own, -own)))
-
-
-def test_rope_tables_are_cut_by_position():
-    run_ranks(_tables, 2)
-
-
 def test_rope_tables_that_do_not_fit_are_refused():
     table = torch.ones(6, 2)
     with pytest.raises(InvalidArgumentError, match=r"\[6, 2\] and \[4, 2\]"):
@@ -201,3 +179,103 @@ def test_rope_tables_that_do_not_fit_are_refused():
         update_rope_for_context_parallel(table[0], table[0])
     with pytest.raises(InvalidArgumentError, match=r"length must be 1 to 6, .*it is 7"):
         update_rope_for_context_parallel(table, table, length=7)
+
+
+VOCAB, LENGTH = 13, 17
+PACKED = (0, 1, 7, 7, 12, 17)
+
+
+def _batch():
+    random = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, VOCAB, (2, LENGTH), generator=random)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=random) < 0.2, -100)
+    return {"input_ids": ids, "labels": labels}
+
+
+def test_labels_that_are_shifted_already_are_cut_as_they_are():
+    batch = _batch()
+    mine = ShardedSequences(LENGTH, cu_seqlens=PACKED).shard(batch, shifted=True)
+    assert torch.equal(mine["labels"], batch["labels"])
+
+
+def _round_trips():
+    for layout in LAYOUTS:
+        sequences = ShardedSequences(LENGTH, layout=layout, group=c10d.group.WORLD)
+        batch = {
+            "input_ids": _batch()["input_ids"],
+            "weights": torch.randn(2, LENGTH, generator=torch.Generator().manual_seed(4)),
+            "seen": torch.ones(2, LENGTH, dtype=torch.bool),
+            "position_ids": torch.arange(LENGTH).flip(0).expand(2, -1),
+            "labels": None,
+            "name": "text",
+        }
+        mine = sequences.shard(batch)
+        assert mine["labels"] is None
+        assert mine["name"] == "text"
+        for name in ("input_ids", "weights", "seen", "position_ids"):
+            assert mine[name].shape == (2, sequences.layout.local_length)
+            assert mine[name].dtype == batch[name].dtype
+            assert torch.equal(sequences.unshard(mine[name]), batch[name])
+        heads = mine["weights"][:, None, :, None].expand(-1, 3, -1, 5)
+        assert torch.equal(sequences.unshard(heads, 2)[:, 0, :, 0], batch["weights"])
+        held = LAYOUTS[layout](LENGTH, c10d.get_world_size()).positions(c10d.get_rank())
+        assert torch.equal(sequences.positions(), held)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shards_join_to_the_whole_bit_for_bit(size):
+    run_ranks(_round_trips, size)
+
+
+def _means(sums, counts):
+    """Return the loss of this rank's sum and count, and the gradient of the sum."""
+    sequences = ShardedSequences(8, group=c10d.group.WORLD)
+    rank = c10d.get_rank()
+    own = torch.tensor(sums[rank], dtype=torch.float64, requires_grad=True)
+    loss = sequences.loss(own, counts[rank])
+    loss.backward()
+    return loss.item(), own.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("sums", "counts", "expected"),
+    [((6.0, 3.0), (4, 0), (2.25, 0.25)), ((0.0, 0.0), (0, 0), (0.0, 0.0))],
+)
+def test_the_loss_is_the_mean_over_all_ranks_tokens(sums, counts, expected):
+    assert run_ranks(_means, 2, sums, counts) == [expected, expected]
+    own = torch.tensor(sums[0], requires_grad=True)
+    loss = ShardedSequences(8).loss(own, counts[0])
+    loss.backward()
+    assert loss == (sums[0] / counts[0] if counts[0] else 0)
+    assert own.grad == (1 / counts[0] if counts[0] else 0)
+
+
+def test_documents_that_a_batch_tells_as_well_are_passed_on():
+    told = {"cu_seq_lens_q": torch.tensor(PACKED), "cu_seqlens": torch.tensor(PACKED)}
+    mine = ShardedSequences(LENGTH, cu_seqlens=PACKED).shard({**_batch(), **told})
+    assert all(mine[name] is value for name, value in told.items())
+
+
+def _told_twice(documents):
+    told = {"cu_seq_lens_k": torch.tensor([0, 6, LENGTH])}
+    ShardedSequences(LENGTH, cu_seqlens=documents).shard({**_batch(), **told})
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: ShardedSequences(0), "rank 0: .* at least 1; it is 0"),
+        (lambda: ShardedSequences(4, layout="ring"), "contiguous, zigzag, stripe; it is 'ring'"),
+        (lambda: ShardedSequences(4, cu_seqlens=(0, 3)), "length of the sequences, 4; .* with 3"),
+        (lambda: ShardedSequences(4, cu_seqlens=(0, 3, 2, 4)), "documents must ascend"),
+        (lambda: ShardedSequences(4, cu_seqlens=torch.zeros(1, 2)), r"1-d tensor of integers; .*2"),
+        (lambda: _told_twice(None), r"cu_seq_lens_k are \(0, 6, 17\), .* documents \(0, 17\)"),
+        (lambda: _told_twice((0, 5, 17)), r"are \(0, 6, 17\), .* documents \(0, 5, 17\)"),
+        (lambda: ShardedSequences(4).shard({}), "needs input_ids"),
+        (lambda: ShardedSequences(4).shard(_batch()), r"of 4 positions, .* are \[2, 17\]"),
+        (lambda: ShardedSequences(4).unshard(torch.ones(1, 3)), "ranks 4.* has 3, of 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, match):
+    with pytest.raises(InvalidArgumentError, match=match):
+        call()

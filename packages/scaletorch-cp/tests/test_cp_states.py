@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
 from scaletorch.parallel.context_parallel import apply_context_parallel, shard_sequence
 from scaletorch.parallel.context_parallel.cp_comms import ring_of
 from scaletorch.parallel.context_parallel.models.settings import Settings
@@ -46,10 +46,10 @@ def build(**options):
     return Decaying(**options).double()
 
 
-def apply(model, layout):
+def apply(model, layout, group=None):
     """Make a model context parallel whose state-passing modules are said by hand."""
     keep_whole([model])
-    return apply_context_parallel(model, dist.group.WORLD, layout=layout)
+    return apply_context_parallel(model, group or dist.group.WORLD, layout=layout)
 
 
 def differences(rows, layout):
@@ -91,17 +91,14 @@ def test_any_rows_in_any_layout():
             assert lost, "a state of other rows must not look like one"
 
 
-def refused():
+@distributed_test(2)
+def test_what_has_no_rows_is_refused():
     for counts, given, words in (
         (True, torch.randn(4, 4, WIDTH).double(), "returns torch.int64"),
         (False, torch.zeros(4, 4).double(), "without hidden states"),
     ):
         with pytest.raises(InvalidArgumentError, match=words):
-            apply(build(counts=counts), "zigzag")(given)
-
-
-def test_what_has_no_rows_is_refused():
-    run_ranks(refused, 2)
+            apply(build(counts=counts), "zigzag", dist.new_group())(given)
 
 
 def exchanged():

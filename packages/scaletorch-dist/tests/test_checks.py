@@ -1,4 +1,4 @@
-"""Comparing calls across ranks."""
+"""Checks before anything is sent: of arguments, and of the calls of other ranks."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -8,8 +8,15 @@ import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist import MismatchError, NotInGroupError, check_collectives
+from scaletorch.dist import (
+    InvalidArgumentError,
+    MismatchError,
+    NotInGroupError,
+    check_collectives,
+    devices,
+)
 from scaletorch.dist import functional as F
+from scaletorch.dist.agreement import agree
 from scaletorch.dist.testing import run_ranks
 from scaletorch.dist.wire import backend, checks
 from scaletorch.dist.wire import port as hooks
@@ -19,23 +26,19 @@ ON = {"SCALETORCH_DIST_CHECK": "1"}
 
 
 def test_the_environment_is_read_at_every_call_and_the_switch_comes_first(monkeypatch):
-    monkeypatch.delenv("SCALETORCH_DIST_CHECK", raising=False)
-    assert not checking()
-    monkeypatch.setenv("SCALETORCH_DIST_CHECK", "1")
-    assert checking()
+    found = []
     try:
-        check_collectives(False)
-        assert not checking()
-        monkeypatch.setenv("SCALETORCH_DIST_CHECK", "0")
-        check_collectives(True)
-        assert checking()
+        for switch, value in ((None, "1"), (False, "1"), (True, "0"), (None, "0")):
+            check_collectives(switch)
+            monkeypatch.setenv("SCALETORCH_DIST_CHECK", value)
+            found.append(checking())
     finally:
         check_collectives(None)
-    assert not checking()
+    assert found == [True, False, True, False]
 
 
-def x(*shape, dtype=torch.float32):
-    return torch.ones(shape, dtype=dtype)
+def x(*shape):
+    return torch.ones(shape)
 
 
 # What rank 0 does | what rank 1 does | what both errors say.
@@ -46,30 +49,14 @@ DIFFERENT = {
         r"rank 0: all_reduce\(float32\[2\], sum.*rank 1: all_reduce\(float32\[3\]",
     ),
     "other dims": (
-        lambda: dist.broadcast(x(4)),
-        lambda: dist.broadcast(x(2, 2)),
-        r"float32\[4\].*float32\[2, 2\]",
+        lambda: dist.broadcast(x(4)), lambda: dist.broadcast(x(2, 2)), r"float32\[4\].*\[2, 2\]"
     ),
     "dtype": (
-        lambda: dist.all_gather(x(2)),
-        lambda: dist.all_gather(x(2, dtype=torch.int32)),
-        "float32.*int32",
+        lambda: dist.all_gather(x(2)), lambda: dist.all_gather(x(2).int()), "float32.*int32"
     ),
-    "op": (
-        lambda: dist.all_reduce(x(2), "sum"),
-        lambda: dist.all_reduce(x(2), "max"),
-        "sum.*max",
-    ),
-    "root": (
-        lambda: dist.broadcast(x(2), 0),
-        lambda: dist.broadcast(x(2), 1),
-        "src=0.*src=1",
-    ),
-    "call": (
-        lambda: dist.all_reduce(x(2)),
-        lambda: dist.gather(x(2)),
-        r"all_reduce\(.*gather\(",
-    ),
+    "op": (lambda: dist.all_reduce(x(2)), lambda: dist.all_reduce(x(2), "max"), "sum.*max"),
+    "root": (lambda: dist.broadcast(x(2)), lambda: dist.broadcast(x(2), 1), "src=0.*src=1"),
+    "call": (lambda: dist.all_reduce(x(2)), lambda: dist.gather(x(2)), r"all_reduce\(.*gather\("),
     "async": (
         lambda: dist.reduce(x(2), 0, async_op=True),
         lambda: dist.reduce(x(2), 1, async_op=True),
@@ -106,12 +93,10 @@ DIFFERENT = {
         lambda: F.all_gather(x(2, 2), 1),
         r"functional.all_gather\(.*dim=0.*dim=1",
     ),
-    "long": (
-        lambda: dist.reduce_scatter(x(1), [x(1), x(*[1] * 400)]),
-        lambda: dist.reduce_scatter(x(*[1] * 400), [x(2), x(*[1] * 400)]),
-        "reduce_scatter",
+    "a long text": (
+        lambda: dist.broadcast(x(*[1] * 400)), lambda: dist.broadcast(x(*[1] * 401)), "broadcast"
     ),
-}
+}  # fmt: skip
 
 
 def make_different_calls():
@@ -127,20 +112,6 @@ def make_different_calls():
 
 def test_different_calls_are_an_error_on_every_rank():
     run_ranks(make_different_calls, 2, env=ON)
-
-
-def call_outside():
-    pair = c10d.new_group([0, 1])
-    if dist.get_rank() == 2:
-        with pytest.raises(NotInGroupError):
-            dist.all_reduce(x(2), group=pair)
-    else:
-        dist.all_reduce(x(2), group=pair)
-    dist.barrier()
-
-
-def test_a_rank_outside_the_group_disturbs_nobody():
-    run_ranks(call_outside, 3, env=ON)
 
 
 def make_right_calls():
@@ -174,6 +145,9 @@ def make_right_calls():
     if rank < 2:
         dist.all_reduce(x(2), group=pair)
         dist.barrier(pair)
+    else:
+        with pytest.raises(NotInGroupError):  # which disturbs nobody
+            dist.all_reduce(x(2), group=pair)
     dist.barrier()
 
 
@@ -199,18 +173,6 @@ def test_the_switch_costs_one_message_a_call():
     run_ranks(count_messages, 2)
 
 
-def test_one_process_compares_nothing():
-    check_collectives(True)
-    try:
-        data = x(2)
-        dist.all_reduce(data)
-        dist.all_gather(data)
-        dist.all_reduce_dict({"a": data})
-        assert data.tolist() == [1, 1]
-    finally:
-        check_collectives(None)
-
-
 @pytest.mark.parametrize("compares", [False, True])
 def test_a_guard_records_calls_whether_or_not_they_are_compared(monkeypatch, compares):
     recorded, compared = [], []
@@ -224,3 +186,60 @@ def test_a_guard_records_calls_whether_or_not_they_are_compared(monkeypatch, com
         check_collectives(None)
     assert recorded == ["all_reduce"]
     assert bool(compared) is compares
+
+
+X = torch.ones(4)
+WRONG = {
+    "check_collectives": (lambda: check_collectives("no"), "True, False or None, got 'no'"),
+    "bucket": (lambda: dist.all_reduce_params([X], bucket_size_mb="1"), "must be positive"),
+    "infinite bucket": (
+        lambda: dist.all_reduce_params([X], bucket_size_mb=float("inf")), "must be positive"
+    ),
+    "dim": (lambda: F.all_gather(X, "a"), "dim a does not exist in a tensor of shape"),
+    "backend": (lambda: devices.resolve_backend(None), "named by a text such as 'nccl', got None"),
+    "local rank": (lambda: devices.set_device("0"), "local_rank must be a number of at least 0"),
+    "negative rank": (lambda: devices.set_device(-1), "local_rank must be a number of at least 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_of_a_wrong_kind_are_refused(name):
+    call, text = WRONG[name]
+    with pytest.raises(InvalidArgumentError, match=text):
+        call()
+
+
+def disagree(lines, errors):
+    rank = c10d.get_rank()
+    try:
+        agree("the plan", lines[rank], error=errors.get(rank))
+    except (MismatchError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_a_difference_is_shown_on_every_rank():
+    assert run_ranks(disagree, 3, [["a", "b"]] * 3, {}) == [None] * 3
+    message, _ = run_ranks(disagree, 2, [[], [str(i) for i in range(60)]], {})
+    assert message.endswith("  … and 48 lines more")
+    lines = [["a", "b"], ["a", "c"], ["a", "b"]]
+    for rank, message in enumerate(run_ranks(disagree, 3, lines, {})):
+        assert message == (
+            "MismatchError: the ranks disagree on the plan: rank 1 differs from ranks 0, 2; every "
+            f"rank must be given the same (this is rank {rank})\n"
+            "rank 1 (+), ranks 0, 2 (-):\n  - b\n  + c"
+        )
+
+
+def test_a_mistake_of_one_rank_reaches_all():
+    messages = run_ranks(disagree, 2, [["a"]] * 2, {1: OSError("disk on fire")})
+    assert messages == [
+        "MismatchError: rank 1 cannot take part in the plan: OSError: disk on fire",
+        "OSError: disk on fire",
+    ]
+
+
+def test_one_process_raises_its_own_error():
+    agree("the plan", ["a"])
+    with pytest.raises(OSError, match="disk"):
+        agree("the plan", ["a"], error=OSError("disk"))

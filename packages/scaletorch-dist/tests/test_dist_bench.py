@@ -1,7 +1,6 @@
 """`python -m scaletorch.dist.bench`: sizes, factors, constants, files."""
 
 import json
-import math
 import runpy
 import sys
 import warnings
@@ -29,32 +28,27 @@ def test_sizes():
     assert sizes_between(8, 1024, 8) == [8, 64, 512, 1024]
     assert sizes_between(8, 8, 2) == [8]
     for bad in ((0, 8, 2), (8, 4, 2), (8, 64, 1)):
-        with pytest.raises(InvalidArgumentError, match="sizes grow"):
+        with pytest.raises(InvalidArgumentError, match="sizes must grow"):
             sizes_between(*bad)
     assert [size(text) for text in ("8", "64K", "1MiB", "2g")] == [8, 65536, 1 << 20, 2 << 30]
     assert CASES["all_reduce"].size(9, 4) == 12
     assert CASES["all_gather"].size(8, 4) == 16
 
 
-def test_fit():
+def test_constants_are_fitted_and_predict_another_number_of_ranks():
     sizes = [8, 1000, 10**6, 10**8]
     assert fit(sizes, [1e-5 + 2e-9 * x for x in sizes]) == pytest.approx((1e-5, 2e-9))
     assert fit(sizes, [1e-9 * x for x in sizes]) == pytest.approx((0, 1e-9), abs=1e-12)
-    assert fit(sizes, [3e-5] * 4) == pytest.approx((3e-5, 0))
     assert fit([8], [3e-5]) == (3e-5, 0)
     assert fit(sizes, [4e-5, 3e-5, 2e-5, 1e-5])[1] == 0  # quicker with size: no bandwidth
-    alpha, beta = fit(sizes, [1e-9, 1e-4, 1e-3, 1e-2])
-    assert alpha >= 0
-    assert beta >= 0
-
-
-def test_constants_predict_another_number_of_ranks():
     assert [CASES[name].steps(4) for name in ("all_reduce", "all_gather", "broadcast")] == [6, 3, 2]
     rows = [Row("all_reduce", x, 6e-5 + 3e-9 * x, 0, 0, 1) for x in (8, 10**4, 10**7)]
     found = constants(rows, 4)["all_reduce"]
     assert found["alpha_step"] == pytest.approx(1e-5)
     assert found["beta_bus"] == pytest.approx(2e-9)
-    assert found["error"] == pytest.approx(0, abs=1e-9)
+    _, good, noise = constants_text({"good": found, "noise": found | {"error": 0.5}})
+    assert good.endswith(" 0%")
+    assert noise.endswith(" 50%  do not use: noise")
 
 
 def test_a_whole_run_prints_a_table_and_writes_json(tmp_path, monkeypatch, capfd):
@@ -69,12 +63,8 @@ def test_a_whole_run_prints_a_table_and_writes_json(tmp_path, monkeypatch, capfd
     assert all(f"\n{name} " in text for name in CASES)
     assert written["conditions"]["ranks"] == 2
     for row in written["rows"]:
-        assert 0 < row["seconds"] < 60
         assert row["algorithm_bandwidth"] == pytest.approx(row["size"] / row["seconds"])
     assert [row["size"] for row in written["rows"][:3]] == [8, 800, 65536]
-    for found in written["constants"].values():
-        assert found["alpha"] >= 0
-        assert math.isfinite(found["error"])
 
 
 def test_a_launchers_ranks_write_one_file(tmp_path, capfd):
@@ -89,8 +79,8 @@ def test_a_launchers_ranks_write_one_file(tmp_path, capfd):
     ("arguments", "message"),
     [
         ([], "or give --ranks"),
-        (["--ranks", "2", "--max", "many"], "no size such as 8, 64K"),
-        (["--ranks", "2", "--min", "1M", "--max", "1K"], "sizes grow"),
+        (["--ranks", "2", "--max", "many"], "is not a size; write 8, 64K"),
+        (["--ranks", "2", "--min", "1M", "--max", "1K"], "sizes must grow"),
         (["--ranks", "1"], "the group has 1"),
     ],
 )
@@ -101,13 +91,3 @@ def test_mistakes_are_told(arguments, message, capfd, monkeypatch):
         main(arguments)
     assert stopped.value.code
     assert message in capfd.readouterr().err
-
-
-def test_constants_that_are_noise_are_marked():
-    good, noise = (
-        {"alpha": 1e-5, "beta": 1e-9, "error": 0.1},
-        {"alpha": 1e-5, "beta": 0, "error": 0.5},
-    )
-    _, first, second = constants_text({"all_reduce": good, "gather": noise})
-    assert first.endswith(" 10%")
-    assert second.endswith(" 50%  do not use: noise")

@@ -11,29 +11,14 @@ import torch.distributed as c10d
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, StateError, devices
 from scaletorch.dist.building import map_tensors, tensors_in
-from scaletorch.dist.devices import DeviceEntry, entry_of_backend, probe, table
+from scaletorch.dist.devices import DeviceEntry, probe, table
 from scaletorch.dist.devices.current import synchronize
-from scaletorch.dist.devices.table import DEVICES, device_entries
+from scaletorch.dist.devices.table import DEVICES
 from scaletorch.dist.startup import creators
 from scaletorch.dist.testing import distributed_test
 
 Pair = namedtuple("Pair", "left right")
 PLUGINS = [entry for entry in DEVICES if entry.plugin and entry.device != "cpu"]
-
-
-def test_the_table_names_every_backend_once():
-    backends = [entry.backend for entry in device_entries()]
-    assert len(set(backends)) == len(backends)
-    assert set(backends) == {"gloo", "nccl", "xccl", "hccl", "cncl", "mccl", "mpi", "mpi4py"}
-    assert "gather" in entry_of_backend("hccl").lacks
-    assert "bor" in entry_of_backend("nccl").lacks
-    assert not entry_of_backend("gloo").lacks
-    pairs = {(entry.device, entry.backend, entry.plugin) for entry in PLUGINS}
-    assert pairs == {
-        ("npu", "hccl", "torch_npu"),
-        ("mlu", "cncl", "torch_mlu"),
-        ("musa", "mccl", "torch_musa"),
-    }
 
 
 def test_what_is_missing_says_where_it_comes_from():
@@ -101,25 +86,18 @@ def test_the_cpu_is_a_device_like_any_other():
     assert devices.current_device() == dist.get_comm_device() == torch.device("cpu")
     synchronize()
     assert devices.default_backend() == "gloo"
+    for backend in ("gloo", "cpu:gloo"):
+        assert creators.choose_backend(backend) == backend
 
 
-@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
-def test_what_torch_is_told_on_the_cpu(backend):
-    assert creators.choose_backend(backend) == backend
-
-
-def register_stand_in():
+@distributed_test(world_size=2, init=False)
+def test_a_registered_backend_needs_no_plugin():
     """Gloo under a vendor's name."""
 
     def create(store, rank, size, timeout):
         return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
     c10d.Backend.register_backend("hccl", create, devices=["cpu"])
-
-
-@distributed_test(world_size=2, init=False)
-def test_a_registered_backend_needs_no_plugin():
-    register_stand_in()
     dist.init_dist("pytorch", backend="hccl")
     assert dist.get_backend() == "hccl"
     assert dist.get_comm_device() == torch.device("cpu")
@@ -142,22 +120,20 @@ class Output:
     name: str = "an output"
 
 
-def test_tensors_inside_are_found_at_any_depth():
-    a, b, c = (torch.full((1,), float(value)) for value in range(3))
-    value = {"first": [a, ("text", b)], "second": Output([c]), "class": Output}
-    assert [float(tensor) for tensor in tensors_in(value)] == [0.0, 1.0, 2.0]
-
-
 @dataclass(frozen=True, slots=True)
 class Frozen:
     left: object
     size: int = field(default=2, init=False)
 
 
-def test_tensors_inside_are_changed_at_any_depth_in_containers_of_the_same_types():
-    def doubled(tensor):
-        return 2 * tensor
+def doubled(tensor):
+    return 2 * tensor
 
+
+def test_tensors_inside_are_found_and_changed_at_any_depth_in_containers_of_the_same_types():
+    a, b, c = (torch.full((1,), float(value)) for value in range(3))
+    value = {"first": [a, ("text", b)], "second": Output([c]), "class": Output}
+    assert [float(tensor) for tensor in tensors_in(value)] == [0.0, 1.0, 2.0]
     one = torch.ones(1)
     largest = torch.tensor([[1, 2], [4, 3]]).max(1)  # a type of torch's own, of one argument
     value = {

@@ -1,21 +1,23 @@
-"""Importing the package: quick, silent, and possible from anywhere under any name."""
+"""Imports: quick, silent, under any name, each name when it is asked for, of wheels that fit."""
 
 import runpy
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
-import scaletorch.dist as dist
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packaging.specifiers import SpecifierSet
 
-LATER = (
-    "backends",
-    "bench",
-    "functional",
-    "guard",
-    "mpi",
-    "testing",
-)  # imported by whom they serve
+import scaletorch.dist as dist
+from scaletorch.dist import public
+from scaletorch.dist.errors import VersionMismatchError
+from scaletorch.dist.siblings import compatible, require_siblings
+
+LATER = {"backends", "bench", "functional", "guard", "mpi", "testing"}
 
 OBSERVE = """
 import os, signal, sys, threading, torch
@@ -65,7 +67,7 @@ def test_importing_brings_little_beyond_torch_and_changes_and_prints_nothing():
     assert {name.partition(".")[0] for name in others} <= sys.stdlib_module_names
     assert len(others) <= 6, others
     first = {name.removeprefix(own).partition(".")[0] for name in brought.split()}
-    assert not first & set(LATER)
+    assert not first & LATER
     assert len(brought.split()) < 90, "each module of ours takes about half a millisecond"
 
 
@@ -83,5 +85,100 @@ def test_a_copy_under_another_name_launches_ranks(tmp_path, capfd):
     assert capfd.readouterr().out == "[2.0, 2.0]\n"
 
 
-def test_the_namespace_has_no_init_file():
-    assert not (Path(dist.__file__).parent.parent / "__init__.py").exists()
+INIT = """
+from scaletorch.dist.deferred import deferred
+__getattr__, __dir__ = deferred(__name__)
+"""
+PUBLIC = """
+from math import pi as circle
+
+from .deep.under import below as below
+from .parts import plain as plain
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package with a name of its own, one of a folder, and one of another package."""
+    made = tmp_path / "put_off"
+    (made / "deep").mkdir(parents=True)
+    (made / "__init__.py").write_text(INIT)
+    (made / "public.py").write_text(PUBLIC)
+    (made / "parts.py").write_text("from . import beside\n\ndef plain(): return beside\n")
+    (made / "beside.py").write_text("")
+    (made / "deep" / "__init__.py").write_text("")
+    (made / "deep" / "under.py").write_text("import wave\n\ndef below(): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield made
+    for name in [name for name in sys.modules if name.partition(".")[0] == "put_off"]:
+        del sys.modules[name]
+
+
+def test_all_names_are_those_of_the_table():
+    assert {name for name in vars(public) if not name.startswith("_")} == {*dist.__all__}
+    for name in dist.__all__:
+        assert getattr(dist, name) is getattr(public, name)
+        assert name in vars(dist)
+    assert {*dist.__all__, "errors"} <= {*dir(dist)}
+
+
+def test_a_name_imports_what_it_needs(package):
+    found = import_module("put_off")
+    assert found.deep.__name__ == "put_off.deep"
+    assert "put_off.public" not in sys.modules
+    assert "put_off.parts" not in sys.modules
+    assert "below" in dir(found)
+    assert found.plain() is sys.modules["put_off.beside"]
+    assert "put_off.deep.under" not in sys.modules
+    assert vars(found)["plain"] is found.plain
+    assert found.circle == pytest.approx(3.14159265)
+    everything = {}
+    exec("from put_off import *", everything)
+    assert {*everything} - {"__builtins__"} == {"below", "circle", "plain"}
+
+
+def test_what_is_missing_is_said_in_the_words_of_python(package):
+    found = import_module("put_off")
+    with pytest.raises(AttributeError, match=r"^module 'put_off' has no attribute 'plane'$"):
+        found.plane  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'plane' from 'put_off'"):
+        exec("from put_off import plane")
+    for name in ("__wrapped__", "__pycache__", "not a name", "parts.py"):
+        assert not hasattr(found, name)
+
+
+def test_importing_the_package_imports_no_torch():
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import scaletorch.dist as dist, scaletorch.dist.siblings\n"
+        "from scaletorch.dist import InvalidArgumentError\n"
+        "assert 'all_reduce' in dir(dist) and issubclass(InvalidArgumentError, ValueError)\n"
+        "try: dist.all_reduce\n"
+        "except ModuleNotFoundError as error: print(error.name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("torch\n", "")
+
+
+VERSIONS = st.tuples(*[st.integers(0, 3)] * 3).map(lambda numbers: ".".join(map(str, numbers)))
+
+
+@settings(deadline=None)
+@given(VERSIONS, VERSIONS)
+def test_compatible_is_what_pip_takes_it_for(version, wanted):
+    assert compatible(version, wanted) == SpecifierSet(f"~={wanted}").contains(version)
+    assert compatible(f"{version}rc1", wanted) == compatible(f"{version}+local", wanted)
+    assert compatible(f"{version}.dev3", wanted) == compatible(version, wanted)
+
+
+def test_the_error_names_both_and_the_way_out():
+    require_siblings("scaletorch-tp", "0.1.0", {"scaletorch-pg~=0.1.0": "0.1.5"})
+    with pytest.raises(VersionMismatchError) as caught:
+        require_siblings("scaletorch-tp", "0.1.3", {"scaletorch-pg~=0.1.2": "0.2.0"})
+    assert "scaletorch-tp 0.1.3 works with scaletorch-pg~=0.1.2, but" in str(caught.value)
+    assert "scaletorch-pg 0.2.0 is installed" in str(caught.value)
+    assert "`pip install scaletorch-tp==0.1.3`" in str(caught.value)
+    assert isinstance(caught.value, (ImportError, dist.errors.ScaletorchError))
+
+    with pytest.raises(VersionMismatchError, match=r"scaletorch-pg 0\.1\.1 is installed"):
+        require_siblings("scaletorch-tp", "0.1.3", {"scaletorch-pg~=0.1.2": "0.1.1"})

@@ -32,11 +32,10 @@ def test_one_process_is_a_world_of_its_own():
     dist.require_member(None)
     dist.barrier()
     assert answer(5) == 5
-
-
-def test_the_decorator_keeps_name_and_docstring():
-    assert answer.__name__ == "answer"
-    assert answer.__doc__ == "Return a value."
+    assert (answer.__name__, answer.__doc__) == ("answer", "Return a value.")
+    for call in (dist.get_rank, dist.barrier, dist.get_comm_device, dist.sync_random_seed):
+        with pytest.raises(InvalidArgumentError, match=r"must be a ProcessGroup, .* got list"):
+            call([0, 1])
 
 
 @distributed_test(world_size=4)
@@ -64,21 +63,11 @@ def test_groups_of_some_ranks():
     assert (dist.get_local_rank(own), dist.get_local_size(own)) == (rank // 2, 2)
     dist.barrier(own)
     dist.require_member(own)
-    calls = (
-        dist.get_rank,
-        dist.get_world_size,
-        dist.get_dist_info,
-        dist.get_backend,
-        dist.get_timeout,
-        dist.get_local_rank,
-        dist.get_local_size,
-        dist.group_ranks,
-        dist.is_main_process,
-        dist.barrier,
-        dist.get_comm_device,
-        dist.require_member,
-    )
-    for call in calls:
+    for call in (
+        dist.get_rank, dist.get_world_size, dist.get_dist_info, dist.get_backend, dist.get_timeout,
+        dist.get_local_rank, dist.get_local_size, dist.group_ranks, dist.is_main_process,
+        dist.barrier, dist.get_comm_device, dist.require_member,
+    ):  # fmt: skip
         with pytest.raises(NotInGroupError, match=f"rank {rank} is not a member"):
             call(other)
         with pytest.raises(InvalidArgumentError, match=r"must be a ProcessGroup, .* got str"):
@@ -96,9 +85,3 @@ def test_an_outsider_is_told_the_ranks_of_the_last_group_made_without_it():
     if dist.get_rank() == 1:
         with pytest.raises(NotInGroupError, match=r"the last one made without it has ranks 0, 2\)"):
             dist.barrier(pair)
-
-
-def test_what_is_no_group_is_refused_in_one_process_too():
-    for call in (dist.get_rank, dist.barrier, dist.get_comm_device, dist.sync_random_seed):
-        with pytest.raises(InvalidArgumentError, match=r"must be a ProcessGroup, .* got list"):
-            call([0, 1])

@@ -2,10 +2,9 @@
 
 import importlib
 import os
-import shutil
+import re
 import socket
 import sys
-import tempfile
 import time
 import types
 import warnings
@@ -19,7 +18,7 @@ import torch.distributed as c10d
 import torch.distributed.nn.functional
 
 import scaletorch.dist as dist
-from scaletorch.dist import InvalidArgumentError, RankFailedError, StateError, devices
+from scaletorch.dist import InvalidArgumentError, StateError, devices
 from scaletorch.dist.launchers.environment import read_placement
 from scaletorch.dist.startup import rollcall
 from scaletorch.dist.startup.creators import CREATORS
@@ -58,21 +57,12 @@ def look():
 
 
 def expected(world_size, launcher):
-    return [
-        (
-            launcher,
-            (rank, world_size),
-            rank,
-            world_size,
-            "gloo",
-            world_size,
-            (rank, world_size, rank, world_size),
-        )
-        for rank in range(world_size)
-    ]
+    for rank in range(world_size):
+        place = rank, world_size, rank, world_size
+        yield (launcher, place[:2], *place[2:], "gloo", world_size, place)
 
 
-def as_torchrun(launcher):
+def seen_by(launcher):
     dist.init_dist(launcher, backend="gloo")
     seen = look()
     dist.cleanup_dist()
@@ -82,11 +72,8 @@ def as_torchrun(launcher):
 def as_mpirun(launcher, names):
     del os.environ["MASTER_ADDR"]
     rename(names)
-    dist.init_dist(launcher, backend="gloo")
-    seen = look()
-    dist.cleanup_dist()
-    assert "RANK" not in os.environ
-    assert "MASTER_ADDR" not in os.environ
+    seen = seen_by(launcher)
+    assert not {"RANK", "MASTER_ADDR"} & {*os.environ}
     return seen
 
 
@@ -101,18 +88,15 @@ def as_srun(launcher):
         "SLURM_STEP_TASKS_PER_NODE": size,
         "SLURM_STEP_NODELIST": "virtual1",
     }
-    dist.init_dist(launcher, backend="gloo")
-    seen = look()
-    dist.cleanup_dist()
+    seen = seen_by(launcher)
     assert os.environ["SLURM_PROCID"] == str(rank)
     return seen
 
 
 @pytest.mark.parametrize(("world_size", "launcher"), [(1, "pytorch"), (4, None)])
 def test_torchruns_variables(world_size, launcher):
-    assert run_ranks(as_torchrun, world_size, launcher, init=False) == expected(
-        world_size, "pytorch"
-    )
+    found = run_ranks(seen_by, world_size, launcher, init=False)
+    assert found == [*expected(world_size, "pytorch")]
 
 
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -121,51 +105,36 @@ HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 @pytest.mark.parametrize(("names", "launcher"), [(OPEN_MPI, "mpi"), (HYDRA, None)])
 def test_mpiruns_variables(names, launcher):
-    assert run_ranks(as_mpirun, 2, launcher, names, init=False) == expected(2, "mpi")
+    assert run_ranks(as_mpirun, 2, launcher, names, init=False) == [*expected(2, "mpi")]
 
 
 def test_sruns_variables():
-    assert run_ranks(as_srun, 2, None, init=False) == expected(2, "slurm")
-
-
-@distributed_test(world_size=4, init=False)
-def test_local_places_come_from_host_names_where_the_launcher_is_silent():
-    del os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
-    dist.init_dist("pytorch", backend="gloo")
-    rank = dist.get_rank()
-    assert (dist.get_local_rank(), dist.get_local_size()) == (rank, 4)
+    assert run_ranks(as_srun, 2, None, init=False) == [*expected(2, "slurm")]
 
 
 @distributed_test(world_size=2, init=False)
-def test_a_backend_that_is_not_here_falls_back_with_one_warning_of_one_rank():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        dist.init_dist("pytorch", backend="nccl")
-    assert len(caught) == (1 if dist.get_rank() == 0 else 0)
-    for each in caught:
-        message = str(each.message)
-        assert (
-            "backend 'nccl', the default, cannot be used: this machine has no cuda device"
-            in message
-        )
-        assert message.endswith("Using 'gloo' instead; backend='gloo' asks for it")
-    assert dist.get_backend() == "gloo"
-    assert ranks_sum() == 2
+def test_local_places_come_from_host_names_where_the_launcher_is_silent():
+    del os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
+    dist.init_dist("pytorch", backend="gloo")
+    assert (dist.get_local_rank(), dist.get_local_size()) == (dist.get_rank(), 2)
 
 
-@pytest.mark.parametrize("backend", ["hccl", "mpi"])
-def test_every_backend_of_the_table_falls_back(backend):
-    assert run_ranks(falls_back, 2, backend, init=False)[1] == "gloo"
-
-
-def falls_back(backend):
-    entry = devices.entry_of_backend(backend)
+@pytest.mark.parametrize("backend", ["nccl", "hccl", "mpi"])
+@distributed_test(world_size=2, init=False)
+def test_a_backend_that_is_not_here_falls_back_with_one_warning_of_one_rank(backend):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dist.init_dist("pytorch", backend=backend)
-    entry = devices.entry_of_backend(entry.instead) or entry
-    assert [entry.source in str(each.message) for each in caught] == [True] * (dist.get_rank() == 0)
-    return dist.get_backend()
+    assert len(caught) == (1 if dist.get_rank() == 0 else 0)
+    entry = devices.entry_of_backend(backend)
+    source = (devices.entry_of_backend(entry.instead) or entry).source
+    words = "this machine has no cuda device" if backend == "nccl" else source
+    for message in (str(each.message) for each in caught):
+        assert f"backend '{backend}'" in message
+        assert words in message
+        assert message.endswith("Using 'gloo' instead; backend='gloo' asks for it")
+    assert dist.get_backend() == "gloo"
+    assert ranks_sum() == 2
 
 
 @pytest.mark.parametrize(
@@ -268,19 +237,9 @@ def test_a_group_of_someone_else_is_taken_as_it_is():
 
 
 @distributed_test(world_size=2, init=False)
-def test_options_reach_torch():
-    dist.init_dist("pytorch", backend="cpu:gloo", timeout=30, group_name="")
-    assert dist.get_backend() == "gloo"
-    assert ranks_sum() == 2
-
-
-def meet_in_file(path):
-    dist.init_dist("pytorch", backend="gloo", init_method=f"file://{path}")
-    return ranks_sum()
-
-
 def test_an_init_method_is_used(tmp_path):
-    assert run_ranks(meet_in_file, 2, str(tmp_path / "store"), init=False) == [2, 2]
+    dist.init_dist("pytorch", backend="gloo", init_method=f"file://{tmp_path / 'store'}")
+    assert ranks_sum() == 2
 
 
 @distributed_test(world_size=2, init=False)
@@ -333,13 +292,6 @@ def test_two_processes_of_one_rank_are_found_out():
         store.get("found out")  # rank 0 holds the store until then
 
 
-def notes():
-    """Where the ranks of one test note what they have done."""
-    folder = Path(tempfile.gettempdir()) / f"scaletorch-notes-{os.environ['MASTER_PORT']}"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
 def slow(function, folder):
     """The function, slow to return on rank 1: ranks that are ready must not leave before."""
 
@@ -353,18 +305,10 @@ def slow(function, folder):
 
 
 @distributed_test(world_size=2, init=False)
-def test_all_are_connected_when_init_dist_returns():
-    folder = notes()
-    with mock.patch.dict(CREATORS, torch=slow(CREATORS["torch"], folder)):
+def test_all_are_connected_when_init_dist_returns(tmp_path):
+    with mock.patch.dict(CREATORS, torch=slow(CREATORS["torch"], tmp_path)):
         dist.init_dist("pytorch", backend="gloo")
-    assert sorted(each.name for each in folder.iterdir()) == ["0", "1"]
-    forget(folder)
-
-
-def forget(folder):
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["0", "1"]
 
 
 @distributed_test(world_size=1, init=False)
@@ -377,59 +321,46 @@ def test_a_taken_port_is_named():
     dist.init_dist("pytorch", backend="gloo")
 
 
-class FakeLibrary(types.ModuleType):
+class Framework(types.ModuleType):
     """Records how a training framework was started."""
-
-    def __init__(self):
-        super().__init__("fake")
-        self.calls = []
 
     def init_distributed(self, **kwargs):
         assert c10d.is_initialized()
-        self.calls.append(kwargs)
+        self.call = kwargs
 
     def launch_from_torch(self, backend):
         c10d.init_process_group(backend)
-        self.calls.append({"backend": backend})
+        self.call = {"backend": backend}
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("deepspeed", {"dist_backend": "gloo", "auto_mpi_discovery": False}),
+        ("colossalai", {"backend": "gloo"}),
+    ],
+)
 @distributed_test(world_size=2, init=False)
-def test_deepspeed_takes_over_the_group():
-    fake = sys.modules["deepspeed"] = FakeLibrary()
-    dist.init_dist("pytorch", backend="gloo", init_backend="deepspeed")
-    assert fake.calls == [{"dist_backend": "gloo", "auto_mpi_discovery": False}]
-    assert ranks_sum() == 2
-
-
-@distributed_test(world_size=2, init=False)
-def test_colossalai_creates_the_group_itself():
-    fake = sys.modules["colossalai"] = FakeLibrary()
-    dist.init_dist("pytorch", backend="gloo", init_backend="colossalai", timeout=77)
-    assert fake.calls == [{"backend": "gloo"}]
+def test_a_framework_takes_the_group_or_creates_it(name, call):
+    sys.modules[name] = Framework(name)
+    dist.init_dist("pytorch", backend="gloo", init_backend=name, timeout=77)
+    assert sys.modules[name].call == call
     assert ranks_sum() == 2
     assert dist.get_timeout() == timedelta(seconds=77)
 
 
-def with_library(name):
-    dist.init_dist("pytorch", backend="gloo", init_backend=name)
-
-
 @pytest.mark.parametrize("name", ["deepspeed", "colossalai"])
+@distributed_test(world_size=1, init=False)
 def test_a_missing_framework_is_named(name):
-    with pytest.raises(RankFailedError, match=f"needs {name}: pip install {name}"):
-        run_ranks(with_library, 1, name, init=False)
+    with pytest.raises(StateError, match=f"needs {name}: pip install {name}"):
+        dist.init_dist("pytorch", backend="gloo", init_backend=name)
 
 
-def forget_to_initialise():
+@distributed_test(world_size=2, init=False)
+def test_a_launch_that_never_initialises_is_told_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        values = dist.get_rank(), dist.get_world_size(), dist.is_main_process()
-    return values, [str(warning.message) for warning in caught]
-
-
-def test_a_launch_that_never_initialises_is_told_once():
-    for values, messages in run_ranks(forget_to_initialise, 2, init=False):
-        assert values == (0, 1, True)
-        assert len(messages) == 1
-        assert "launched as one of 2" in messages[0]
-        assert "init_dist()" in messages[0]
+        assert (dist.get_rank(), dist.get_world_size(), dist.is_main_process()) == (0, 1, True)
+        dist.all_reduce(torch.ones(1))
+    (message,) = (str(warning.message) for warning in caught)
+    assert re.search(r"launched as one of 2.* init_dist\(\)", message)

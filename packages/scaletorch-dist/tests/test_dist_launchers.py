@@ -1,22 +1,29 @@
-"""Launcher environments as data: who started this process, and where it says we are."""
+"""Launchers' variables: who started this process, which rank it is, and where ranks meet."""
 
+import contextlib
 import os
+import re
 import stat
+import sys
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scaletorch.dist import StateError, infer_launcher, init_dist, is_distributed
 from scaletorch.dist.launchers import interfaces
 from scaletorch.dist.launchers.environment import (
     ENVIRONMENTS,
     Placement,
+    expand_tasks_per_node,
     job_name,
     launched_world_size,
     read_placement,
 )
 from scaletorch.dist.launchers.interfaces import gloo_interface, is_loopback
 from scaletorch.dist.startup import rendezvous
-from scaletorch.dist.startup.rendezvous import Meeting, derived_port, find_meeting
+from scaletorch.dist.startup.rendezvous import Meeting, derived_port, find_meeting, first_host
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {
@@ -75,20 +82,15 @@ def launched_by(monkeypatch):
         ({"RANK": "0"}, "none"),
     ],
 )
-def test_the_launcher_is_inferred(launched_by, variables, launcher):
+def test_the_launcher_is_inferred_and_gives_the_place(launched_by, variables, launcher):
     launched_by(variables)
     assert infer_launcher() == launcher
-    assert launched_world_size() == (1 if launcher == "none" else 8)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "variables"),
-    [("pytorch", TORCHRUN), ("mpi", OPEN_MPI), ("mpi", HYDRA), ("slurm", SRUN)],
-)
-def test_every_environment_gives_the_same_place(launched_by, launcher, variables):
-    launched_by(variables)
-    place = read_placement(launcher)
-    assert place == Placement(place.program, launcher, 3, 8, 1, 2)
+    if launcher == "none":
+        assert launched_world_size() == 1
+    else:
+        assert launched_world_size() == 8
+        place = read_placement(launcher)
+        assert place == Placement(place.program, launcher, 3, 8, 1, 2)
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda e: e.program)
@@ -114,18 +116,6 @@ def test_one_process_in_a_slurm_job_needs_no_launcher(launched_by, variables):
     launched_by(variables)
     init_dist()
     assert not is_distributed()
-
-
-def test_a_variable_that_is_no_number_is_shown(launched_by):
-    launched_by(TORCHRUN | {"RANK": "first"})
-    with pytest.raises(StateError, match="RANK must be a number, but is 'first'"):
-        read_placement("pytorch")
-
-
-def test_local_variables_may_be_missing(launched_by):
-    launched_by({"RANK": "1", "WORLD_SIZE": "2"})
-    place = read_placement("pytorch")
-    assert (place.local_rank, place.local_size) == (None, None)
 
 
 def test_slurm_meets_at_the_first_node_that_resolves(launched_by, monkeypatch):
@@ -160,12 +150,9 @@ def test_slurm_asks_scontrol_for_names_that_do_not_resolve(launched_by, monkeypa
     assert find_meeting(read_placement("slurm"), 1234) == Meeting("10.0.0.7", 1234)
 
 
-def test_slurm_on_one_node_meets_on_loopback(launched_by):
+def test_slurm_meets_on_loopback_on_one_node_or_where_the_caller_says(launched_by):
     launched_by(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"})
     assert find_meeting(read_placement("slurm"), 1234) == Meeting("127.0.0.1", 1234)
-
-
-def test_what_the_caller_says_comes_first(launched_by):
     launched_by(SRUN | {"MASTER_ADDR": "chosen", "MASTER_PORT": "4000"})
     assert find_meeting(read_placement("slurm"), None) == Meeting("chosen", 4000)
     assert find_meeting(read_placement("slurm"), 5000) == Meeting("chosen", 5000)
@@ -182,74 +169,51 @@ def test_mpi_on_one_node_agrees_on_a_port_without_talking(launched_by):
     assert first.port != second.port
 
 
-def no_module(name):
-    raise ImportError(name)
-
-
-class FakeWorld:
-    """As much of mpi4py's COMM_WORLD as a meeting needs."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def Get_size(self):
-        return self.size
-
-    def bcast(self, value, root):
-        assert root == 0
-        return value
-
-
-class FakeMpi:
-    def __init__(self, size):
-        self.COMM_WORLD = FakeWorld(size)
+def mpi4py_of(size):
+    """As much of mpi4py.MPI as a meeting needs."""
+    world = SimpleNamespace(Get_size=lambda: size, bcast=lambda value, root: value)
+    return SimpleNamespace(COMM_WORLD=world)
 
 
 def test_mpi_on_several_nodes_needs_an_address_or_mpi4py(launched_by, monkeypatch):
     launched_by(HYDRA | {"MASTER_ADDR": "host", "MASTER_PORT": "7"})
-    monkeypatch.setattr(rendezvous.importlib, "import_module", no_module)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     assert find_meeting(read_placement("mpi"), None) == Meeting("host", 7)
     launched_by(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"})
     with pytest.raises(StateError, match=r"does not say where rank 0 is.*or install mpi4py"):
         find_meeting(read_placement("mpi"), None)
-    monkeypatch.setattr(rendezvous.importlib, "import_module", lambda name: FakeMpi(1))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi4py_of(1))
     with pytest.raises(StateError, match="mpi4py sees 1 ranks"):
         find_meeting(read_placement("mpi"), None)
-    monkeypatch.setattr(rendezvous.importlib, "import_module", lambda name: FakeMpi(8))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi4py_of(8))
     meeting = find_meeting(read_placement("mpi"), None)
     with meeting.listener as listener:
         assert listener.getsockname()[1] == meeting.port
 
 
-@pytest.mark.parametrize(
-    ("variables", "missing"),
-    [
-        ({}, "MASTER_ADDR and MASTER_PORT"),
-        ({"MASTER_ADDR": "x"}, "MASTER_PORT"),
-        ({"MASTER_PORT": "1"}, "MASTER_ADDR"),
-    ],
-)
-def test_torchruns_missing_address_is_named(launched_by, variables, missing):
-    launched_by(TORCHRUN | variables)
-    with pytest.raises(StateError, match=f"needs {missing} in the environment"):
-        find_meeting(read_placement("pytorch"), None)
-
-
-def test_a_port_that_is_no_number_is_shown(launched_by):
-    launched_by(TORCHRUN | {"MASTER_ADDR": "x", "MASTER_PORT": "http"})
-    with pytest.raises(StateError, match="MASTER_PORT must be a number, but is 'http'"):
-        find_meeting(read_placement("pytorch"), None)
+ADDRESS = {"MASTER_ADDR": "x", "MASTER_PORT": "1"}
 
 
 @pytest.mark.parametrize(
-    ("address", "loopback"),
+    ("changes", "message"),
     [
-        *((here, True) for here in ("127.0.0.1", "127.0.1.1", "localhost", "::1")),
-        *((there, False) for there in ("10.0.0.1", "node1", "::")),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "needs MASTER_ADDR and MASTER_PORT in the env"),
+        ({"MASTER_PORT": ""}, "needs MASTER_PORT in the environment"),
+        ({"MASTER_ADDR": ""}, "needs MASTER_ADDR in the environment"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a number, but is 'http'"),
+        ({"RANK": "first"}, "RANK must be a number, but is 'first'"),
     ],
 )
-def test_loopback_is_told_by_the_address_alone(address, loopback):
-    assert is_loopback(address) is loopback
+def test_a_wrong_variable_of_torchrun_is_named(launched_by, changes, message):
+    variables = TORCHRUN | ADDRESS | changes
+    launched_by({name: value for name, value in variables.items() if value})
+    with pytest.raises(StateError, match=message):
+        find_meeting(read_placement("pytorch"), None)
+
+
+def test_loopback_is_told_by_the_address_alone():
+    assert all(map(is_loopback, ("127.0.0.1", "127.0.1.1", "localhost", "::1")))
+    assert not any(map(is_loopback, ("10.0.0.1", "node1", "::")))
 
 
 def test_gloo_stays_on_loopback_where_all_ranks_are_here():
@@ -304,8 +268,7 @@ PYTORCH_JOB = {
 
 def test_a_pod_of_a_pytorchjob_is_one_rank(launched_by):
     launched_by(PYTORCH_JOB | {"RANK": "3"})
-    assert infer_launcher() == "pytorch"
-    place = read_placement("pytorch")
+    place = read_placement(infer_launcher())
     assert place == Placement("torchrun", "pytorch", 3, 4, None, None)
     assert find_meeting(place, None) == Meeting("train-master-0", 23456)
     assert gloo_interface("train-master-0", False) != "lo"
@@ -322,7 +285,7 @@ def test_torchrun_in_a_pod_describes_its_own_ranks(launched_by):
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda e: e.program)
 def test_a_rank_outside_the_world_is_refused(launched_by, environment):
     launched_by({environment.rank: "4", environment.world_size: "4"})
-    message = f"{environment.rank}=4 is no rank of {environment.world_size}=4"
+    message = f"{environment.rank}=4 is not a rank of {environment.world_size}=4"
     with pytest.raises(StateError, match=message):
         read_placement(environment.launcher)
 
@@ -334,3 +297,39 @@ def test_ranks_of_one_start_have_one_job_name(launched_by):
     assert job_name(read_placement("mpi")) == "space"
     launched_by(TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"})
     assert job_name(read_placement("pytorch")) == "run"
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("2", [2]), ("2,1", [2, 1]), ("2(x3)", [2, 2, 2]), ("4(x2),1,3(x1)", [4, 4, 1, 3]), ("", [])],
+)
+def test_slurms_tasks_per_node_are_expanded(text, sizes):
+    assert expand_tasks_per_node(text) == sizes
+
+
+HOSTS = [
+    ("node1", "node1"), ("node1,node2", "node1"), ("node[01-03,07]", "node01"),
+    ("a1,b[2-3]x", "a1"), ("b[2-3]x,a1", "b2x"), ("gpu[7,9],login", "gpu7"),
+    ("rack[2-3]n[004-005]", "rack2n004"), ("n[098-101]", "n098"), ("n[8-11]", "n8"),
+    ("a.b.c,d-e", "a.b.c"), ("d-e,a.b.c", "d-e"), ("10.0.0.[1-2], 10.0.0.9", "10.0.0.1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "host"), HOSTS)
+def test_the_first_host_of_slurms_list(nodes, host):
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize("nodes", ["", " ", ",", "a,", "a[1", "a1]", "a[]", "a[1,]", "]["])
+def test_a_broken_host_list_is_shown(nodes):
+    with pytest.raises(StateError, match=re.escape(f"cannot read the node list {nodes!r}")):
+        first_host(nodes)
+
+
+@settings(deadline=None)
+@given(st.text("ab[]-,0129 x", max_size=20))
+def test_any_host_list_is_read_or_refused(text):
+    with contextlib.suppress(StateError):
+        host = first_host(text)
+        assert host
+        assert not set(host) & set("[], ")

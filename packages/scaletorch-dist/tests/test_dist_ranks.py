@@ -48,10 +48,6 @@ def move(point):
     return Point(point.x + c10d.get_rank(), point.y * 2)
 
 
-def pid():
-    return os.getpid()
-
-
 def fail_on_one():
     if c10d.get_rank() == 1:
         raise ValueError("the 7th value is wrong")
@@ -66,21 +62,10 @@ def fail_alone_after(seconds):
     raise KeyError("second")
 
 
-def hang_on_one():
+def on_one(action, *args):
     if c10d.get_rank() == 1:
-        time.sleep(600)
+        action(*args)
     c10d.barrier()
-
-
-def die_on_one(number):
-    if c10d.get_rank() == 1:
-        os.kill(os.getpid(), number)
-    c10d.barrier()
-
-
-def exit_on_one(code):
-    if c10d.get_rank() == 1:
-        os._exit(code)
 
 
 class StubbornError(Exception):
@@ -98,32 +83,20 @@ def return_lock():
     return threading.Lock()
 
 
-def has_all_names():
-    return "scaletorch.dist.public" in sys.modules
-
-
 def draw():
     return random.random(), torch.rand(1).item()
 
 
 def environment(*names):
-    return {name: os.environ.get(name) for name in names}
+    return [os.environ.get(name) for name in names]
 
 
 def say(text):
     sys.stdout.write(f"{text} from {c10d.get_rank()}\n")
 
 
-def threads():
-    return torch.get_num_threads()
-
-
 def nothing():
     return None
-
-
-def timeout_seconds():
-    return get_timeout().total_seconds()
 
 
 def leave_group():
@@ -142,25 +115,16 @@ def test_pool_runs_functions_and_keeps_its_processes():
     with RankPool(2) as pool:
         assert pool.run(total, 1) == [3.0, 3.0]
         assert pool.run(total, 1, factor=10) == [12.0, 12.0]
-        first = pool.run(pid)
-        assert pool.run(pid) == first
+        first = pool.run(os.getpid)
+        assert pool.run(os.getpid) == first
         assert len({os.getpid(), *first}) == 3
 
 
-def test_values_of_the_test_files_own_classes_travel():
-    with RankPool(2) as pool:
-        points = pool.run(move, Point(5, torch.ones(2, dtype=torch.float64)))
+def test_functions_and_values_of_any_module_travel():
+    points = launch(move, 2, Point(5, torch.ones(2, dtype=torch.float64)))
     assert [point.x for point in points] == [5, 6]
     assert points[1].y.tolist() == [2.0, 2.0]
     assert points[1].y.dtype == torch.float64
-
-
-def test_ranks_have_all_names_from_the_start():
-    """Each would import by itself what the server lacks."""
-    assert launch(has_all_names, 2) == [True, True]
-
-
-def test_partials_and_functions_of_a_library_run():
     assert launch(functools.partial(total, 1, factor=2), 2) == [4.0, 4.0]
     assert launch(c10d.get_world_size, 2) == [2, 2]
 
@@ -185,7 +149,7 @@ def test_failures_come_in_the_order_in_which_they_happened():
 
 def test_a_hang_ends_at_the_deadline_with_every_stack():
     with pytest.raises(RankFailedError) as caught:
-        launch(hang_on_one, 2, timeout=1.5)
+        launch(on_one, 2, time.sleep, 600, timeout=1.5)
     assert caught.value.hung == (0, 1)
     message = str(caught.value)
     assert "ranks 0, 1 had not finished after 1.5 s" in message
@@ -193,44 +157,35 @@ def test_a_hang_ends_at_the_deadline_with_every_stack():
     assert "rank_child" not in message
 
 
-def test_a_killed_rank_is_named_with_its_signal():
-    with pytest.raises(RankFailedError, match="rank 1 was killed by SIGKILL"):
-        launch(die_on_one, 2, int(signal.SIGKILL))
-
-
 def test_a_rank_that_crashes_says_where_its_threads_were():
     with pytest.raises(RankFailedError, match="rank 1 was killed by SIGSEGV") as caught:
-        launch(die_on_one, 2, int(signal.SIGSEGV))
+        launch(on_one, 2, signal.raise_signal, int(signal.SIGSEGV))
     crash = caught.value.failures[1]
     assert "Segmentation fault" in crash
-    assert "in die_on_one" in crash
+    assert "in on_one" in crash
     assert "child.py" not in crash
     assert "Extension modules" not in crash
+    with pytest.raises(RankFailedError, match="rank 1 was killed by SIGKILL"):
+        launch(on_one, 2, signal.raise_signal, int(signal.SIGKILL))
 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_rank_that_exits_is_named_with_its_code(code):
     with pytest.raises(RankFailedError, match=f"rank 1 exited with code {code} before it returned"):
-        launch(exit_on_one, 2, code)
+        launch(on_one, 2, os._exit, code)
 
 
-def test_an_exception_that_cannot_travel_keeps_its_text():
+def test_what_cannot_travel_is_named():
     with pytest.raises(RankFailedError, match="salt and pepper") as caught:
         launch(raise_stubborn, 2)
     assert caught.value.exceptions == {}
-
-
-def test_a_result_that_cannot_travel_is_named():
     with pytest.raises(RankFailedError, match="return_lock returned a lock that does not pickle"):
         launch(return_lock, 2)
-
-
-def test_arguments_that_cannot_travel_are_refused_before_anything_starts():
     with pytest.raises(InvalidArgumentError, match="arguments of total do not pickle"):
-        launch(total, 2, threading.Lock())
+        launch(total, 2, threading.Lock())  # before anything starts
 
 
-def test_functions_that_ranks_cannot_find_are_refused():
+def test_functions_that_ranks_cannot_find_are_refused(monkeypatch):
     def inner():
         return None
 
@@ -240,31 +195,27 @@ def test_functions_that_ranks_cannot_find_are_refused():
     for fn in ([].append, Point(1, torch.ones(1)).__eq__):
         with pytest.raises(InvalidArgumentError, match="module-level function"):
             launch(fn, 2)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(nothing, "__module__", "__main__")  # as typed into an interpreter
+    with pytest.raises(InvalidArgumentError, match="put it in a file and import it"):
+        launch(nothing, 2)
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 1.5, "2"])
 def test_bad_world_sizes_are_refused(world_size):
-    with pytest.raises(InvalidArgumentError, match="integer of at least 1"):
-        launch(nothing, world_size)
-    with pytest.raises(InvalidArgumentError, match="integer of at least 1"):
-        RankPool(world_size)
-
-
-def test_a_closed_pool_says_so():
-    pool = RankPool(1)
-    pool.close()
-    pool.close()
-    with pytest.raises(StateError, match="closed"):
-        pool.run(nothing)
+    for start in (RankPool, functools.partial(launch, nothing)):
+        with pytest.raises(InvalidArgumentError, match="integer of at least 1"):
+            start(world_size)
 
 
 def test_a_failure_closes_the_pool_and_ends_its_processes():
     pool = RankPool(2)
-    pids = pool.run(pid)
+    pids = pool.run(os.getpid)
     with pytest.raises(RankFailedError):
         pool.run(fail_on_one)
+    pool.close()
     with pytest.raises(StateError, match="closed"):
-        pool.run(pid)
+        pool.run(os.getpid)
     for each in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(each, 0)
@@ -277,12 +228,7 @@ def test_an_unknown_backend_fails_at_the_start():
 
 @pytest.mark.parametrize(
     ("function", "reusable"),
-    [
-        (pid, True),
-        (leave_group, False),
-        (leave_variable, False),
-        (leave_grad_mode, False),
-    ],
+    [(os.getpid, True), (leave_group, False), (leave_variable, False), (leave_grad_mode, False)],
 )
 def test_a_pool_knows_whether_a_function_left_something_behind(function, reusable):
     with RankPool(2) as pool:
@@ -305,25 +251,22 @@ def test_ranks_get_the_variables_of_a_launcher(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SEEN", "HIDDEN")
     got = launch(environment, 2, *names, "TORCHELASTIC_RUN_ID", env={"HIDDEN": None})
-    assert list(got[1].values()) == ["1", "1", "2", "2", "yes", None, None]
-
-
-def test_ranks_without_a_group_get_an_address():
-    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
-    first, second = launch(environment, 2, *names, init=False)
+    assert got[1] == ["1", "1", "2", "2", "yes", None, None]
+    first, second = launch(environment, 2, "MASTER_ADDR", "MASTER_PORT", init=False)
     assert first == second
-    assert first["MASTER_ADDR"] == "127.0.0.1"
-    assert int(first["MASTER_PORT"]) > 1023
+    assert first[0] == "127.0.0.1"
+    assert int(first[1]) > 1023
 
 
 def test_ranks_of_a_launch_share_the_cores():
-    assert launch(threads, 2) == [max(1, (os.cpu_count() or 1) // 2)] * 2
+    assert launch(torch.get_num_threads, 2) == [max(1, (os.cpu_count() or 1) // 2)] * 2
     with RankPool(2) as pool:
-        assert pool.run(threads) == [1, 1]
+        assert pool.run(torch.get_num_threads) == [1, 1]
 
 
 def test_the_group_has_the_timeout_that_was_asked_for():
-    assert launch(timeout_seconds, 2, group_timeout=timedelta(seconds=77)) == [77.0, 77.0]
+    timeout = timedelta(seconds=77)
+    assert launch(get_timeout, 2, group_timeout=timeout) == [timeout] * 2
 
 
 def test_ranks_print_where_this_process_prints(capfd):
@@ -348,7 +291,7 @@ def test_the_fork_of_a_pools_owner_does_not_end_the_pool():
             pool.close()
             os._exit(0)
         os.waitpid(child, 0)
-        assert len(pool.run(pid)) == 1
+        assert len(pool.run(os.getpid)) == 1
 
 
 PROGRAM = """
@@ -392,13 +335,6 @@ def test_programs_launch_functions_of_their_own_below_a_main_guard(tmp_path, cap
     (tmp_path / "unguarded.py").write_text(text.partition("if __name__")[0] + "launch(work, 2)")
     launch(run_programs, 1, tmp_path, init=False, timeout=200)
     assert capfd.readouterr().out == "[0, 1]\n" * 2
-
-
-def test_what_is_typed_into_an_interpreter_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
-    monkeypatch.setattr(nothing, "__module__", "__main__")
-    with pytest.raises(InvalidArgumentError, match="put it in a file and import it"):
-        launch(nothing, 2)
 
 
 STUBBORN = """
@@ -460,5 +396,5 @@ def test_a_port_is_none_that_the_system_gives_others(monkeypatch):
     assert rendezvous.free_port() == chosen
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", chosen))
-        with pytest.raises(OSError, match="of 100 ports of the loopback none is free"):
+        with pytest.raises(OSError, match="none of 100 loopback ports is free"):
             rendezvous.free_port()

@@ -1,7 +1,9 @@
-"""Test ranks: the decorator, reuse between calls, and what a failed assert shows."""
+"""Test ranks: reuse between calls, what a failed assert shows, and comparisons of tensors."""
 
 import gc
 import importlib
+import math
+import operator
 import os
 import sys
 import warnings
@@ -9,16 +11,16 @@ import warnings
 import pytest
 import torch
 import torch.distributed as c10d
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from scaletorch.dist import RankFailedError, StateError, launch
+from scaletorch.dist import (
+    InvalidArgumentError,
+    RankFailedError,
+    RankPool,
+    StateError,
+    launch,
+)
 from scaletorch.dist.ranks import locate, process
-from scaletorch.dist.testing import distributed_test, preload, run_ranks
-
-
-def pid():
-    return os.getpid()
+from scaletorch.dist.testing import distributed_test, preload, relative_error, run_ranks, worst
 
 
 def leave_group():
@@ -26,19 +28,9 @@ def leave_group():
     return os.getpid()
 
 
-def add(x):
-    data = torch.tensor(x)
-    c10d.all_reduce(data)
-    return data.item()
-
-
 def compare(left):
     right = c10d.get_rank()
     assert left == right
-
-
-def variable():
-    return os.environ.get("MASTER_PORT"), os.environ.get("COLOUR")
 
 
 class OddWarning(UserWarning):
@@ -52,19 +44,6 @@ def warn(text, category=UserWarning):
 
 def actions():
     return [action for action, *_ in warnings.filters]
-
-
-@pytest.fixture
-def number():
-    return 4
-
-
-@pytest.mark.parametrize("factor", [1, 3])
-@distributed_test(world_size=2)
-def test_the_decorator_keeps_parameters_and_fixtures(factor, number):
-    data = torch.tensor([factor * number])
-    c10d.all_reduce(data)
-    assert data.item() == 2 * factor * number
 
 
 @distributed_test(world_size=2)
@@ -85,33 +64,20 @@ def test_a_test_is_skipped_when_every_rank_skips():
         skip_on_one()
 
 
-@distributed_test(world_size=2, init=False, env={"COLOUR": "blue"})
-def test_the_decorator_passes_options_on():
-    assert not c10d.is_initialized()
-    assert os.environ["COLOUR"] == "blue"
-
-
-@settings(max_examples=5, deadline=None)
-@given(x=st.integers(-1000, 1000))
-@distributed_test(world_size=2)
-def test_a_property_of_a_distributed_body(x):
-    assert add(x) == 2 * x
-
-
 def test_ranks_are_reused_while_that_is_safe():
-    first = run_ranks(pid, 2)
-    assert run_ranks(pid, 2) == first
+    first = run_ranks(os.getpid, 2)
+    assert run_ranks(os.getpid, 2) == first
     used = run_ranks(leave_group, 2)
     assert used == first
-    assert not set(run_ranks(pid, 2)) & set(first)
+    assert not set(run_ranks(os.getpid, 2)) & set(first)
 
 
 def test_a_failed_assert_shows_its_values_and_its_ranks_are_not_reused():
-    first = run_ranks(pid, 2)
+    first = run_ranks(os.getpid, 2)
     with pytest.raises(RankFailedError, match="rank 1 failed; rank 0 finished") as caught:
         run_ranks(compare, 2, 0)
     assert "assert 0 == 1" in str(caught.value)
-    assert not set(run_ranks(pid, 2)) & set(first)
+    assert not set(run_ranks(os.getpid, 2)) & set(first)
 
 
 def fail_alike_but_for_one(size, experts):
@@ -136,12 +102,10 @@ def test_ranks_that_fail_alike_have_one_traceback(experts):
 
 
 def test_ranks_see_the_environment_of_the_moment(monkeypatch):
-    assert run_ranks(variable, 2)[0] == (None, None)
+    assert run_ranks(os.getenv, 2, "COLOUR") == [None] * 2
     monkeypatch.setenv("COLOUR", "red")
-    assert run_ranks(variable, 2)[0] == (None, "red")
-    port, colour = run_ranks(variable, 2, init=False, env={"COLOUR": None})[0]
-    assert port is not None
-    assert colour is None
+    assert run_ranks(os.getenv, 2, "COLOUR") == ["red"] * 2
+    assert run_ranks(os.getenv, 2, "COLOUR", init=False, env={"COLOUR": None}) == [None] * 2
 
 
 def use_a_group_of_two():
@@ -165,41 +129,29 @@ def change_declared_state():
 
 def test_modules_may_declare_state_of_their_own():
     first = run_ranks(change_declared_state, 2)
-    assert not set(run_ranks(pid, 2)) & set(first)
+    assert not set(run_ranks(os.getpid, 2)) & set(first)
 
 
 def test_ranks_meet_the_warning_filters_of_the_moment():
+    class Local(UserWarning):
+        pass
+
+    with pytest.raises(RankFailedError, match="UserWarning: a word"):
+        run_ranks(warn, 2, "a word")  # by pytest's own filters
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert run_ranks(warn, 2, "a word") == ["a word"] * 2
         warnings.filterwarnings("error", message="another")
-        assert run_ranks(warn, 2, "a word") == ["a word"] * 2
         with pytest.raises(RankFailedError, match="UserWarning: Another word"):
             run_ranks(warn, 2, "Another word")
-    with warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.filterwarnings("ignore", category=OddWarning)  # of a file of tests: found there
         warnings.filterwarnings("error", module="elsewhere", append=True)
+        warnings.filterwarnings("error", category=Local)  # does not pickle: no rank can have it
         assert run_ranks(warn, 2, "a word", OddWarning) == ["a word"] * 2
         assert run_ranks(actions, 2) == [["ignore", "error"]] * 2
-
-
-def test_warnings_are_errors_on_ranks_as_in_this_process():
-    with pytest.raises(UserWarning, match="a word"):
-        warn("a word")
-    with pytest.raises(RankFailedError, match="UserWarning: a word"):
-        run_ranks(warn, 2, "a word")
-
-
-def test_filters_of_unknown_categories_and_of_python_itself_are_taken_as_they_can_be():
-    class Local(UserWarning):
-        pass
-
-    with warnings.catch_warnings():
         warnings.resetwarnings()
-        warnings.filterwarnings("error", category=Local)  # does not pickle: no rank can have it
         warnings.filters.append(("error", None, UserWarning, "__main__", 0))  # as Python's own are
-        assert run_ranks(actions, 2) == [["error"]] * 2
         assert run_ranks(warn, 2, "elsewhere") == ["elsewhere"] * 2
 
 
@@ -242,6 +194,10 @@ class Argument:
 """
 
 
+def has_a_server_with(argument):
+    return process._server is not None
+
+
 @pytest.mark.parametrize("importable", [True, False])
 def test_a_rank_that_imports_a_file_starts_no_server_for_what_it_preloads(
     tmp_path, monkeypatch, importable
@@ -250,28 +206,59 @@ def test_a_rank_that_imports_a_file_starts_no_server_for_what_it_preloads(
     file = tmp_path / f"preloading_{importable}.py"
     file.write_text(PRELOADING)
     monkeypatch.syspath_prepend(tmp_path)
-    function = importlib.import_module(file.stem).has_a_server
-    if not importable:
+    module = importlib.import_module(file.stem)
+    if importable:
+        assert run_ranks(has_a_server_with, 1, module.Argument()) == [False]
+    else:
         monkeypatch.undo()
-    assert function()
-    assert run_ranks(function, 2) == [False, False]
+    assert module.has_a_server()
+    assert run_ranks(module.has_a_server, 2) == [False, False]
 
 
-def has_a_server_with(argument):
-    return process._server is not None
+def test_a_function_of_a_file_that_no_path_leads_to_may_be_an_argument(monkeypatch):
+    """As of a test file, whose folders are on the path under `python -m pytest` alone."""
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", os.getcwd())])
+    with RankPool(1) as pool:  # whose rank has not loaded this file
+        assert pool.run(operator.call, actions)[0] is not None
 
 
-def test_a_rank_that_imports_a_file_of_its_arguments_starts_no_server_either(tmp_path, monkeypatch):
-    (tmp_path / "preloading_argument.py").write_text(PRELOADING)
-    monkeypatch.syspath_prepend(tmp_path)
-    argument = importlib.import_module("preloading_argument").Argument()
-    assert run_ranks(has_a_server_with, 1, argument) == [False]
+def test_a_function_is_found_where_it_is_loaded_already():
+    """Another module of this name would make its functions unpicklable."""
+    assert locate.locate(actions).find() is actions
 
 
-def test_asserts_of_a_file_that_pytest_has_not_read_explain_themselves(tmp_path):
-    file = tmp_path / "new.py"
-    file.write_text("def wrong(x):\n    assert x == [1, 2]\n")
-    found = {}
-    exec(locate._explaining_code(str(file)), found)
-    with pytest.raises(AssertionError, match=r"(?s)assert \[1, 3\] == \[1, 2\].*3 != 2"):
-        found["wrong"]([1, 3])
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf, -1.0])
+def test_the_worst_error_is_infinite_wherever_one_is_no_error(bad):
+    assert worst([1e-16, 3e-16, 2e-16]) == 3e-16
+    for place in range(3):
+        errors = [1e-16, 2e-16, 3e-16]
+        errors[place] = bad
+        assert worst(errors) == worst(map(torch.tensor, errors)) == math.inf
+    with pytest.raises(InvalidArgumentError, match="nothing was compared"):
+        worst([])
+
+
+def test_an_error_is_relative_to_the_largest_expected_value():
+    expected = torch.tensor([1.0, -4.0], dtype=torch.float64)
+    assert relative_error(expected + 1e-3, expected) == pytest.approx(2.5e-4)
+    assert relative_error(expected + 1e-3, expected, scale=10 * expected) == pytest.approx(2.5e-5)
+    assert relative_error(expected.float(), expected) == 0
+    assert relative_error(torch.zeros(3), torch.zeros(3)) == 0
+    assert relative_error(torch.full((3,), 1e-30), torch.zeros(3)) == math.inf
+    assert relative_error(torch.zeros(0, 3), torch.zeros(0, 3)) == 0
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf])
+@pytest.mark.parametrize("places", [(0,), (1,), (0, 1), (2,)])
+def test_what_is_not_finite_is_infinitely_far_off(places, bad):
+    tensors = [torch.ones(4), torch.ones(4), torch.ones(4)]
+    for place in places:
+        tensors[place][1] = bad
+    assert relative_error(tensors[0], tensors[1], scale=tensors[2]) == math.inf
+
+    message = r"expected a tensor of shape \(2, 3\), got \(3,\)"
+    with pytest.raises(InvalidArgumentError, match=message):
+        relative_error(torch.ones(3), torch.ones(2, 3))

@@ -141,10 +141,7 @@ class OneProcess:
     ("variables", "message"),
     [
         (("RANK", "WORLD_SIZE"), "needs 2 ranks, but MPI sees 1; torchrun started them: start "),
-        (
-            ("PMI_RANK", "PMI_SIZE"),
-            r"\(Hydra\) started 2: it uses 'MPI of another'",
-        ),
+        (("PMI_RANK", "PMI_SIZE"), r"\(Hydra\) started 2: it uses 'MPI of another'"),
         ((), "needs 2 ranks, but MPI sees 1: start the program with mpirun"),
     ],
 )

@@ -5,7 +5,6 @@ import stat
 import threading
 
 import pytest
-import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
@@ -34,28 +33,12 @@ def test_the_specified_examples():
     data = ["foo", 12, {1: 2}] if rank == 0 else [None, None, None]
     assert dist.broadcast_object_list(data) is None
     assert data == ["foo", 12, {1: 2}]
+    dist.broadcast_object_list([], 1)
     assert dist.all_gather_object([{"a": 1}, {"b": 2}][rank]) == [{"a": 1}, {"b": 2}]
     assert dist.gather_object(f"data{rank}") == (["data0", "data1"] if rank == 0 else None)
     results = [f"res{rank}_1", f"res{rank}_2"]
     expected = ["res0_1", "res1_1", "res0_2", "res1_2"]
     assert dist.collect_results(results, 4, "cpu") == (expected if rank == 0 else None)
-
-
-@distributed_test(world_size=3)
-def test_objects_of_any_size_and_kind():
-    rank = dist.get_rank()
-    mine = [b"x" * (rank * 100_000), {"tensor": torch.arange(rank)}, None][rank]
-    everything = dist.all_gather_object(mine)
-    assert everything[0] == b""
-    assert torch.equal(everything[1]["tensor"], torch.arange(1))
-    assert everything[2] is None
-    data = [mine, rank] if rank == 1 else [None, None]
-    kept = data[0]
-    dist.broadcast_object_list(data, 1)
-    assert torch.equal(data[0]["tensor"], torch.arange(1))
-    assert data[1] == 1
-    assert rank != 1 or data[0] is kept
-    dist.broadcast_object_list([], 2)
 
 
 @distributed_test(world_size=3)
@@ -128,11 +111,8 @@ class Text(str):
 
 
 @pytest.mark.parametrize("kind", ["argument", "environment", "environment of another rank"])
+@distributed_test(world_size=3)
 def test_pickle_can_be_switched_off(kind):
-    run_ranks(refuse_pickle, 3, kind)
-
-
-def refuse_pickle(kind):
     rank = dist.get_rank()
     allow = kind != "argument"
     variable, way_out = "SCALETORCH_ALLOW_PICKLE", "allow_pickle=True"
@@ -154,15 +134,15 @@ def refuse_pickle(kind):
     assert type(dist.all_gather_object(odd)[1]) is Text
 
 
-@pytest.mark.parametrize(
-    ("value", "allowed"),
-    [(None, True), ("1", True), ("true", True), ("0", False), ("no", False), ("what", False)],
-)
-def test_the_environment_allows_pickle(monkeypatch, value, allowed):
+ALLOWED = {None: True, "1": True, "true": True, "0": False, "no": False, "what": False}
+
+
+@pytest.mark.parametrize("value", ALLOWED)
+def test_the_environment_allows_pickle(monkeypatch, value):
     monkeypatch.delenv(packing.VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(packing.VARIABLE, value)
-    assert packing.pickle_allowed(True) is allowed
+    assert packing.pickle_allowed(True) is ALLOWED[value]
     assert packing.pickle_allowed(False) is False
 
 
@@ -170,12 +150,9 @@ def test_the_environment_allows_pickle(monkeypatch, value, allowed):
     ("sizes", "pickled"),
     [((5, 200_000, 70), True), ((300_000, 5, 0), False), ((400_000, 400_000, 399_000), True)],
 )
-def test_uneven_sizes(sizes, pickled):
-    run_ranks(gather_uneven, 3, sizes, pickled)
-
-
-def gather_uneven(sizes, pickled):
-    object_calls.PIECE, whole = 100_000, object_calls.PIECE  # so that messages come in pieces
+@distributed_test(world_size=3)
+def test_uneven_sizes_in_pieces(sizes, pickled):
+    object_calls.PIECE, whole = 100_000, object_calls.PIECE
     kind = Text if pickled else str
     texts = [kind(chr(97 + rank) * size) for rank, size in enumerate(sizes)]
     mine, rank = texts[dist.get_rank()], dist.get_rank()
@@ -185,6 +162,7 @@ def gather_uneven(sizes, pickled):
         data = [mine, mine]
         dist.broadcast_object_list(data, 2)
         assert data == [texts[2], texts[2]]
+        assert dist.get_rank() != 2 or data[0] is mine
     finally:
         object_calls.PIECE = whole
 
@@ -214,23 +192,20 @@ def collect(counts, size, tmpdir):
     [((3, 2), 5, False), ((2, 3), 4, True), ((0, 0), 0, True), ((1, 1), 9, False)],
 )
 def test_results_are_interleaved_and_cut(tmp_path, counts, size, files):
-    if files:
-        (tmp_path / "precious").write_text("mine")
-    tmpdir = str(tmp_path) if files else None
+    tmpdir = str(tmp_path / "made" / "anew") if files else None
     (collected, left), (nothing, other) = run_ranks(collect, 2, counts, size, tmpdir)
     dealt = [(rank, i) for i in range(max(counts)) for rank in range(2) if i < counts[rank]]
     assert collected == [None if sample[1] == 1 else sample for sample in dealt][:size]
     assert nothing is None
-    assert left == other == (["precious"] if files else None)
+    assert left == other == ([] if files else None)
 
 
-def test_a_folder_that_was_not_there_is_made(tmp_path):
-    run_ranks(collect, 2, (1, 1), 2, str(tmp_path / "new" / "er"))
-    assert os.listdir(tmp_path / "new" / "er") == []
-
-
-def make_file_trouble(folder, file):
-    rank = dist.get_rank()
+@distributed_test(world_size=2)
+def test_trouble_with_files_is_an_error_on_every_rank(tmp_path):
+    rank, folder, file = dist.get_rank(), str(tmp_path), tmp_path / "file"
+    if rank == 0:
+        file.write_text("mine")
+    c10d.barrier()
     with pytest.raises(StateError, match=r"rank 1: .*cannot pickle"):
         dist.collect_results([threading.Lock() if rank else 0], 2, tmpdir=folder)
     with pytest.raises(StateError, match=r"rank 0: .*ValueError: .*no number"):
@@ -238,20 +213,14 @@ def make_file_trouble(folder, file):
     with pytest.raises(StateError, match=r"rank 1: .*Text is not plain"):
         dist.collect_results([Text("a") if rank else 0], 2, tmpdir=folder, allow_pickle=False)
     c10d.barrier()
-    assert os.listdir(folder) == []
+    assert os.listdir(folder) == ["file"]
     with pytest.raises(StateError, match=r"rank 0: .*exists"):
-        dist.collect_results([1], 2, tmpdir=file)
-
-
-def test_trouble_with_files_is_an_error_on_every_rank(tmp_path):
-    folder, file = tmp_path / "folder", tmp_path / "file"
-    folder.mkdir()
-    file.write_text("mine")
-    run_ranks(make_file_trouble, 2, str(folder), str(file))
+        dist.collect_results([1], 2, tmpdir=str(file))
     assert file.read_text() == "mine"
 
 
-def collect_spoiled(folder):
+@distributed_test(world_size=2)
+def test_a_file_that_was_cut_is_an_error_on_every_rank(tmp_path):
     """Rank 1's file is cut while rank 0 has not read it."""
     read = results._read
 
@@ -263,13 +232,10 @@ def collect_spoiled(folder):
     results._read = read_cut
     try:
         with pytest.raises(StateError, match=r"rank 0: .*does not unpickle"):
-            dist.collect_results([dist.get_rank()] * 99, 198, tmpdir=folder)
+            dist.collect_results([dist.get_rank()] * 99, 198, tmpdir=str(tmp_path))
     finally:
         results._read = read
-
-
-def test_a_file_that_was_cut_is_an_error_on_every_rank(tmp_path):
-    run_ranks(collect_spoiled, 2, str(tmp_path))
+    c10d.barrier()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -292,7 +258,7 @@ def refuse():
         "a size of 0 or more, got -1": ([], -1),
         "a size of 0 or more, got 2.0": ([], 2.0),
         "cpu, gpu, npu, cuda, mlu, musa, xpu, got 'tpu'": ([], 1, "tpu"),
-        "tmpdir goes with device 'cpu', not 'gpu'": ([], 1, "gpu", "/tmp"),
+        "tmpdir needs device 'cpu', got 'gpu'": ([], 1, "gpu", "/tmp"),
     }.items():
         with pytest.raises(InvalidArgumentError, match=text):
             dist.collect_results(*arguments)

@@ -1,15 +1,12 @@
-"""A group of one rank: every collective gives what N ranks would, and nothing is sent."""
+"""One process, or a group of one: each call gives what N ranks would, and sends nothing."""
 
-import pytest
 import torch
 import torch.distributed as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import scaletorch.dist as dist
-from scaletorch.dist import functional as F
 from scaletorch.dist.collectives import flat
-from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.dist.wire import backend as raw
+from scaletorch.dist.testing import distributed_test
 
 
 class Sent(TorchDispatchMode):
@@ -25,71 +22,59 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gathered(x, group):
-    return torch.cat(dist.all_gather(x, group))
-
-
 def in_place(call):
     def run(x, group):
-        x = x.clone()
-        call(x, group)
+        call(x := x.clone(), group)
         return x
 
     return run
 
 
+def filled(call):
+    def run(x, group):
+        call(target := torch.zeros_like(x), x, group)
+        return target
+
+    return run
+
+
 CALLS = {
-    "all_reduce": in_place(lambda x, group: dist.all_reduce(x, group=group)),
-    "all_gather": gathered,
-    "broadcast": in_place(lambda x, group: dist.broadcast(x, 0, group)),
+    "all_reduce": in_place(lambda x, group: dist.all_reduce(x, "mean", group)),
     "reduce": in_place(lambda x, group: dist.reduce(x, 0, group=group)),
-    "scatter": in_place(lambda x, group: dist.scatter(x, [x + 0], 0, group)),
-    "gather": lambda x, group: torch.cat(dist.gather(x, 0, group)),
+    "broadcast": in_place(lambda x, group: dist.broadcast(x, 0, group)),
     "all_reduce_dict": in_place(lambda x, group: dist.all_reduce_dict({"x": x}, group=group)),
-    "all_reduce_params": in_place(lambda x, group: dist.all_reduce_params([x], group=group)),
+    "all_reduce_params": in_place(lambda x, group: dist.all_reduce_params(iter([x]), group=group)),
     "all_gather_flat": in_place(lambda x, group: flat.all_gather_flat(x.view(-1), [6], group)),
+    "all_gather": lambda x, group: dist.all_gather(x, group)[0],
+    "gather": lambda x, group: dist.gather(x, 0, group)[0],
+    "all_to_all": dist.all_to_all,
+    "fill a list": filled(lambda target, x, group: dist.all_gather([target], x, group)),
+    "scatter": filled(lambda target, x, group: dist.scatter(target, [x], 0, group)),
+    "reduce_scatter": filled(lambda to, x, group: dist.reduce_scatter(to, [x], "mean", group)),
+    "exchange lists": filled(lambda target, x, group: dist.all_to_all([x], [target], group)),
     "reduce_scatter_flat": lambda x, group: (
-        flat.reduce_scatter_flat(x.view(-1), [6], group=group).wait().view(2, 3)
+        flat.reduce_scatter_flat(x.view(-1).clone(), [6], "mean", group).wait().view(2, 3)
     ),
-    "copy": F.copy,
-    "sum": F.all_reduce,
-    "join": lambda x, group: F.all_gather(x, 0, group),
-    "part": lambda x, group: F.reduce_scatter(x, 0, group),
-    "join shares": lambda x, group: F.gather(x, 0, group),
-    "split": lambda x, group: F.split(x, 0, group),
-    "all_to_all": lambda x, group: F.all_to_all(x, 0, 1, group),
 }
 
 
-@distributed_test(world_size=1)
-def test_nothing_is_sent():
+def return_what_many_would(group=None):
     x = torch.arange(6.0).view(2, 3)
     for name, call in CALLS.items():
         with Sent() as sent:
-            found = call(x.clone(), c10d.group.WORLD)
+            found = call(x, group)
         assert torch.equal(found, x), name
+        assert found.data_ptr() != x.data_ptr(), name
         assert sent.names == [], name
-    with Sent() as sent:
-        c10d.all_reduce(x)
-    assert sent.names == ["c10d.allreduce_.default"]
+
+
+def test_one_process_returns_what_many_would():
+    return_what_many_would()
 
 
 @distributed_test(world_size=1)
-def test_gloo_gets_copies_of_what_is_on_an_accelerator():
-    assert raw._find_route("cpu", c10d.group.WORLD).native
-    assert not raw._find_route("cuda", c10d.group.WORLD).native
-
-
-def forgotten():
-    with pytest.warns(RuntimeWarning, match="was launched as one of 2, but"):
-        dist.all_reduce(torch.ones(1))
-
-
-def test_one_of_several_that_never_met_is_told():
-    run_ranks(forgotten, 2, init=False)
-
-
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_flat_sums_without_a_group_are_the_data(op):
-    data = torch.arange(3.0)
-    assert torch.equal(flat.reduce_scatter_flat(data.clone(), [3], op).wait(), data)
+def test_a_group_of_one_rank_sends_nothing():
+    return_what_many_would(c10d.group.WORLD)
+    with Sent() as sent:
+        c10d.all_reduce(torch.ones(1))
+    assert sent.names == ["c10d.allreduce_.default"]

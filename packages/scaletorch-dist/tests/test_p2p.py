@@ -150,6 +150,9 @@ def refuse():
     with pytest.raises(InvalidArgumentError, match="sends to itself"):
         dist.exchange([(x, rank)])
     if size > 1:
+        for tag in ("a", -1):
+            with pytest.raises(InvalidArgumentError, match="tag must be a number of at least 0"):
+                dist.send(x, 1 - rank, tag=tag)
         with pytest.raises(InvalidArgumentError, match="128 messages at once, got 100 sends"):
             dist.exchange([(x, 1 - rank)] * 100, [(x, 1 - rank)] * 100)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 import scaletorch.dist as dist
 from scaletorch.dist import StateError
 from scaletorch.dist.members import name_ranks
-from scaletorch.dist.startup.rollcall import ALL_ARE_HERE, Caller, call_roll, judge
+from scaletorch.dist.startup.rollcall import Caller, call_roll
 from scaletorch.dist.testing import run_ranks
 
 TIMEOUT = 3  # seconds, of init_dist
@@ -68,24 +69,24 @@ def test_a_rank_claimed_twice_is_named_on_every_rank():
     assert said[0].count(f"on host {socket.gethostname()}") == 2
 
 
-def test_two_processes_of_rank_0_are_named():
-    said = complaints(2, {1: {"RANK": "0"}})
-    assert any("rank 0 cannot listen on 127.0.0.1 port" in text for text in said)
-    assert any("rank 1 never came" in text for text in said)
+AGREED = {  # what one rank is told otherwise -> what every rank says
+    "size of the world": (
+        {1: {"WORLD_SIZE": "3"}},
+        r"rank 1 \(process \d+ on .*\) expects a world of 3 ranks and rank 0 \(",
+    ),
+    "job": (
+        {0: {"TORCHELASTIC_RUN_ID": "one"}, 1: {"TORCHELASTIC_RUN_ID": "two"}},
+        r"belongs to job 'two' and rank 0 \(process .* two programs meet at one port",
+    ),
+}
 
 
-def test_another_size_of_the_world_is_named_on_every_rank():
-    said = complaints(3, {1: {"WORLD_SIZE": "4"}})
+@pytest.mark.parametrize("what", AGREED)
+def test_what_differs_is_named_on_every_rank(what):
+    changes, message = AGREED[what]
+    said = complaints(2, changes)
     assert len(set(said)) == 1
-    assert "rank 1 (process" in said[0]
-    assert "was told a world of 4 ranks and rank 0" in said[0]
-
-
-def test_another_jobs_rank_is_named_on_every_rank():
-    said = complaints(2, {0: {"TORCHELASTIC_RUN_ID": "one"}, 1: {"TORCHELASTIC_RUN_ID": "two"}})
-    assert len(set(said)) == 1
-    assert "belongs to job 'two' and rank 0 (process" in said[0]
-    assert "two programs meet at one port" in said[0]
+    assert re.search(message, said[0])
 
 
 def test_a_name_that_does_not_resolve_is_shown():
@@ -93,12 +94,6 @@ def test_a_name_that_does_not_resolve_is_shown():
     assert "rank 1 never came" in said[0]
     assert "at no-such-host.invalid port" in said[1]
     assert "the name does not resolve" in said[1]
-
-
-def test_a_rank_outside_the_world_is_refused_before_any_meeting():
-    said = complaints(2, {1: {"RANK": "2"}})
-    assert "rank 1 never came" in said[0]
-    assert "RANK=2 is no rank of WORLD_SIZE=2" in said[1]
 
 
 def answer(listener, reply):
@@ -137,32 +132,11 @@ def test_a_late_rank_is_waited_for():
     assert run_ranks(join_late, 2, init=False) == [2, 2]
 
 
-def caller(rank, world_size=4, job="", process=0):
-    return Caller(rank, world_size, job, "host", process)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([1, 4, 5, 6, 9], "ranks 1, 4-6, 9")],
-)
-def test_ranks_in_words(ranks, text):
-    assert name_ranks(ranks) == text
-
-
-def test_a_long_list_of_ranks_is_cut():
+def test_ranks_in_words():
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([0, 1]) == "ranks 0, 1"
+    assert name_ranks([1, 4, 5, 6, 9]) == "ranks 1, 4-6, 9"
     assert name_ranks(list(range(0, 1000, 2))).endswith("36, 38, … (500 in all)")
-
-
-@settings(deadline=None)
-@given(st.sets(st.integers(1, 199)))
-def test_the_judge_knows_who_is_missing(present):
-    callers = [caller(rank, 200) for rank in (0, *present)]
-    missing = sorted(set(range(200)) - {0, *present})
-    if not missing:
-        assert judge(callers, too_late=False) == ALL_ARE_HERE
-    else:
-        assert judge(callers, too_late=False) == ""
-        assert f"in time: {name_ranks(missing)} never came" in judge(callers, too_late=True)
 
 
 def one_start(server, world_size, restart):
@@ -174,7 +148,7 @@ def one_start(server, world_size, restart):
             "127.0.0.1", server.port, None, False, timedelta(seconds=20), wait_for_workers=False
         )
         deadline = time.monotonic() + 20
-        room = call_roll(store, caller(rank, world_size), deadline, shared=True)
+        room = call_roll(store, Caller(rank, world_size, "", "host", 0), deadline, shared=True)
         room.set(f"rank {rank}", str(restart))
         results[rank] = [room.get(f"rank {other}") for other in range(world_size)]
 

@@ -1,4 +1,4 @@
-"""Changes of gradients between backward and step count, with shards and without."""
+"""Gradients changed before a step, loss scales, and parameters that come after wrapping."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as c10d
-from in_turn import for_each, in_turn_of
-from torch import nn
+from in_turn import for_each, in_turn
+from torch import distributed, nn
 
 from scaletorch.dist.errors import StateError
 from scaletorch.dist.testing import run_ranks
@@ -22,38 +22,23 @@ from scaletorch.parallel.data_parallel import (
     whole_gradients,
 )
 
-in_turn = in_turn_of(__name__)
-
 STAGES = (0, 1, 2)
 
 
 def two_layers():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
 def rows(rank):
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
 
 
 def wrapped(stage, plain):
     model = DataParallelBucket(copy.deepcopy(plain), group=c10d.group.WORLD)
-    ours = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
     if stage:
-        shard_optimizer(ours, model, stage=stage)
-    return model, ours, torch.optim.SGD(plain.parameters(), lr=1.0, weight_decay=0.1)
-
-
-def backward(model, plain):
-    model(rows(c10d.get_rank())).square().sum().backward()
-    for rank in range(c10d.get_world_size()):
-        plain(rows(rank)).square().sum().backward()
-
-
-def assert_same(model, plain):
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, msg=name)
+        shard_optimizer(optimizer, model, stage=stage)
+    return model, optimizer
 
 
 def drop(model):
@@ -64,59 +49,27 @@ def put(model):
     model[1].weight.grad = torch.full_like(model[1].weight, 5.0)
 
 
-def freeze(model):
-    model[1].weight.requires_grad_(False)
-
-
-CHANGES = (drop, put, freeze)
-
-
-def check_closure(stage, change):
-    plain = two_layers()
-    model, ours, theirs = wrapped(stage, plain)
-
-    def closure():
-        ours.zero_grad()
-        theirs.zero_grad()
-        backward(model, plain)
-        change(model.module)
-        change(plain)
-        return 0.0
-
-    ours.step(closure)
-    theirs.step()
-    ours.step(closure=closure)
-    theirs.step()
-    assert_same(model, plain)
-
-
-def test_a_closure_changes_them():
-    run_ranks(in_turn, 2, for_each(check_closure, product(STAGES, CHANGES)))
-
-
 def check_scaler(stage):
     """An overflow in a gradient that is dropped counts nothing, and what is put is unscaled."""
-    plain = two_layers().float()
-    model, ours, theirs = wrapped(stage, plain)
+    plain = two_layers()
+    theirs = torch.optim.SGD(plain.parameters(), lr=1.0, weight_decay=0.1)
+    model, ours = wrapped(stage, plain)
     scaler = GradScaler("cpu", 4.0, group=c10d.group.WORLD)
     plainly = torch.amp.GradScaler("cpu", 4.0)
     for change in (drop, put):
-        x = rows(c10d.get_rank()).float()
-        scaler.scale(model(x).square().sum()).backward()
+        scaler.scale(model(rows(c10d.get_rank())).square().sum()).backward()
         for rank in range(2):
-            plainly.scale(plain(rows(rank).float()).square().sum()).backward()
+            plainly.scale(plain(rows(rank)).square().sum()).backward()
         change(model.module)
         change(plain)
         for each, optimizer in ((scaler, ours), (plainly, theirs)):
             each.unscale_(optimizer)
             each.step(optimizer)
             each.update()
-        for name, each in plain.named_parameters():
-            found = dict(model.named_parameters())[name]
-            torch.testing.assert_close(found, each, rtol=1e-5, atol=1e-5)
-        ours.zero_grad()
-        theirs.zero_grad()
-    scaler.scale(model(rows(c10d.get_rank()).float()).square().sum()).backward()
+            optimizer.zero_grad()
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    scaler.scale(model(rows(c10d.get_rank())).square().sum()).backward()
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, math.inf)
     before = [each.detach().clone() for each in model.parameters()]
@@ -126,13 +79,9 @@ def check_scaler(stage):
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_scalers_follow():
-    run_ranks(in_turn, 2, for_each(check_scaler, product(STAGES)))
-
-
 def check_not_synchronised():
     """Gradients of this rank alone are refused."""
-    model, ours, _ = wrapped(1, two_layers())
+    model, ours = wrapped(1, two_layers())
     with model.no_sync():
         model(rows(0)).sum().backward()
     for call in (
@@ -145,78 +94,16 @@ def check_not_synchronised():
             call()
 
 
-def assign(model):
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
+def leave(weight):
+    """Do nothing."""
 
 
-def add(model):
-    model.register_parameter("extra", nn.Parameter(torch.ones(2)))
-
-
-def replace(model):
-    model[1] = nn.Linear(4, 4).double()
-
-
-CASES = [
-    (assign, r"0\.weight, 0\.bias, 1\.weight, …"),
-    (add, "extra"),
-    (replace, r"1\.weight, 1\.bias"),
-]
-
-
-def check_parameters_after(stage, change, names):
-    model, ours, _ = wrapped(stage, two_layers())
-    change(model.module)
-    told = rf"^rank \d.*: {names} came after the module was wrapped .* change the module first"
-    with pytest.raises(StateError, match=told):
-        model(rows(0))
-    with torch.no_grad():
-        model(rows(0))  # an evaluation has no gradients
-    if stage:
-        with pytest.raises(StateError, match=told):
-            ours.step()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_parameters_that_come_after_wrapping(ranks):
-    run_ranks(
-        in_turn,
-        ranks,
-        for_each(check_parameters_after, ((s, *case) for s in STAGES for case in CASES)),
-    )
-
-
-def check_frozen_newcomer():
-    """A frozen parameter has no gradient to be summed; it may come, and not be unfrozen."""
-    model, ours, _ = wrapped(0, two_layers())
-    model.module[0].register_parameter("scale", nn.Parameter(torch.ones(2), requires_grad=False))
-    model(rows(0)).sum().backward()
-    ours.step()
-    model.module[0].scale.requires_grad_(True)
-    with pytest.raises(StateError, match=r"0\.scale came after the module was wrapped"):
-        model(rows(0))
-
-
-def check_on_two():
-    check_not_synchronised()
-    check_frozen_newcomer()
-
-
-def test_frozen_parameters_may_come_after_wrapping_and_no_gradients_of_one_rank_alone():
-    run_ranks(check_on_two, 2)
-
-
-def put_another(weight):
+def put_five(weight):
     weight.grad = torch.full_like(weight, 5.0)
 
 
-def zero_it(weight):
+def zero(weight):
     weight.grad.zero_()
-
-
-def leave_it(weight):
-    """Do nothing."""
 
 
 def check_before_it_is_synchronised(dtype, grad_type, change, expected):
@@ -232,11 +119,122 @@ def check_before_it_is_synchronised(dtype, grad_type, change, expected):
     assert layer.weight.grad.item() == expected
 
 
-def test_gradients_of_one_rank_alone_may_be_changed():
+def test_changed_gradients_count_and_those_of_one_rank_are_not_stepped_with():
     dtypes = ((torch.float64, None), (torch.bfloat16, torch.float32))
-    changes = ((leave_it, 9), (put_another, 16), (zero_it, 6))
+    changes = ((leave, 9), (put_five, 16), (zero, 6))
     run_ranks(
         in_turn,
         2,
-        for_each(check_before_it_is_synchronised, ((*d, *c) for d in dtypes for c in changes)),
+        [
+            *for_each(check_scaler, product(STAGES)),
+            check_not_synchronised,
+            *for_each(check_before_it_is_synchronised, ((*d, *c) for d in dtypes for c in changes)),
+        ],
     )
+
+
+def assign(model):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def add(model):
+    model.register_parameter("extra", nn.Parameter(torch.ones(2)))
+
+
+def replace(model):
+    model[1] = nn.Linear(4, 4)
+
+
+CASES = [
+    (assign, r"0\.weight, 0\.bias, 1\.weight, …"),
+    (add, "extra"),
+    (replace, r"1\.weight, 1\.bias"),
+]
+
+
+def check_parameters_after(stage, change, names):
+    model, ours = wrapped(stage, two_layers())
+    change(model.module)
+    told = rf"^rank \d.*: {names} came after the module was wrapped .* change the module first"
+    with pytest.raises(StateError, match=told):
+        model(rows(0))
+    with torch.no_grad():
+        model(rows(0))  # an evaluation has no gradients
+    if stage:
+        with pytest.raises(StateError, match=told):
+            ours.step()
+
+
+def check_frozen_newcomer():
+    """A frozen parameter may come, and not be unfrozen."""
+    model, ours = wrapped(0, two_layers())
+    model.module[0].register_parameter("scale", nn.Parameter(torch.ones(2), requires_grad=False))
+    model(rows(0)).sum().backward()
+    ours.step()
+    model.module[0].scale.requires_grad_(True)
+    with pytest.raises(StateError, match=r"0\.scale came after the module was wrapped"):
+        model(rows(0))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_that_come_after_wrapping(ranks):
+    cases = ((stage, *case) for stage in STAGES for case in CASES)
+    run_ranks(in_turn, ranks, [*for_each(check_parameters_after, cases), check_frozen_newcomer])
+
+
+def build():
+    torch.manual_seed(0)
+    return DataParallelBucket(nn.Linear(4, 4), group=distributed.group.WORLD)
+
+
+def backward(model, step, scaler=None):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, 4, generator=generator).chunk(distributed.get_world_size())
+    loss = model(x[distributed.get_rank()]).square().sum()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def new_scaler(**options):
+    return GradScaler("cpu", 1024.0, growth_interval=2, group=distributed.group.WORLD, **options)
+
+
+def overflow(fused):
+    """Have an infinite gradient on one rank after backward, then good steps."""
+    model, scaler = build(), new_scaler()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+    scales, stepped = [], []
+    for step in range(5):
+        backward(model, step, scaler)
+        if step == 1 and distributed.get_rank() == 1:
+            model.module.weight.grad[0, 0] = math.inf
+        before = model.module.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        stepped.append(not torch.equal(before, model.module.weight))
+        scales.append(scaler.get_scale())
+    return scales, stepped, model.module.weight.detach()
+
+
+def both_overflows():
+    return [overflow(fused) for fused in (False, True)]
+
+
+def test_one_rank_s_overflow_is_everyone_s():
+    for results in zip(*run_ranks(both_overflows, 2), strict=True):
+        for scales, stepped, weight in results:
+            assert scales == [1024, 512, 512, 1024, 1024]
+            assert stepped == [True, False, True, True, True]
+            assert torch.equal(weight, results[0][2])
+
+
+def test_a_step_without_gradients_and_one_of_float16():
+    scaler = GradScaler("cpu", 8.0)
+    scaler.step(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0))  # nothing is infinite
+    scaler.update()
+    assert scaler.get_scale() == 8
+    half = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    half.grad = torch.ones_like(half)
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.step(torch.optim.SGD([half], lr=1.0))

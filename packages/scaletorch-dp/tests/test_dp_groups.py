@@ -1,21 +1,27 @@
-"""Parameters that are summed over other ranks than the rest, as experts are: one process's sums."""
+"""The ranks over which gradients are summed: of a group, an axis, and others for experts."""
+
+import copy
+from functools import partial
 
 import pytest
 import torch
-from in_turn import for_each, in_turn_of
+from in_turn import for_each, in_turn
 from torch import distributed, nn
 
-from scaletorch.dist import InvalidArgumentError, MismatchError
+from scaletorch.dist import InvalidArgumentError, MismatchError, StateError
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
+    DataParallelNaive,
     clip_grad_norm_,
     global_grad_norm,
     shard_optimizer,
     whole_gradients,
 )
-
-in_turn = in_turn_of(__name__)
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 
 RANKS, EXPERTS = 4, 2  # rank r has expert r % 2, and expert e is on ranks e and e + 2
 STEPS = 3
@@ -129,3 +135,74 @@ def refused():
 
 def test_what_cannot_be_summed_so_is_refused():
     run_ranks(refused, RANKS)
+
+
+def check_subgroups():
+    """Two halves of four ranks train each its own model, also with a mean."""
+    rank = distributed.get_rank()
+    halves = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    half = halves[rank // 2]
+    try:
+        for op in ("sum", "mean"):
+            model = DataParallelBucket(nn.Linear(2, 1, bias=False).double(), group=half, op=op)
+            model(torch.full((1, 2), float(rank + 1), dtype=torch.float64)).sum().backward()
+            total = {0: 3.0, 1: 7.0}[rank // 2] / (2 if op == "mean" else 1)
+            assert model.weight.grad.tolist() == [[total, total]]
+    finally:
+        distributed.destroy_process_group(half)
+
+
+def check_axis():
+    """Without a group: over context and data ranks, and never over tensor ranks."""
+    rank = distributed.get_rank()
+    for layout in ({"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "cp_size": 2}):
+        setup_process_group_manager(**layout)
+        try:
+            model = DataParallelBucket(nn.Linear(2, 1, bias=False))
+            model(torch.full((1, 2), 10.0**rank)).sum().backward()
+            total = 10.0**rank + 10.0 ** ((rank + 2) % 4)
+            assert model.weight.grad.tolist() == [[total, total]]
+            del model
+        finally:
+            destroy_process_group_manager()
+    with pytest.raises(StateError, match="no process group for the cp_dp axis"):
+        DataParallelBucket(nn.Linear(2, 1))
+
+
+def test_reduces_over_its_group_only_by_default_the_cp_dp_axis_of_the_manager():
+    run_ranks(in_turn, 4, [check_subgroups, check_axis])
+
+
+def check_ddp():
+    """A mean is what torch's DistributedDataParallel does with equal shares."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    kinds = [nn.parallel.DistributedDataParallel]
+    for kind in (DataParallelBucket, DataParallelNaive):
+        kinds.append(partial(kind, group=distributed.group.WORLD, op="mean"))
+    rows, found = torch.randn(4, 4, dtype=torch.float64)[distributed.get_rank() :: 2], []
+    for kind in kinds:
+        model = kind(copy.deepcopy(net))
+        for _ in range(2):
+            with model.no_sync():
+                model(rows).square().mean().backward()
+            model(rows + 1).square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+        del model  # torch's can deadlock if it is alive when the group is destroyed
+    for gradients in found[1:]:
+        torch.testing.assert_close(gradients, found[0], rtol=1e-12, atol=1e-14)
+
+
+def check_channels_last():
+    """A fused optimizer wants gradients with its parameters' strides."""
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    model = DataParallelBucket(net, group=distributed.group.WORLD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    model(torch.randn(2, 3, 5, 5)).sum().backward()
+    optimizer.step()
+    assert net.weight.grad.stride() == net.weight.stride()
+
+
+def test_means_are_those_of_torch_and_gradients_have_the_parameters_strides():
+    run_ranks(in_turn, 2, [check_ddp, check_channels_last])

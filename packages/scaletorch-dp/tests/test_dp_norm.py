@@ -9,14 +9,14 @@ from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletorch.dist import NonFiniteError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
     GradScaler,
-    Shard,
     clip_grad_norm_,
     global_grad_norm,
     parameter_shards,
+    shard_optimizer,
 )
 
 ORDERS = (2.0, 1.0, math.inf, 3.0)
@@ -51,50 +51,29 @@ def reference():
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def trained(dtype=torch.float64):
-    """Return a wrapper with gradients summed over all ranks."""
+# What a sharded optimizer has; a rank may have no part of so few elements.
+FORMS = {
+    "whole": (),
+    "sharded": ("layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.3.weight"),
+    "some_replicated": ("layers.0.weight", "layers.3.weight"),
+    "a_rank_without_shards": ("layers.0.bias",),
+}
+
+
+def trained(form, dtype=torch.float64):
+    """Return a wrapper with gradients summed over all ranks, some of them in shards."""
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     model = DataParallelBucket(Used(build(dtype)), group=distributed.group.WORLD)
+    if form != "whole":
+        sharded = [p for name, p in model.named_parameters() if name in FORMS[form]]
+        shard_optimizer(torch.optim.SGD(sharded, lr=0.1), model)
     model(batch().to(dtype).chunk(ranks)[rank]).square().sum().backward()
     return model
 
 
-def shard(model, kept=(), cuts=None):
-    """Divide all gradients but the `kept` ones' over the ranks, as a sharded optimizer does."""
-    rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    found = []
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    total = sum(p.numel() for n, p in named if n not in kept)
-    cuts = [i * total // ranks for i in range(ranks + 1)] if cuts is None else cuts
-    at = 0
-    for name, p in named:
-        if name in kept:
-            found.append(Shard(name, p, 0, p.numel(), p, replicated=True))
-            continue
-        start, stop = (min(max(cut - at, 0), p.numel()) for cut in cuts[rank : rank + 2])
-        at += p.numel()
-        if start < stop:
-            tensor = p.detach().flatten()[start:stop].clone()
-            tensor.grad = None if p.grad is None else p.grad.flatten()[start:stop].clone()
-            found.append(Shard(name, p, start, stop, tensor, replicated=False))
-    model.optimizer_shards = found
-    return model
-
-
-KEPT = ("layers.0.bias", "layers.2.weight")
-FORMS = {
-    "whole": lambda model: model,
-    "sharded": shard,
-    "some_replicated": lambda model: shard(model, KEPT),
-    "a_rank_without_shards": lambda model: shard(
-        model, cuts=[0, 0] + [10**6] * (distributed.get_world_size() - 1)
-    ),
-}
-
-
 def measured(form, dtype):
     """Return norms of several orders, how many collectives each took, and clipped gradients."""
-    model, group = FORMS[form](trained(dtype)), distributed.group.WORLD
+    model, group = trained(form, dtype), distributed.group.WORLD
     norms, calls = [], []
     for order in ORDERS:
         with patch("torch.distributed.all_reduce", wraps=distributed.all_reduce) as spy:
@@ -144,33 +123,33 @@ def test_norms_of_float32_and_bfloat16_are_float32():
 
 
 def nonfinite(form, value, on):
-    model, group = FORMS[form](trained()), distributed.group.WORLD
-    tensors = [s.tensor for s in parameter_shards(model)]
-    before = [t.grad.clone() for t in tensors if t.grad is not None]
+    """Return the message that names a bad element, and where it is on this rank."""
+    model, group = trained(form), distributed.group.WORLD
+    shards = [s for s in parameter_shards(model) if s.tensor.grad is not None]
+    bad = ""
     if distributed.get_rank() in on:
-        next(t.grad for t in tensors if t.grad is not None)[..., 0] = value
-        before = [t.grad.clone() for t in tensors if t.grad is not None]
+        shards[0].tensor.grad[..., 0] = value
+        bad = f"{shards[0].name} on rank {distributed.get_rank()}"
+    before = [s.tensor.grad.clone() for s in shards]
     with pytest.raises(NonFiniteError) as caught:
         clip_grad_norm_(model, CLIP, group, error_if_nonfinite=True)
-    after = [t.grad for t in tensors if t.grad is not None]
-    for ours, theirs in zip(after, before, strict=True):  # nothing was scaled
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    for ours, theirs in zip(shards, before, strict=True):  # nothing was scaled
+        torch.testing.assert_close(ours.tensor.grad, theirs, rtol=0, atol=0, equal_nan=True)
     clip_grad_norm_(model, CLIP, group)  # as torch's
-    return str(caught.value)
+    return str(caught.value), bad
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_what_is_not_finite_on_one_rank_is_named_on_all(value):
-    messages = run_ranks(nonfinite, 4, "sharded", value, (2,))
+    messages, bad = zip(*run_ranks(nonfinite, 4, "sharded", value, (2,)), strict=True)
     assert len(set(messages)) == 1
     assert f"is {value}" in messages[0]
-    assert "layers.0.weight on rank 2." in messages[0]
+    assert f"{bad[2]}." in messages[0]
 
 
 def test_whole_gradients_that_are_not_finite_need_no_communication():
-    first, second = run_ranks(nonfinite, 2, "whole", math.inf, (0, 1))
-    assert "layers.0.weight on rank 0." in first
-    assert "layers.0.weight on rank 1." in second
+    for message, bad in run_ranks(nonfinite, 2, "whole", math.inf, (0, 1)):
+        assert f"{bad}." in message
 
 
 def test_one_process():
@@ -230,15 +209,12 @@ def test_large_gradients_do_not_overflow():
     assert global_grad_norm(other).item() == pytest.approx(2e18 * math.sqrt(82), rel=1e-6)
 
 
-def no_group():
+@distributed_test(2)
+def test_several_ranks_need_a_group():
     with pytest.raises(StateError, match="no process group for the cp_dp axis"):
         global_grad_norm(nn.Linear(1, 1))
     with pytest.raises(StateError, match="no process group for the world axis"):
         GradScaler("cpu")
-
-
-def test_several_ranks_need_a_group():
-    run_ranks(no_group, 2)
 
 
 def test_a_module_may_have_an_attribute_groups():

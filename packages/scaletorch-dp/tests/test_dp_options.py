@@ -1,4 +1,4 @@
-"""Options of the wrapper: dtypes, initial values, finite gradients."""
+"""Options of the wrapper, and models and values that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as c10d
-from in_turn import in_turn_of
+from in_turn import assert_same_gradients, for_each, in_turn
 from torch import nn
 
 from scaletorch.dist import all_gather_object
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, NonFiniteError, StateError
-from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.data_parallel import DataParallelBucket, shard_optimizer
+from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive, shard_optimizer
 from scaletorch.parallel.data_parallel.buckets import reduction
-
-in_turn = in_turn_of(__name__)
 
 
 def net(dtype=torch.float32, seed=0):
@@ -58,25 +56,28 @@ def check_wire():
         assert torch.equal(found.grad, (one + other).float())
 
 
+def float32_sums(plain, micros):
+    """Return sums in float32 of a bfloat16 model's gradients over micro-batches."""
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
+    for micro in micros:
+        plain.zero_grad()
+        plain(rows(micro, torch.bfloat16)).sum().backward()
+        for total, p in zip(sums, plain.parameters(), strict=True):
+            total += p.grad
+    return sums
+
+
 def check_main_gradients():
     """Sums of many small bfloat16 gradients are float32's, with the same bits."""
     ranks, rank, micros = c10d.get_world_size(), c10d.get_rank(), 40
     plain = net(torch.bfloat16)
     model = wrap(copy.deepcopy(plain), grad_type=torch.float32, bucket_size=40)
-    with model.no_sync():
-        for micro in range(micros - 1):
-            model(rows(micro * ranks + rank, torch.bfloat16)).sum().backward()
-    model(rows((micros - 1) * ranks + rank, torch.bfloat16)).sum().backward()
-    sums = [[torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()] for _ in "12"]
     for micro in range(micros):
-        for each in range(ranks):
-            plain.zero_grad()
-            plain(rows(micro * ranks + each, torch.bfloat16)).sum().backward()
-            for total, p in zip(sums[each], plain.parameters(), strict=True):
-                total += p.grad
-    for at, parameter in enumerate(model.parameters()):
-        expected = sums[0][at] + sums[1][at] if ranks == 2 else sums[0][at]
-        assert torch.equal(parameter.grad, expected.to(torch.bfloat16))
+        with model.no_sync() if micro < micros - 1 else contextlib.nullcontext():
+            model(rows(micro * ranks + rank, torch.bfloat16)).sum().backward()
+    sums = [float32_sums(plain, range(each, micros * ranks, ranks)) for each in range(ranks)]
+    for parameter, *totals in zip(model.parameters(), *sums, strict=True):
+        assert torch.equal(parameter.grad, sum(totals).to(torch.bfloat16))
 
 
 def test_main_gradients_of_bfloat16_parameters_on_one_rank():
@@ -85,34 +86,27 @@ def test_main_gradients_of_bfloat16_parameters_on_one_rank():
 
 def check_one_rounding(stage):
     """Sums of 16-bit gradients are those of float32, rounded once or not at all."""
-    rank, ranks = c10d.get_rank(), c10d.get_world_size()
     plain = net(torch.bfloat16)
     model = wrap(copy.deepcopy(plain), bucket_size=40)
     if stage:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        shard_optimizer(optimizer, model, stage=stage)
-    model(rows(rank, torch.bfloat16)).sum().backward()
-    sums = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
-    for each in range(ranks):
-        plain.zero_grad()
-        plain(rows(each, torch.bfloat16)).sum().backward()
-        for total, p in zip(sums, plain.parameters(), strict=True):
-            total += p.grad
-    if stage:
-        exact = dict(zip((name for name, _ in plain.named_parameters()), sums, strict=True))
-        for shard in model.optimizer_shards:
-            whole = exact[shard.name].view(-1)[shard.start : shard.stop]
-            assert torch.equal(shard.tensor.grad.view(-1), whole), shard.name
-        return
-    for parameter, total in zip(model.parameters(), sums, strict=True):
-        assert torch.equal(parameter.grad, total.bfloat16())
+        shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=stage)
+    model(rows(c10d.get_rank(), torch.bfloat16)).sum().backward()
+    sums = float32_sums(plain, range(c10d.get_world_size()))
+    exact = dict(zip((name for name, _ in plain.named_parameters()), sums, strict=True))
+    for shard in model.optimizer_shards or ():
+        whole = exact[shard.name].view(-1)[shard.start : shard.stop]
+        assert torch.equal(shard.tensor.grad.view(-1), whole), shard.name
+    if not stage:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, exact[name].bfloat16())
 
 
 def test_sums_of_16_bit_gradients_are_rounded_once():
     run_ranks(in_turn, 4, [partial(check_one_rounding, stage) for stage in (0, 2)])
 
 
-def check_initial_values():
+@distributed_test(3)
+def test_initial_values_are_compared_or_sent():
     rank = c10d.get_rank()
 
     def build():
@@ -143,10 +137,6 @@ def check_initial_values():
         wrap(build(), init_sync="yes")
 
 
-def test_initial_values_are_compared_or_sent():
-    run_ranks(check_initial_values, 3)
-
-
 def check_finite():
     rank = c10d.get_rank()
     model = wrap(net(), check_finite=True, bucket_size=40)
@@ -161,8 +151,7 @@ def check_finite():
         model(rows(rank)).sum().backward()
     for each in range(2):
         plain(rows(each)).mul(2).sum().backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
+    assert_same_gradients(model, plain, None)
 
 
 class Backwards(nn.Module):
@@ -263,8 +252,7 @@ def check_no_sync_unevenly():
     backward(model)
     for r in (0, 1, 1, 1):
         plain(rows(r)).sum().backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert_same_gradients(model, plain, None)
 
 
 def check_hooks_of_users():
@@ -319,3 +307,66 @@ def test_gradients_are_as_asked_for_and_as_hooks_of_the_users_leave_them():
 def test_ranks_that_are_not_in_step_and_gradients_that_are_not_finite_are_named():
     no_sync = [partial(check_no_sync_alone, *each) for each in product((True, False), repeat=2)]
     run_ranks(in_turn, 2, [check_finite, check_out_of_step, *no_sync, check_refusal])
+
+
+class Renamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.other = nn.Linear(2, 3), nn.Linear(3, 4)
+
+
+class Swapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.second, self.first = nn.Linear(3, 4), nn.Linear(2, 3)
+
+
+class Plain(nn.Module):
+    def __init__(self, width=3, frozen=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, width), nn.Linear(width, 4)
+        self.first.requires_grad_(not frozen)
+
+
+ODD = {
+    "name": (Renamed, ["- second.weight (4, 3) torch.float32", "+ other.weight"]),
+    "order": (Swapped, ["second.weight (4, 3)"]),
+    "shape": (lambda: Plain(5), ["- first.weight (3, 2)", "+ first.weight (5, 2)"]),
+    "dtype": (lambda: Plain().double(), ["- first.weight (3, 2) torch.float32", "torch.float64"]),
+    "frozen": (lambda: Plain(frozen=True), ["+ first.weight (3, 2) torch.float32 frozen"]),
+}
+
+
+def check_mismatch(kind):
+    build, expected = ODD[kind]
+    model = build() if c10d.get_rank() == 1 else Plain()
+    for wrapper in (DataParallelBucket, DataParallelNaive):
+        with pytest.raises(MismatchError) as caught:
+            wrapper(model, group=c10d.group.WORLD)
+        message = str(caught.value)
+        assert "rank 1 (+), ranks 0, 2 (-)" in message
+        assert f"this is rank {c10d.get_rank()}" in message
+        for part in expected:
+            assert part in message, kind
+
+
+def check_options():
+    rank = c10d.get_rank()
+    with pytest.raises(
+        MismatchError, match=r"\+ wrapper=DataParallelBucket, op=sum, bucket_size=7"
+    ):
+        DataParallelBucket(Plain(), bucket_size=7 if rank == 2 else 8, group=c10d.group.WORLD)
+    with pytest.raises(MismatchError, match=r"op=mean"):
+        DataParallelNaive(Plain(), op="mean" if rank else "sum", group=c10d.group.WORLD)
+    DataParallelNaive(Plain(), group=c10d.group.WORLD)  # and the group still works
+
+
+def check_long():
+    count = 60 if c10d.get_rank() else 3
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(count)]).to(torch.float64)
+    with pytest.raises(MismatchError, match=r"… and [0-9]+ lines more"):
+        DataParallelBucket(model, group=c10d.group.WORLD)
+
+
+def test_every_rank_reports_the_odd_one():
+    run_ranks(in_turn, 3, [*for_each(check_mismatch, product(ODD)), check_options, check_long])

@@ -25,13 +25,17 @@ NAIVE = -1
 
 
 class Parts(nn.Module):
-    """Layers of which each call uses some."""
+    """Layers of which each call uses some; tied, scalar, unused and frozen parameters."""
 
     def __init__(self):
         super().__init__()
         self.parts = nn.ModuleList(nn.Linear(5, 5, bias=at % 2 == 0) for at in range(PARTS))
+        self.parts[3].weight = self.parts[1].weight
+        self.scale, self.unused = nn.Parameter(torch.tensor(0.9)), nn.Parameter(torch.ones(3))
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
 
     def forward(self, x, used):
+        x = self.frozen(x) * self.scale
         for at in used:
             x = torch.tanh(self.parts[at](x)) + x
         return x
@@ -66,8 +70,8 @@ class Program:
     @property
     def pairs(self):
         """Names, our parameters and the plain ones."""
-        ours = dict(self.model.named_parameters())
-        return [(name, ours[name], each) for name, each in self.plain.named_parameters()]
+        ours, every = dict(self.model.named_parameters()), self.plain.named_parameters()
+        return [(n, ours[n], each) for n, each in every if not n.startswith("frozen")]
 
     def backward(self, synced):
         ranks = c10d.get_world_size()
@@ -83,11 +87,15 @@ class Program:
             scale = self.draw.choice([1.0, 1.0, 0.0])  # a rank without any valid token
             for model in [self.plain, *([self.model] if rank == c10d.get_rank() else [])]:
                 loss = (model(x.double(), used).square() * scale).sum()
-                if model is self.model and not synced:
+                if model is self.plain or synced:
+                    loss.backward()
+                elif rank % 2:
+                    model.require_backward_grad_sync = False
+                    loss.backward()
+                    model.require_backward_grad_sync = True
+                else:
                     with model.no_sync():
                         loss.backward()
-                else:
-                    loss.backward()
         self.own = not synced and self.stage < 2
         if not self.own:
             self.unsummed = set()
@@ -145,12 +153,13 @@ class Program:
                 torch.testing.assert_close(alone.get(name, found[name]), found[name])
 
     def differentiate(self):
-        """Call torch.autograd.grad, which leaves gradients as they are."""
-        used = self.draw.sample(range(PARTS), 2)
+        """Call torch.autograd.grad on one rank alone, which leaves gradients as they are."""
+        used, rank = self.draw.sample(range(PARTS), 2), self.draw.randrange(2)
         trained = [each for at in used for each in self.model.module.parts[at].parameters()]
-        trained = [each for each in trained if each.requires_grad]
-        if trained and self.stage <= 0:
-            torch.autograd.grad(self.model(torch.ones(1, 5).double(), used).sum(), trained)
+        trained = [each for each in dict.fromkeys(trained) if each.requires_grad]
+        if trained and self.stage <= 0 and c10d.get_rank() == rank:
+            out = self.model(torch.ones(1, 5).double(), used).sum()
+            torch.autograd.grad(out, trained, create_graph=True)
 
     def step(self):
         self.ours.step()
@@ -161,17 +170,16 @@ class Program:
             torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-11, msg=name)
 
     def step_of_closure(self):
-        def closure(model):
-            def run():
-                for each in model.parameters():
-                    if each.grad is not None and each.ndim == 1:
-                        each.grad = None
-                return 0.0
+        """Step with a closure that runs backward and changes gradients."""
 
-            return run
+        def closure():
+            self.zero_grad()
+            self.sync()
+            self.draw.choice([self.drop, self.replace, self.freeze])()
+            return 0.0
 
-        self.ours.step(closure(self.model))
-        self.theirs.step(closure(self.plain))
+        self.ours.step(closure)
+        self.theirs.step()
 
 
 def sgd(parameters):
@@ -202,6 +210,8 @@ def run_programs(count, stage):
             raise
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(2, NAIVE), (4, 0), (2, 0), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "stage"), [(1, 0), (2, NAIVE), (4, NAIVE), (4, 0), (2, 0), (2, 1), (2, 2)]
+)
 def test_random_programs_train_as_a_plain_loop(ranks, stage):
     run_ranks(run_programs, ranks, 25, stage, timeout=200)

@@ -6,14 +6,13 @@ import contextlib
 import copy
 import io
 from datetime import timedelta
-from functools import partial
 from itertools import product
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as c10d
-from in_turn import for_each, in_turn_of
+from in_turn import for_each, in_turn
 from torch import nn
 
 from scaletorch.dist import RankFailedError, Work, all_gather_object
@@ -28,8 +27,6 @@ from scaletorch.parallel.data_parallel import (
 )
 from scaletorch.parallel.data_parallel.sharding import sharded_bucket as sharded
 from scaletorch.parallel.data_parallel.sharding.gather import ParameterGather
-
-in_turn = in_turn_of(__name__)
 
 OPTIMIZERS = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
@@ -174,10 +171,7 @@ def test_forward_waits_for_what_it_reads():
 
 
 def check_masters(grad_type):
-    """Masters of bfloat16 parameters are what float32 parameters would be, rounded for forward.
-
-    Returns how far they are from one process's, relative to how far these have moved.
-    """
+    """Return how far masters are from one process's, relative to how far these have moved."""
     ranks, rank = c10d.get_world_size(), c10d.get_rank()
     net, make = build("AdamW", torch.bfloat16)
     model = DataParallelBucket(net, grad_type, bucket_size=50, group=c10d.group.WORLD)
@@ -203,10 +197,7 @@ def check_masters(grad_type):
 
 
 def with_masters(net, make, ranks, micros=2, steps=4):
-    """Train bfloat16 parameters with float32 masters in one process; return these and the first.
-
-    Gradients of all micro-batches and ranks are summed in float32.
-    """
+    """Train bfloat16 parameters with float32 masters and sums; return first and last masters."""
     masters = copy.deepcopy(net).float()
     first = {name: p.detach().clone() for name, p in masters.named_parameters()}
     optimizer = make(masters)
@@ -234,44 +225,6 @@ def test_masters_of_16_bit_parameters(grad_type, ranks):
     assert grad_type or ranks == 1 or error > 1e-5  # the comparison tells the two apart
 
 
-def check_gradients(stage):
-    """Whole gradients can be had, p.grad refuses to be computed with, and zero_grad reaches all."""
-    ranks, rank = c10d.get_world_size(), c10d.get_rank()
-    plain, make = build("SGD")
-    model = DataParallelBucket(copy.deepcopy(plain), bucket_size=50, group=c10d.group.WORLD)
-    optimizer = shard_optimizer(make(model), model, stage=stage)
-
-    def backward(step):
-        loss(model, *batch(step, 0, rank, ranks), skip=rank == 1).backward()
-        for each in range(ranks):
-            loss(plain, *batch(step, 0, each, ranks), skip=each == 1).backward()
-
-    def agree():
-        found = whole_gradients(model)
-        expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-        assert found.keys() == expected.keys()
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
-
-    backward(0)
-    backward(2)  # adds up
-    agree()
-    with pytest.raises(
-        StateError, match="lies in shards over the ranks: clip with clip_grad_norm_"
-    ):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for zero, to_none in ((model, True), (optimizer, True), (model, False), (optimizer, False)):
-        with model.no_sync():
-            loss(model, *batch(4, 0, rank, ranks), skip=False).backward()
-        zero.zero_grad(set_to_none=to_none)
-        plain.zero_grad(set_to_none=to_none)
-        backward(3)
-        agree()
-    model.reset()
-    assert not whole_gradients(model)
-    assert all(s.tensor.grad is None for s in parameter_shards(model))
-
-
 def check_refusals():
     net, make = build("AdamW")
     model = DataParallelBucket(net, group=c10d.group.WORLD)
@@ -294,8 +247,11 @@ def check_refusals():
     assert first.param_groups[0]["params"][0] is second.param_groups[0]["params"][0]
     with pytest.raises(StateError, match="this optimizer is sharded already"):
         shard_optimizer(second, model)
-    with pytest.raises(StateError, match="Adafactor needs them whole"):
+    with pytest.raises(StateError, match="Adafactor needs whole ones"):
         shard_optimizer(torch.optim.Adafactor(model.parameters()), model)
+    loss(model, *batch(0, 0, 0, 2), skip=False).backward()
+    with pytest.raises(StateError, match="lies in shards over the ranks: clip with clip_grad_norm"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     naive = DataParallelNaive(nn.Linear(2, 2), c10d.group.WORLD)
     with pytest.raises(InvalidArgumentError, match="got DataParallelNaive"):
         shard_optimizer(torch.optim.SGD(naive.parameters()), naive)
@@ -403,15 +359,10 @@ def check_changed_between():
     ours.step()  # parameters under way again
     model.load_state_dict(kept)
     assert_equal_weights(model, plain)
-    ours.zero_grad()
-    with model.no_sync():
-        model(rows(0)).sum().backward()
-    with pytest.raises(StateError, match="has not been synchronised; step only after"):
-        ours.step()
     model.reset()
     state = ours.state_dict()
     ours.load_state_dict(state)
-    with pytest.raises(StateError, match="not of this rank's shards"):
+    with pytest.raises(StateError, match="another rank or layout"):
         ours.load_state_dict({**state, "shards": ["0.weight[0:1]"]})
     file = io.BytesIO()
     torch.save(model.module, file)
@@ -484,7 +435,6 @@ def check_swapped_masters():
 
 
 CHECKS = [
-    *(partial(check_gradients, stage) for stage in (1, 2)),
     check_refusals,
     check_left_out,
     check_several_optimizers,

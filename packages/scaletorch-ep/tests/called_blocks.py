@@ -1,9 +1,13 @@
-"""Blocks whose experts take hidden states of two and of three dims."""
+"""Blocks whose experts take hidden states of two and of three dims, and gradients to compare."""
 
 import torch
+import torch.distributed as c10d
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-HIDDEN, WIDTH, TOP_K, EXPERTS = 6, 4, 3, 5
+from scaletorch.parallel.expert_parallel import find_expert_cuts, gather_experts
+
+HIDDEN, WIDTH, TOP_K, EXPERTS, TOKENS = 6, 4, 3, 5, 10
 
 
 class Stacked(nn.Module):
@@ -57,3 +61,42 @@ class ShapedBlock(nn.Module):
 
 
 BLOCKS = {"stacked": StackedBlock, "shaped": ShapedBlock}
+
+
+class TwoBlocks(nn.Module):
+    """Two blocks in float64, the same on every rank; the caller writes to what they return."""
+
+    def __init__(self, make):
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(make() for _ in range(2))
+        self.double()
+
+    def forward(self, x, recompute=False):
+        for block in self.blocks:
+            out = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+            out = out[0] if isinstance(out, tuple) else out
+            out += x
+            x = out
+        return x
+
+
+def random_tokens(*shape, seed=7):
+    """Return [*shape, HIDDEN], the same each time."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, HIDDEN, generator=generator).double()
+
+
+def gradients(model):
+    """Return the gradients of a model by names, zeros where there is none."""
+    named = model.named_parameters()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+
+
+def whole_gradients(model):
+    """Return those of all ranks: summed where all have a part, and of experts gathered."""
+    found, cuts = gradients(model), find_expert_cuts(model)
+    for name, gradient in found.items():
+        if name not in cuts:
+            c10d.all_reduce(gradient)
+    return gather_experts(model, found)

@@ -135,7 +135,7 @@ def test_what_does_not_fit():
     ones = torch.ones(2, 3, 4)
     with pytest.raises(InvalidArgumentError, match="of the same tokens"):
         global_balance_loss(ones, torch.ones(3, 2, 1).long())
-    with pytest.raises(InvalidArgumentError, match="say which sequence each token is of"):
+    with pytest.raises(InvalidArgumentError, match="pass sequence_of, the number"):
         sequence_balance_loss(ones[0], torch.ones(3, 2).long(), 1)
     valid = torch.tensor([True, False])
     assert count_tokens(torch.tensor([[0, 2], [1, 1]]), 3, valid=valid).tolist() == [1, 0, 1]

@@ -1,4 +1,4 @@
-"""Models with divided experts, and ranks that receive no rows."""
+"""Models with divided experts train as in one process, also on ranks that receive no rows."""
 
 import copy
 import pickle
@@ -7,14 +7,15 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as c10d
-from called_blocks import TOP_K, StackedBlock
-from torch.utils.checkpoint import checkpoint
-from with_one_process import (
+from called_blocks import (
+    BLOCKS,
     HIDDEN,
     TOKENS,
+    TOP_K,
     TwoBlocks,
     gradients,
     random_tokens,
+    whole_gradients,
 )
 
 from scaletorch.dist import StateError
@@ -33,8 +34,86 @@ from scaletorch.parallel.pg_manager import (
 WORLD = c10d.group.WORLD
 
 
-def Model():
-    return TwoBlocks(StackedBlock)
+def Model(kind="stacked", skewed=False, frozen="nothing"):
+    model = TwoBlocks(BLOCKS[kind])
+    for block in model.blocks:
+        block.router.requires_grad_(frozen == "nothing")
+        if skewed:
+            block.router.bias.data[:3] += 50  # experts of the first ranks alone get tokens
+    return model
+
+
+def _divided(sizes, kind, skewed, recompute, frozen="nothing"):
+    """Return the worst difference of this rank's loss, gradients and state to one process's."""
+    rank, plain = c10d.get_rank(), Model(kind, skewed, frozen)
+    batch = random_tokens(TOKENS).requires_grad_(frozen != "all")
+    loss = plain(batch).square().sum() / TOKENS
+    loss.backward()
+    expected = gradients(plain)
+    model = apply_expert_parallel(Model(kind, skewed, frozen), None, WORLD)
+    own = random_tokens(TOKENS).split(sizes)[rank].requires_grad_(frozen != "all")
+    mine = model(own, recompute).square().sum() / TOKENS
+    mine.backward()
+    assert all(p.grad is not None for b in model.blocks for p in b.experts.parameters())
+    rest = gradients(model).keys() - find_expert_cuts(model).keys()
+    assert {name.partition(".router")[0] for name in rest} == {"blocks.0", "blocks.1"}
+    whole, total = whole_gradients(model), mine.detach()
+    c10d.all_reduce(total)
+    state, before = gather_experts(model, model.state_dict()), plain.state_dict()
+    assert state.keys() == before.keys() >= expected.keys()
+    assert all(torch.equal(state[name], each) for name, each in before.items())
+    mine_again = own_experts(model, before)
+    assert all(torch.equal(mine_again[n], each) for n, each in model.state_dict().items())
+    errors = [relative_error(total, loss.detach())]
+    if frozen != "all":
+        errors.append(relative_error(own.grad, batch.grad.split(sizes)[rank]))
+    return worst([*errors, *(relative_error(whole[n], expected[n]) for n in expected)])
+
+
+def _all_divided(sizes):
+    cases = [*product(BLOCKS, (False, True), (False, True))]
+    cases += product(["stacked"], [True], (False, True), ("router", "all"))
+    return {case: _divided(sizes, *case) for case in cases}
+
+
+@pytest.mark.parametrize("sizes", [(7, 3), (4, 0, 6), (3, 3, 3, 1)])
+def test_as_one_process(sizes):
+    for errors in run_ranks(_all_divided, len(sizes), sizes, timeout=200):
+        for case, error in errors.items():
+            assert error <= 1e-12, case
+
+
+def _shared(tp_group, alone, kind, tokens, divided):
+    """Two tp ranks hold the same tokens, over all ranks divided experts or whole ones."""
+    rank, plain, group = c10d.get_rank(), Model(kind), WORLD if divided else alone
+    model = apply_expert_parallel(Model(kind), None, group, tp_group=tp_group)
+    whole = random_tokens(2, tokens, seed=8).requires_grad_()
+    for part in whole:
+        plain(part).square().sum().backward()
+    own = whole.detach()[rank // 2].clone().requires_grad_()
+    model(own).square().sum().backward()
+    cuts, found = find_expert_cuts(model), gradients(model)
+    for name, gradient in found.items():
+        if name not in cuts or not divided:
+            c10d.all_reduce(gradient)
+        if name not in cuts:
+            gradient /= 2  # each tp rank has the whole of its tokens
+    gathered, expected = gather_experts(model, found), gradients(plain)
+    errors = [relative_error(own.grad, whole.grad[rank // 2])]
+    return worst([*errors, *(relative_error(gathered[n], expected[n]) for n in expected)])
+
+
+def _all_shared():
+    tp_group = [c10d.new_group([0, 1]), c10d.new_group([2, 3])][c10d.get_rank() // 2]
+    alone = c10d.new_group([c10d.get_rank()], use_local_synchronization=True)
+    cases = [*product(BLOCKS, (7,), (True, False)), ("stacked", 5, True), ("stacked", 1, True)]
+    return {case: _shared(tp_group, alone, *case) for case in cases}
+
+
+def test_tokens_that_tp_ranks_share():
+    for errors in run_ranks(_all_shared, 4, timeout=200):
+        for case, error in errors.items():
+            assert error <= 1e-12, case
 
 
 PLAN = {"blocks.*.experts": "experts"}
@@ -81,47 +160,6 @@ def test_gathering_refuses_what_does_not_fit():
         gather_experts(model, model.state_dict() if c10d.get_rank() else {})
     with pytest.raises(ValueError, match="the whole has 5 rows of experts"):
         own_experts(model, model.state_dict())
-
-
-def _idle(recompute, frozen):
-    """No token chooses an expert of the last rank, which has no rows to compute."""
-    rank, sizes = c10d.get_rank(), (4, 3, 3)
-
-    def build():
-        torch.manual_seed(4)
-        block = StackedBlock().double()
-        with torch.no_grad():
-            block.router.bias[:3] += 50
-        block.router.requires_grad_(frozen == "nothing")
-        return block
-
-    plain, block = build(), apply_expert_parallel(build(), {"experts": "experts"}, WORLD)
-    whole, own = random_tokens(TOKENS), random_tokens(TOKENS).split(sizes)[rank].clone()
-    for batch in (whole, own):
-        batch.requires_grad_(frozen != "all")
-    plain(whole).square().sum().backward()
-    out = checkpoint(block, own, use_reentrant=False) if recompute else block(own)
-    out.square().sum().backward()
-    expected, found = gradients(plain), gradients(block)
-    for name in ("router.weight", "router.bias") if frozen == "nothing" else ():
-        c10d.all_reduce(found[name])
-    assert all(p.grad is not None for p in block.experts.parameters())
-    gathered = gather_experts(block, found)
-    errors = [relative_error(gathered[n], expected[n]) for n in expected]
-    if frozen != "all":
-        errors.append(relative_error(own.grad, whole.grad.split(sizes)[rank]))
-    return worst(errors)
-
-
-def _all_idle():
-    cases = product((False, True), ("nothing", "router", "all"))
-    return {case: _idle(*case) for case in cases}
-
-
-def test_a_rank_that_gets_no_rows_takes_part():
-    for errors in run_ranks(_all_idle, 3, timeout=60):
-        for case, error in errors.items():
-            assert error <= 1e-12, case
 
 
 def _by_default(sizes, sequence_parallel):

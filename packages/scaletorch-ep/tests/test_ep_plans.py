@@ -58,7 +58,7 @@ def test_experts_are_found_whatever_the_plan_calls_routers_and_modules(version):
 
 def test_a_plan_that_names_no_experts_is_none():
     model = Based({"layers.*.moe.router": "ep_router", "layers.*.moe.bank": "moe_tp_experts"})
-    with pytest.raises(InvalidArgumentError, match="brings no plan for experts"):
+    with pytest.raises(InvalidArgumentError, match="has no plan for experts"):
         named_experts(model, None)
     moe = model.layers[0].moe
     moe["experts"] = moe.pop("bank")

@@ -23,10 +23,7 @@ def label():
 
 
 def outcome(mistake):
-    """Run `mistake(rank)` among guarded steps on every rank; return what each rank raised.
-
-    The ranks are fresh: after a fault their groups are broken.
-    """
+    """Run `mistake(rank)` among guarded steps on every rank; return what each rank raised."""
     return dist.launch(guarded, 3, mistake, timeout=40)
 
 
@@ -63,28 +60,17 @@ def test_an_exception_reaches_every_rank_with_its_text():
         assert "rank 0 (dp0 tp0) waits" in text
 
 
-def rank_0_raises(rank):
-    if rank == 0:
-        raise ValueError("no more data")
-
-
-def test_the_monitors_own_rank_may_raise():
-    assert [entry[:3] for entry in outcome(rank_0_raises)] == [
-        ("ValueError", "", ()),
-        ("RankFaultError", "exception", (0,)),
-        ("RankFaultError", "exception", (0,)),
-    ]
-
-
 def receives_in_vain(rank):
-    if rank == 0:
-        dist.recv(torch.empty(2), 2)
     if rank == 1:
+        dist.recv(torch.empty(2), 2)
+    if rank == 0:  # beside the monitor
         raise ValueError("before the message")
 
 
-def test_a_blocked_message_is_freed():
-    assert outcome(receives_in_vain)[0][1:3] == ("exception", (1,))
+def test_a_blocked_message_is_freed_and_the_monitors_own_rank_may_raise():
+    raised, *told = [entry[:3] for entry in outcome(receives_in_vain)]
+    assert raised == ("ValueError", "", ())
+    assert told == [("RankFaultError", "exception", (0,))] * 2
 
 
 def crosses(rank):
@@ -210,6 +196,7 @@ def test_wrong_use():
 
 
 def test_one_process_is_not_guarded():
+    assert guard.tell(ValueError("nobody hears it")) is False
     with guard.watch():
         assert hooks.guard is None
         guard.step()
@@ -248,11 +235,8 @@ def test_one_line_in_a_script(tmp_path):
         time.sleep(0.1)
 
 
-def test_without_a_guard_nothing_is_told():
-    assert guard.tell(ValueError("nobody hears it")) is False
-
-
-def check_guarded():
+@distributed_test(world_size=4)
+def test_a_guard_is_told_of_later_stages():
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
     assert dist.use_hierarchy()
     with guard.watch():
@@ -260,10 +244,6 @@ def check_guarded():
         assert [part.tolist() for part in dist.all_gather(torch.ones(1))] == [[1.0]] * 4
         for work in works:
             work.wait()
-
-
-def test_a_guard_is_told_of_later_stages():
-    run_ranks(check_guarded, 4)
 
 
 def test_it_has_its_former_name_too(monkeypatch):

@@ -1,9 +1,4 @@
-"""The doctor's judgement as plain data: thousands of simulated jobs, whose messages come late.
-
-Ranks of a simulated job make seeded calls in a grid of groups, advance in any order, and tell of
-themselves in messages that take their time. Healthy jobs are never found at fault, at no moment;
-of faulty ones the fault is found, and the guilty rank is among those named.
-"""
+"""The doctor's judgement as plain data: thousands of simulated jobs, whose messages come late."""
 
 from __future__ import annotations
 

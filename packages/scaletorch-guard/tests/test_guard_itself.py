@@ -1,15 +1,12 @@
 """The guard among healthy ranks and hostile strangers: its own faults are no rank's."""
 
 import contextlib
-import ctypes
 import logging
 import os
-import re
 import resource
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -22,7 +19,6 @@ from scaletorch import dist, guard
 from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.guard import control
-from scaletorch.guard.board import Board, channel_number
 from scaletorch.guard.control import one_line
 from scaletorch.guard.diagnosis import diagnose
 from scaletorch.guard.facts import Fault, Need, Picture, Report, Wait
@@ -117,20 +113,19 @@ def starts_again():
         kill_the_monitor()
     assert control._session.verdict.over.wait(30)
     guard.stop()
-    guard.start(patience=30.0)
-    dist.barrier()
     try:
-        for _ in range(100):
-            if dist.get_rank() == 1:
-                guard.tell(ValueError("after the second start"))
-            dist.all_reduce(torch.ones(1))
-    except RankFaultError as error:
-        return error.kind, error.ranks
-    return None
+        with guard.watch(patience=30.0):
+            for _ in range(100):
+                if dist.get_rank() == 1:
+                    raise ValueError("after the second start")
+                dist.all_reduce(torch.ones(1))
+    except (RankFaultError, ValueError) as error:
+        return getattr(error, "ranks", None)
+    return "went on"
 
 
 def test_a_guard_whose_monitor_was_killed_can_be_started_again():
-    assert dist.launch(starts_again, 3, timeout=200) == [("exception", (1,))] * 3
+    assert dist.launch(starts_again, 3, timeout=200) == [(1,), None, (1,)]
 
 
 def without_an_interpreter():
@@ -149,24 +144,22 @@ def test_a_monitor_that_cannot_be_started_turns_the_guard_off_on_every_rank():
     assert also
 
 
-PAYLOADS = {
-    "beyond ASCII": '["Hello","é",0,1,"rank 0"]\n'.encode(),
-    "a surrogate": b'["Hello","\\ud800",0,1,"rank 0"]\n',
-    "no token": b'["Hello",null,0,1,"rank 0"]\n["End"]\n',
-    "an object": b'{"Hello":0}\n',
-    "an unknown word": b'["__init__"]\n[["Hello"]]\n',
-    "deep": b"[" * 200_000 + b"\n",
-    "less deep": b"[" * 4_000 + b"\n",
-    "no object": b"[1]\n5\n",
-    "no JSON": b"hello\n",
-    "nothing": b"\0" * 1000 + b"\n",
-    "a list for a rank": b'["Hello","x",[1],1,"rank 0"]\n',
-    "another token": b'["Hello","other",0,1,"rank 0"]\n',
-    "an empty token": b'["Hello","",0,1,"rank 0"]\n',
-    "a long number": b'["Hello",' + b"9" * 4_000 + b"]\n",
-    "no line": b"x" * 100_000,
-    "silence": b"",
-}
+PAYLOADS = [
+    '["Hello","é",0,1,"rank 0"]\n'.encode(),
+    b'["Hello","\\ud800",0,1,"rank 0"]\n',  # a surrogate
+    b'["Hello",null,0,1,"rank 0"]\n["End"]\n',
+    b'{"Hello":0}\n',
+    b'["__init__"]\n[["Hello"]]\n',
+    b"[" * 200_000 + b"\n",  # deep
+    b"[1]\n5\n",
+    b"\0" * 1000 + b"\n",
+    b'["Hello","x",[1],1,"rank 0"]\n',
+    b'["Hello","other",0,1,"rank 0"]\n',  # another token
+    b'["Hello","",0,1,"rank 0"]\n',
+    b'["Hello",' + b"9" * 4_000 + b"]\n",
+    b"x" * 100_000,  # no line
+    b"",
+]
 
 
 def test_strangers_cannot_end_the_monitor():
@@ -176,7 +169,7 @@ def test_strangers_cannot_end_the_monitor():
     thread = threading.Thread(target=monitor.run)
     thread.start()
     strangers = [socket.create_connection(address) for _ in range(100)]
-    for payload in PAYLOADS.values():
+    for payload in PAYLOADS:
         strangers.append(socket.create_connection(address))
         with contextlib.suppress(ConnectionError):  # refused already
             strangers[-1].sendall(payload)
@@ -193,55 +186,22 @@ def test_strangers_cannot_end_the_monitor():
 
 
 def many_times():
-    counts = []
-    for _ in range(12):
-        with guard.watch():
-            dist.all_reduce(torch.ones(3))
-        counts.append(len(os.listdir("/proc/self/fd")))
-    return counts[2:]
-
-
-def test_it_leaves_no_descriptor_open():
-    for counts in run_ranks(many_times, 2):
-        assert max(counts) <= min(counts) + 1, counts
-
-
-def with_many_files():
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+    counts = []
     with contextlib.ExitStack() as files:
         for _ in range(1100):
             files.enter_context(open(os.devnull))
-        with guard.watch():
-            dist.all_reduce(torch.ones(3))
-            guard.step()
+        for _ in range(12):
+            with guard.watch():
+                dist.all_reduce(torch.ones(3))
+            counts.append(len(os.listdir("/proc/self/fd")))
+    return counts[2:]
 
 
-def test_it_starts_beyond_1024_descriptors():
-    run_ranks(with_many_files, 2)
-
-
-def holds_the_lock(how):
-    with guard.watch(patience=4.0):
-        for step in range(20):
-            dist.all_reduce(torch.ones(4))
-            if (dist.get_rank(), step) == (0, 9):  # beside the monitor
-                if how == "C":
-                    ctypes.PyDLL(None).sleep(1000)
-                re.match("(a+)+$", 64 * "a" + "b")
-            guard.step()
-
-
-@pytest.mark.parametrize("how", ["C", "regex"])
-def test_a_rank_that_holds_the_interpreters_lock_is_slow(how):
-    with pytest.raises(RankFailedError) as caught:
-        dist.launch(holds_the_lock, 3, how, timeout=200)
-    assert set(caught.value.exceptions) == {1, 2}
-    for error in caught.value.exceptions.values():
-        assert isinstance(error, RankFaultError)
-        assert (error.kind, error.ranks) == ("slow", (0,))
-        assert "rank 0 has sent nothing for" in str(error)
-        assert "holds its interpreter's lock" in str(error)
+def test_it_starts_beyond_1024_descriptors_and_leaves_none_open():
+    for counts in run_ranks(many_times, 2):
+        assert max(counts) <= min(counts) + 1, counts
 
 
 class Odd(Exception):
@@ -250,8 +210,6 @@ class Odd(Exception):
 
 
 def test_an_exception_on_one_line():
-    assert one_line(ValueError("no\n  + more\n")) == "ValueError: no + more"
-    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert one_line(dist.MismatchError("a")) == "scaletorch.dist.errors.MismatchError: a"
     assert one_line(ValueError("x" * 999)).endswith("x …")
     assert one_line(Odd()).endswith("Odd")
@@ -272,21 +230,17 @@ def from_other_lines(orders):
     return picture
 
 
-def test_look_alike_calls_that_a_rank_swaps():
-    picture = from_other_lines(["xy", "xy", "yx", "xy"])
-    fault = find_swap(picture, 10.0)
+def test_equal_calls_in_another_order_are_told_from_calls_of_other_lines():
+    fault = find_swap(from_other_lines(["xy", "xy", "yx", "xy"]), 10.0)
     assert fault.ranks == (2,)
     assert "rank 2 makes all_reduce at y, then all_reduce at x" in fault.text
     fault = find_swap(from_other_lines(["xy", "yx"]), 10.0)
     assert fault.ranks == (0, 1)
     assert "there is no majority" in fault.text
-
-
-@pytest.mark.parametrize("orders", [["xy", "zw"], ["xy", "xy", "xz"], ["xy", "yx", "xy", "yx"]])
-def test_lines_of_their_own_are_no_swap(orders):
-    picture = from_other_lines(orders)
-    assert find_swap(picture, 10.0) is None
-    assert not isinstance(diagnose(picture, 10.0), (Fault, Need))
+    for orders in (["xy", "zw"], ["xy", "xy", "xz"], ["xy", "yx", "xy", "yx"]):
+        picture = from_other_lines(orders)
+        assert find_swap(picture, 10.0) is None
+        assert not isinstance(diagnose(picture, 10.0), (Fault, Need))
 
 
 def sends_less_and_goes_on():
@@ -329,21 +283,6 @@ def test_a_call_of_other_bytes_is_not_made_where_a_rank_of_the_host_made_another
         assert (error.kind, error.ranks) == ("mismatch", (1,))
 
 
-def test_ranks_of_a_host_see_what_the_first_has_posted(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    first, second = Board("board"), Board("board")
-    tp, dp = channel_number("tp"), channel_number("dp")
-    for seq in range(70_000):  # more than there are places
-        assert not first.differs(tp, seq, seq % 7)
-        assert not second.differs(tp, seq, seq % 7)
-    assert not first.differs(dp, 3, 1)
-    assert second.differs(dp, 3, 2)
-    assert not second.differs(dp, 4, 2)
-    first.close()
-    second.close()
-    assert not list(tmp_path.iterdir())
-
-
 def held_back_in_vain():
     with guard.watch(patience=30.0):
         recorder, store = control._session.recorder, c10d.distributed_c10d._get_default_store()
@@ -361,20 +300,3 @@ def held_back_in_vain():
 
 def test_who_was_held_back_in_vain_goes_on():
     assert dist.launch(held_back_in_vain, 2, timeout=200) == [True, True]
-
-
-def alike_to_the_backend(how):
-    odd = dist.get_rank() == 1
-    with guard.watch(patience=30.0):
-        if how == "dims":
-            dist.broadcast(torch.ones((2, 2) if odd else (4,)))
-        else:
-            dist.all_reduce_params([torch.ones(3 if odd else 2), torch.ones(2 if odd else 3)])
-
-
-@pytest.mark.parametrize("how", ["dims", "order"])
-def test_what_a_backend_takes_for_alike_is_found(how):
-    with pytest.raises(RankFailedError) as caught:
-        dist.launch(alike_to_the_backend, 3, how, timeout=200)
-    errors = caught.value.exceptions.values()
-    assert [(error.kind, error.ranks) for error in errors] == [("mismatch", (1,))] * 3

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as c10d
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     global_token_count,
@@ -18,7 +18,8 @@ from scaletorch.parallel.pg_manager import (
 )
 
 
-def check_count():
+@distributed_test(4)
+def test_counts_over_the_group():
     rank, world = c10d.get_rank(), c10d.group.WORLD
     labels = torch.full((2, 4), -100)
     labels[0, :rank] = 1  # rank 0 has none
@@ -31,11 +32,8 @@ def check_count():
         global_token_count(labels)
 
 
-def test_counts_over_the_group():
-    run_ranks(check_count, 4)
-
-
-def check_axis():
+@distributed_test(4)
+def test_group_defaults_to_the_cp_dp_axis():
     """Ranks that share a batch element over tp count it once."""
     setup_process_group_manager(tp_size=2, dp_size=2)
     try:
@@ -45,16 +43,12 @@ def check_axis():
         destroy_process_group_manager()
 
 
-def test_group_defaults_to_the_cp_dp_axis():
-    run_ranks(check_axis, 4)
-
-
 def check_mean(counts, expected_total):
     rank = c10d.get_rank()
     count = counts[rank]
     weight = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
     number = float(count)
-    loss = (weight * torch.tensor([number, 2 * number])).sum()
+    loss = (weight * torch.tensor([number, 2 * number], dtype=torch.float64)).sum()
     mean = global_token_mean(loss, count, c10d.group.WORLD)
     mean.backward()
     assert mean.item() == (8 * sum(map(float, counts)) / expected_total if expected_total else 0.0)
@@ -70,24 +64,17 @@ def check_mean(counts, expected_total):
         ([1, 0.25], 1.25),
         ([torch.tensor(7), torch.tensor([1.0])], 8),
         ([torch.tensor(True), 0], 1),
+        ([2**24 + 1, 2**24 + 1], 2**25 + 2),  # beyond float32
     ],
 )
 def test_every_rank_has_the_global_mean(counts, total):
     run_ranks(check_mean, 2, counts, total)
 
 
-def check_large():
-    total = global_token_mean(torch.tensor(1.0, dtype=torch.float64), 2**24 + 1, c10d.group.WORLD)
-    assert total.item() == 2 / (2**25 + 2)
-
-
-def test_counts_are_exact_beyond_float32():
-    run_ranks(check_large, 2)
-
-
 def test_one_process_has_the_whole_batch():
     assert global_token_count(torch.tensor([1, -100, 2])) == 2
     assert global_token_mean(torch.tensor(3.0), 2).item() == 1.5
+    assert math.isnan(global_token_mean(torch.tensor(math.nan), 1).item())
 
 
 def test_no_token_at_all_is_zero_with_zero_gradients():
@@ -97,10 +84,6 @@ def test_no_token_at_all_is_zero_with_zero_gradients():
     assert mean.item() == 0.0
     assert weight.grad.item() == 0.0
     assert global_token_mean(torch.tensor(math.nan), 0).item() == 0.0
-
-
-def test_the_loss_itself_is_not_hidden():
-    assert math.isnan(global_token_mean(torch.tensor(math.nan), 1).item())
 
 
 @pytest.mark.parametrize("labels", [torch.ones(2), [torch.ones(2, dtype=torch.long), 3], "ab"])

@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as torch_dist
 
-from scaletorch.dist import (
-    InvalidArgumentError,
-    NotInGroupError,
-    StateError,
-)
+from scaletorch.dist import InvalidArgumentError, NotInGroupError, StateError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import (
     axis_group,

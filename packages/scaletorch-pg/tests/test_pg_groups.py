@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scaletorch.dist import StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager import (
     Grid,
     ProcessGroupManager,
@@ -115,28 +115,6 @@ def all_ranks_of_64(experts, made):
 )
 def test_all_ranks_of_a_world_of_64_make_their_groups_in_one_order(experts, made):
     run_ranks(all_ranks_of_64, 1, experts, made, init=False)
-
-
-def some_ranks_of_1024():
-    sizes = {"tp": 8, "cp": 4, "pp": 16, "dp": 2}
-    counts = {}
-    for ep, etp in ((1, None), (4, None), (32, None), (64, None), (2, 8), (8, 8)):
-        made = calls_of_ranks({**sizes, "ep": ep, "etp": etp}, (0, 300, 1023))
-        counts[ep, etp] = {len(calls) for calls in made.values()}
-    return counts
-
-
-def test_a_rank_of_1024_makes_a_few_groups():
-    """The calls are of members only: none grows with the world."""
-    counts = run_ranks(some_ranks_of_1024, 1, init=False)[0]
-    assert counts == {
-        (1, None): {7},
-        (4, None): {9},
-        (32, None): {8},
-        (64, None): {8},
-        (2, 8): {8},
-        (8, 8): {7},
-    }
 
 
 def calls_and_timeouts(sizes, folder):
@@ -244,14 +222,11 @@ def test_a_set_up_that_fails_is_told_to_all_and_leaves_nothing_behind(bad_ranks)
         )
 
 
-def set_up_and_destroy_at_once():
+@distributed_test(4)
+def test_a_quick_rank_does_not_cut_off_slow_ones():
     for _ in range(20):
         setup_process_group_manager(tp_size=2, dp_size=2)
         destroy_process_group_manager()
-
-
-def test_a_quick_rank_does_not_cut_off_slow_ones():
-    run_ranks(set_up_and_destroy_at_once, 4)
 
 
 def like_mpi(sizes, axis):

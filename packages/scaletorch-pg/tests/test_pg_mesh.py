@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -10,14 +12,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from scaletorch.dist import StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager import (
     ProcessGroupManager,
     destroy_process_group_manager,
@@ -58,56 +56,45 @@ def whole(state):
     }
 
 
-def mesh_shape(sizes):
+AXES = {"device_mesh": ("dp", "pp", "cp", "tp"), "expert_mesh": ("edp", "pp", "ep", "etp")}
+
+
+def meshes(sizes):
+    """Return the shape of both meshes, and this rank's place in them."""
     manager = setup_process_group_manager(**sizes)
+    found, rank = [], manager.global_rank
     before = len(torch_dist.distributed_c10d._world.pg_names)
-    mesh = manager.device_mesh
+    for name, axes in AXES.items():
+        mesh = getattr(manager, name)
+        assert mesh is getattr(manager, name)
+        assert mesh.mesh_dim_names == axes
+        assert sorted(mesh.mesh.flatten().tolist()) == list(range(manager.world_size))
+        for axis in axes:
+            assert mesh[axis].get_group() is manager.group(axis)
+            assert mesh[axis].mesh.tolist() == getattr(manager, f"{axis}_group_ids")
+        found.append((tuple(mesh.shape), tuple(mesh.get_coordinate())))
     assert len(torch_dist.distributed_c10d._world.pg_names) == before
-    found = (
-        mesh.mesh_dim_names,
-        tuple(mesh.shape),
-        [mesh[axis].get_group() is getattr(manager, f"{axis}_group") for axis in ("dp", "tp")],
-        tuple(mesh.get_coordinate()) == tuple(manager.grid.coordinates(manager.global_rank)),
-        mesh is manager.device_mesh,
-    )
-    destroy_process_group_manager()
-    return found
-
-
-@pytest.mark.parametrize("sizes", [{"tp_size": 2, "dp_size": 2}, {"cp_size": 2, "pp_size": 2}])
-def test_mesh_has_the_grid_shape_and_the_same_groups(sizes):
-    shape = tuple(sizes.get(f"{axis}_size", 1) for axis in ("dp", "pp", "cp", "tp"))
-    expected = (("dp", "pp", "cp", "tp"), shape, [True, True], True, True)
-    assert run_ranks(mesh_shape, 4, sizes) == [expected] * 4
-
-
-def expert_mesh(sizes):
-    manager = setup_process_group_manager(**sizes)
-    before = len(torch_dist.distributed_c10d._world.pg_names)
-    mesh, rank = manager.expert_mesh, manager.global_rank
-    assert len(torch_dist.distributed_c10d._world.pg_names) == before
-    assert mesh is manager.expert_mesh
-    assert mesh is not manager.device_mesh
-    for axis in ("edp", "pp", "ep", "etp"):
-        assert mesh[axis].get_group() is manager.group(axis)
-        assert mesh[axis].mesh.tolist() == getattr(manager, f"{axis}_group_ids")
     place = manager.grid.expert_coordinates(rank)
-    assert tuple(mesh.get_coordinate()) == (place.edp, manager.pp_rank, place.ep, place.etp)
-    found = (mesh.mesh_dim_names, tuple(mesh.shape), sorted(mesh.mesh.flatten().tolist()))
+    own = (place.edp, manager.pp_rank, place.ep, place.etp)
+    places = [tuple(manager.grid.coordinates(rank)), own]
     destroy_process_group_manager()
-    return found
+    return [shape for shape, _ in found], [each for _, each in found] == places
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shape"),
+    ("sizes", "shapes"),
     [
-        ({"tp_size": 2, "pp_size": 2, "dp_size": 2, "ep_size": 2}, (2, 2, 2, 1)),
-        ({"tp_size": 2, "cp_size": 2, "dp_size": 2, "ep_size": 2, "etp_size": 2}, (2, 1, 2, 2)),
+        ({"cp_size": 2, "pp_size": 2}, [(1, 2, 2, 1), (2, 2, 1, 1)]),
+        ({"tp_size": 2, "pp_size": 2, "dp_size": 2, "ep_size": 2}, [(2, 2, 1, 2), (2, 2, 2, 1)]),
+        (
+            {"tp_size": 2, "cp_size": 2, "dp_size": 2, "ep_size": 2, "etp_size": 2},
+            [(2, 1, 2, 2), (2, 1, 2, 2)],
+        ),
     ],
 )
-def test_the_mesh_of_experts_has_their_shape_and_the_same_groups(sizes, shape):
-    expected = (("edp", "pp", "ep", "etp"), shape, list(range(8)))
-    assert run_ranks(expert_mesh, 8, sizes) == [expected] * 8
+def test_meshes_have_the_grid_s_shapes_and_the_same_groups(sizes, shapes):
+    ranks = math.prod(size for axis, size in sizes.items() if axis[0] != "e")
+    assert run_ranks(meshes, ranks, sizes) == [(shapes, True)] * ranks
 
 
 def experts_sharded_over_ep_and_edp():
@@ -177,13 +164,10 @@ def test_mesh_without_process_groups_says_what_to_do():
         ProcessGroupManager().expert_mesh  # noqa: B018
 
 
-def mesh_after_destroy():
+@distributed_test(2)
+def test_mesh_after_destroy_is_refused():
     manager = ProcessGroupManager(dp_size=2)
     manager.destroy()
     for name in ("device_mesh", "expert_mesh"):
         with pytest.raises(StateError, match="before the manager is destroyed"):
             getattr(manager, name)
-
-
-def test_mesh_after_destroy_is_refused():
-    run_ranks(mesh_after_destroy, 2)

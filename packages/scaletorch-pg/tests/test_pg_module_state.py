@@ -1,4 +1,4 @@
-"""What a forward leaves behind is put back: draws, buffers and attributes."""
+"""What a forward changes is put back: draws, buffers and attributes; digests compare bits."""
 
 import random
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from scaletorch.parallel.pg_manager.building import Attributes, restored
+from scaletorch.parallel.pg_manager.building import Attributes, digest, digest_text, restored
 
 
 class Leaving(nn.Module):
@@ -71,3 +71,31 @@ def test_tuples_sparse_tensors_and_other_dicts_are_followed():
     assert model.shape == torch.Size([1])
     assert model.state == State(0)
     assert model.nan._version == version
+
+
+def test_digests_tell_bits_apart():
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool):
+        for shape in ((), (0,), (3,), (5, 7), (1021, 17), (2049, 33)):
+            tensor = (torch.randn(shape) * 50).to(dtype)
+            known = int(digest(tensor))
+            assert int(digest(tensor.clone())) == known
+            if not tensor.numel():
+                continue
+            for at in torch.randint(tensor.numel(), (20,)).tolist():
+                other = tensor.clone().view(-1)
+                other[at] = ~other[at] if dtype is torch.bool else other[at] + 1
+                if torch.equal(other, tensor.view(-1)):
+                    continue
+                assert int(digest(other)) != known
+    assert int(digest(torch.zeros(8))) != int(digest(torch.zeros(16)))
+    assert int(digest(torch.zeros(4))) != int(digest(-torch.zeros(4)))
+    part = torch.arange(100.0)[3:50]
+    assert int(digest(part)) == int(digest(part.clone()))
+
+
+def test_what_has_no_values_or_is_sparse_has_a_text():
+    assert digest_text(torch.zeros(2, device="meta")) == "none"
+    dense = torch.diag(torch.arange(4.0))
+    assert digest_text(dense.to_sparse()) == digest_text(dense) != digest_text(dense + 1)
+    assert digest_text(dense.to(torch.complex64)) != digest_text(dense)

@@ -63,9 +63,6 @@ def test_state_goes_both_ways_between_plain_and_wrapped():
 def test_errors_of_loading_show_plain_names():
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "embed.weight"'):
         ModuleWrapper(Net()).load_state_dict({"other": torch.zeros(1)})
-    found = ModuleWrapper(Net()).load_state_dict({"other": torch.zeros(1)}, strict=False)
-    assert found.unexpected_keys == ["other"]
-    assert "embed.weight" in found.missing_keys
 
 
 def test_inside_another_module_names_stay_plain_and_state_loads():

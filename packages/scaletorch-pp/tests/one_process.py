@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scaletorch.dist import all_gather_object
+from scaletorch.dist import all_gather_object, all_reduce
+from scaletorch.parallel.pg_manager import ModuleWrapper
 from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     pipeline_forward,
@@ -43,23 +44,50 @@ class Layer(nn.Linear):
 
 
 class Net(nn.Module):
-    """An embedding, layers, and a head; all are 4 wide."""
+    """An embedding, layers and a head; subclasses have other sizes, and run layers otherwise."""
 
-    layer = Layer
+    layer, num_layers, width, vocabulary = Layer, 8, 4, 4
 
-    def __init__(self, num_layers=8, tied=False):
+    def __init__(self, num_layers=None, tied=False):
         super().__init__()
-        self.embed = nn.Embedding(4, 4)
-        self.layers = nn.ModuleList(self.layer() for _ in range(num_layers))
-        self.head = nn.Linear(4, 4, bias=False)
+        self.make()
+        self.layers = nn.ModuleList(self.layer() for _ in range(num_layers or self.num_layers))
+        self.head = nn.Linear(self.width, self.vocabulary, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
+    def make(self):
+        """Register what comes before the layers."""
+        self.embed = nn.Embedding(self.vocabulary, self.width)
+
     def forward(self, input_ids):
-        x = self.embed(input_ids)
+        return self.head(self.run(self.embed(input_ids)))
+
+    def run(self, x):
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        return x
+
+
+class Wrapper(ModuleWrapper):
+    """Stands for a data parallel wrapper: sums gradients over a group in a synced backward."""
+
+    def __init__(self, module, group=None):
+        super().__init__(module)
+        self.require_backward_grad_sync, self.group = True, group
+        self.forwards, self.synced = 0, []  # how many there were, and for each backward
+
+    def forward(self, *args, **kwargs):
+        self.forwards += 1
+        return self.module(*args, **kwargs)
+
+    def backward(self, *args):
+        self.synced.append(self.require_backward_grad_sync)
+        result = self.module.backward(*args)
+        if self.require_backward_grad_sync and self.group is not None:
+            for parameter in self.parameters():
+                all_reduce(parameter.grad, group=self.group)
+        return result
 
 
 def token_batches(count=4, rows=2, length=3, vocabulary=4):

@@ -6,6 +6,7 @@ import types
 import warnings
 from contextlib import contextmanager, nullcontext
 
+import one_process
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,8 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist import InvalidArgumentError, RankPool, all_gather_object
+from scaletorch.dist import InvalidArgumentError, all_gather_object
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     StageError,
@@ -34,22 +36,15 @@ class Layer(nn.Module):
         return x + self.one(x).tanh() * scale
 
 
-class Net(nn.Module):
-    layer = Layer
+class Net(one_process.Net):
+    layer, num_layers, width, vocabulary = Layer, LAYERS, WIDTH, 11
 
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, WIDTH)
-        self.layers = nn.ModuleList(self.layer() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, 11)
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
+    def run(self, x):
         for layer in self.layers:
-            x = self.run(layer, x)
-        return self.head(x)
+            x = self.call(layer, x)
+        return x
 
-    def run(self, layer, x):
+    def call(self, layer, x):
         return layer(x, scale=0.7)
 
 
@@ -78,7 +73,7 @@ class Reentrant(Checkpointed):
 
 
 class Forwards(Net):
-    def run(self, layer, x):
+    def call(self, layer, x):
         return layer.forward(x, 0.7)
 
 
@@ -91,7 +86,7 @@ class BoundForwards(Net):
 
 
 class BoundCalls(Net):
-    def run(self, layer, x):
+    def call(self, layer, x):
         return checkpoint(layer.__call__, x, use_reentrant=False)
 
 
@@ -104,42 +99,21 @@ class Stem(nn.Module):
         return field @ self.weight
 
 
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.stem = nn.LayerNorm(4), Stem()
-
-    def forward(self, field):
-        return self.stem(self.norm(field))
-
-
 class Field(Net):
     """The model's input requires no gradient, and is no ids; its stem has parameters."""
 
-    stem = Stem
+    def make(self):
+        self.embed = Stem()
 
-    def __init__(self):
-        super().__init__()
-        self.embed = self.stem()
-
-    def run(self, layer, x):
+    def call(self, layer, x):
         return checkpoint(layer, x, use_reentrant=True)
-
-
-class LinearField(Field):
-    def stem(self):
-        return nn.Linear(4, WIDTH)
-
-
-class NormedField(Field):
-    stem = Normed
 
 
 class PaddedField(Field):
     """The only module with parameters keeps the form of what it is given."""
 
-    def stem(self):
-        return nn.LayerNorm(WIDTH)
+    def make(self):
+        self.embed = nn.LayerNorm(WIDTH)
 
     def forward(self, input_ids):
         return super().forward(F.pad(input_ids, (0, 2)))
@@ -169,13 +143,9 @@ def shifted(module, args):
     return (args[0] + 0.25, *args[1:])
 
 
-def only(kind, hook):
-    """Return a global hook that changes nothing but modules of a class."""
-
-    def chosen(module, *given):
-        return hook(module, *given) if isinstance(module, kind) else None
-
-    return chosen
+def on_layers(hook):
+    """Return a global hook that changes nothing but layers."""
+    return lambda module, *given: hook(module, *given) if isinstance(module, Layer) else None
 
 
 def backward_hooks(net):
@@ -201,27 +171,14 @@ def hooks_around(net):
     net.head.register_forward_pre_hook(shifted)
 
 
-HOOKS = [backward_hooks, backward_pre_hooks, forward_hooks, hooks_around]
-KINDS = [
-    *map(of, (OwnCall, OwnForward, Checkpointed, Reentrant)),
-    Forwards,
-    BoundForwards,
-    BoundCalls,
-    Field,
-    LinearField,
-    NormedField,
-    PaddedField,
-]
-
-
 @contextmanager
-def everywhere(kind):
-    """Register global hooks that change layers alone, and ones that look at all modules."""
+def everywhere():
+    """Register global hooks, which look at all modules and change layers."""
     handles = [
-        hooks.register_module_forward_hook(only(kind, thrice)),
-        hooks.register_module_forward_pre_hook(only(kind, shifted)),
-        hooks.register_module_full_backward_hook(only(kind, half)),
-        hooks.register_module_full_backward_pre_hook(only(kind, double_of)),
+        hooks.register_module_forward_hook(on_layers(thrice)),
+        hooks.register_module_forward_pre_hook(on_layers(shifted)),
+        hooks.register_module_full_backward_hook(on_layers(half)),
+        hooks.register_module_full_backward_pre_hook(on_layers(double_of)),
     ]
     try:
         yield
@@ -245,8 +202,22 @@ def batches_of(kind, count):
     return found
 
 
-def compared(kind, schedule, count, register=None, within=None):
-    """Return the largest relative error of a gradient or the loss in two steps."""
+# Name -> model, function that registers hooks, context of the steps.
+CASES = {
+    **{kind.__name__: (of(kind), None, nullcontext)
+       for kind in (OwnCall, OwnForward, Checkpointed, Reentrant)},
+    **{kind.__name__: (kind, None, nullcontext)
+       for kind in (Forwards, BoundForwards, BoundCalls, Field, PaddedField)},
+    **{register.__name__: (Net, register, nullcontext)
+       for register in (backward_hooks, backward_pre_hooks, forward_hooks, hooks_around)},
+    "global hooks": (Net, None, everywhere),
+}  # fmt: skip
+
+
+def compare(case, schedule, count):
+    """Compare two steps with one process."""
+    warnings.simplefilter("ignore")  # torch's, of reentrant checkpoints without gradients
+    kind, register, within = CASES[case]
     plain = build(kind)
     stage = split(plain, schedule)
     if register is not None:
@@ -255,38 +226,34 @@ def compared(kind, schedule, count, register=None, within=None):
         own.layers = [layer for layer in stage.module.layers if isinstance(layer, Layer)]
         own.embed, own.head = stage.module.embed, stage.module.head
         register(own)
-    batches, worst = batches_of(kind, count), 0.0
-    with within(Layer) if within else nullcontext():
+    batches = batches_of(kind, count)
+    with within():
         for _ in range(2):
             plain.zero_grad()
             stage.zero_grad()
             expected = accumulate(plain, batches, squares)
             total = train_step_pipeline(stage, batches, loss_fn=squares)
             if stage.is_last_stage:
-                worst = max(worst, abs(total.item() / expected.item() - 1))
-            references = dict(plain.named_parameters())
-            for name, parameter in stage.named_parameters():
-                want = references[name].grad
-                worst = max(worst, ((parameter.grad - want).norm() / want.norm()).item())
-    return worst
+                torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+            require_same(stage, plain, atol=1e-11)
 
 
-def all_cases(schedules):
-    """Compare each kind of layer, and each kind of hooks, on schedules."""
-    warnings.simplefilter("ignore")  # torch's, of reentrant checkpoints without gradients
-    cases = [*((kind, None, None) for kind in KINDS), *((Net, hooks, None) for hooks in HOOKS)]
-    found = {}
-    for kind, register, within in [*cases, (Net, None, everywhere)]:
-        for place, schedule in enumerate(schedules):
-            case = kind.__name__, register, within, schedule
-            found[str(case)] = compared(kind, schedule, 2 + 2 * place, register, within)
-    return found
+def of_four(num_ranks, num_micro_batches):
+    return interleaved_1f1b(num_ranks, num_micro_batches, 4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_are_called_as_in_one_process(case):
+    """On two ranks, and with all stages on one rank, which calls no less."""
+    run_ranks(compare, 2, case, "1f1b", 2)
+    compare(case, "zb_v", 2)
+    compare(case, of_four, 4)
 
 
 class Detached(Net):
     """Of two layers one computes apart from autograd what it is given."""
 
-    def run(self, layer, x):
+    def call(self, layer, x):
         return layer(x.detach() if layer is self.layers[2] else x)
 
 
@@ -320,9 +287,7 @@ class Tuples(Net):
 
     def forward(self, input_ids):
         x = self.embed(input_ids)
-        state = x, x.square(), input_ids
-        for layer in self.layers:
-            state = layer(state)
+        state = one_process.Net.run(self, (x, x.square(), input_ids))
         return self.head(state[0])
 
 
@@ -354,8 +319,10 @@ def refused(stage, text, loss_fn=squared):
         train_step_pipeline(stage, ids_of(3), loss_fn=loss_fn)
 
 
-def lost_and_not(schedule):
-    """Gradients that a later stage does not give back are missed; zeros, or none, are not."""
+@distributed_test(world_size=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_gradients_that_a_later_stage_does_not_give_back_are_missed(schedule):
+    """And zeros, or none where none is needed, are not."""
     for kind in (Tuples, ZeroHead, Frozen):
         plain = build(kind)
         stage = split(plain, schedule)
@@ -368,33 +335,13 @@ def lost_and_not(schedule):
         return torch.zeros((), requires_grad=True) if first else out.square().sum()
 
     train_step_pipeline(split(build(Net), schedule), ids_of(3), loss_fn=some)
+    text = r"(?s)stage \d gives no gradient back to stage \d, whose.*requires_grad_\(False\)"
     for kind in (of(Lost), Detached):
-        refused(split(build(kind), schedule), GIVES_NOTHING)
+        refused(split(build(kind), schedule), text)
 
 
-GIVES_NOTHING = r"(?s)stage \d gives no gradient back to stage \d, whose.*requires_grad_\(False\)"
-
-
-def widened(output, batch):
-    return squared(output.double(), batch)
-
-
-def losses_of_one_dtype(schedule):
-    """Parameters of stages differ in dtype; the loss has that of one process, on all ranks."""
-    for dtype in (torch.float64, torch.bfloat16, torch.complex64):
-        model = build(Net).float()
-        if dtype.is_complex:
-            model.embed.turn = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
-            model.embed.register_forward_hook(lambda module, args, out: (out * module.turn).real)
-        else:
-            model.embed.to(dtype).register_forward_hook(lambda module, args, out: out.float())
-        stage = PipelineParallel(model, group=world(), schedule=schedule)  # hooks stay its own
-        for wide in (False, True):
-            loss = train_step_pipeline(stage, ids_of(2), loss_fn=widened if wide else squared)
-            assert loss.dtype == (torch.float64 if wide else torch.float32)
-
-
-def copies_are_plain():
+@distributed_test(world_size=2)
+def test_copies_of_layers_are_plain():
     stage = split(build(of(OwnCall)))
     names = [name for name, _ in stage.named_parameters()]
     train_step_pipeline(stage, ids_of(1), loss_fn=squared)
@@ -404,9 +351,7 @@ def copies_are_plain():
         x = torch.ones(2, 3, dtype=torch.long)
         x = x if isinstance(layer, nn.Embedding) else torch.ones(2, WIDTH, dtype=torch.float64)
         given = (x, 0.5) if isinstance(layer, OwnCall) else (x,)
-        own = next(
-            k for k in (nn.Identity, nn.Embedding, OwnCall, nn.Linear) if isinstance(layer, k)
-        )
+        own = next(k for k in (nn.Embedding, OwnCall, nn.Linear) if isinstance(layer, k))
         for made in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer))):
             assert type(made) is own
             assert "_pipeline_calls" in vars(layer).keys() - vars(made).keys()
@@ -428,10 +373,17 @@ def scripted():
     return torch.jit.script(nn.Linear(WIDTH, WIDTH))
 
 
-def what_cannot_be_followed_is_refused():
+class Answers(Net):
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        return types.SimpleNamespace(logits=self.head(self.run(x)), beside=x.square().sum())
+
+
+@distributed_test(world_size=2)
+def test_what_cannot_be_followed_is_refused():
     for kind in (of(Sealed), type("Net", (Net,), {"layer": staticmethod(scripted)})):
         stage = PipelineParallel(build(kind), group=world())
-        refused(stage, r"have an nn\.Module around")
+        refused(stage, r"put an nn\.Module around it")
     beside = split(build(Answers))
     refused(beside, "the model returns a tensor that", lambda o, b: o.logits.sum() + o.beside)
 
@@ -441,10 +393,7 @@ class Inner(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
 
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    forward = one_process.Net.run
 
 
 class Nested(Net):
@@ -452,8 +401,8 @@ class Nested(Net):
         super().__init__()
         self.layers = Inner()
 
-    def forward(self, input_ids):
-        return self.head(self.layers(self.embed(input_ids)))
+    def run(self, x):
+        return self.layers(x)
 
 
 def watched(net):
@@ -472,8 +421,9 @@ def watched(net):
     return seen
 
 
-def hooks_around_stages(schedule):
-    """What hooks see of a module on several stages they see once, on one rank; or are refused."""
+@distributed_test(world_size=2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_hooks_of_a_module_on_several_stages_see_all_once_or_are_refused(schedule):
     warnings.simplefilter("ignore")  # torch's, of full backward hooks whose input has no gradient
     plain = build(Nested)
     stage = split(plain, schedule)
@@ -491,34 +441,3 @@ def hooks_around_stages(schedule):
         refused(stage, rf"{text} \(\w+\) has a full backward hook")
         handle.remove()
     train_step_pipeline(stage, ids_of(3), loss_fn=squared)
-
-
-class Answers(Net):
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        beside = x.square().sum()
-        for layer in self.layers:
-            x = self.run(layer, x)
-        return types.SimpleNamespace(logits=self.head(x), beside=beside)
-
-
-def of_four(num_ranks, num_micro_batches):
-    return interleaved_1f1b(num_ranks, num_micro_batches, 4)
-
-
-def test_layers_are_called_as_in_one_process():
-    """On two ranks; with all stages on one rank, which calls no less, in tests of each kind."""
-    require_right([all_cases(("zb_v", of_four))])
-    with RankPool(2, timeout=200) as pool:
-        require_right(pool.run(all_cases, ("1f1b",)))
-        for schedule in ("1f1b", "zb_v"):
-            pool.run(lost_and_not, schedule)
-            pool.run(losses_of_one_dtype, schedule)
-            pool.run(hooks_around_stages, schedule)
-        pool.run(copies_are_plain)
-        pool.run(what_cannot_be_followed_is_refused)
-
-
-def require_right(ranks):
-    for found in ranks:
-        assert not {case: error for case, error in found.items() if not error < 1e-12}

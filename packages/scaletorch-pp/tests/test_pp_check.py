@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaletorch.parallel.pipeline_parallel.runtime.execute import plan_of
-from scaletorch.parallel.pipeline_parallel.schedules import (
+from scaletorch.parallel.pipeline_parallel import (
     SCHEDULES,
     Action,
     Schedule,
@@ -18,17 +17,14 @@ from scaletorch.parallel.pipeline_parallel.schedules import (
     check,
     one_f_one_b,
 )
-from scaletorch.parallel.pipeline_parallel.schedules.tasks import Message, Receive, Send
+from scaletorch.parallel.pipeline_parallel.schedules.program import Receive, Send, plan_of
+from scaletorch.parallel.pipeline_parallel.schedules.tasks import Key, Task
 
 
-def derive_messages(schedule: Schedule) -> list[list[Action | Message]]:
-    """Return the program of each rank: its actions, sends and receives."""
+def programs_of(schedule):
+    ranks = range(schedule.num_ranks)
     sizes = schedule.num_ranks, schedule.num_micro_batches
-    programs = [plan_of(schedule, *sizes, rank).program for rank in range(sizes[0])]
-    return [
-        [each if isinstance(each, Message) else each.action for each in program]
-        for program in programs
-    ]
+    return [plan_of(schedule, *sizes, rank).program for rank in ranks]
 
 
 SIZES = [(1, 1), (1, 3), (2, 1), (2, 4), (3, 5), (4, 8), (6, 3)]
@@ -36,7 +32,7 @@ ROUNDS = 8
 
 
 def brute_force(schedule: Schedule) -> bool:
-    """Tell whether a schedule runs to its end and computes all, with sets and no cleverness."""
+    """Return whether a schedule runs to its end and computes all, with sets and no cleverness."""
     num_stages, size = schedule.num_stages, schedule.num_micro_batches
     if sorted(s for own in schedule.stages for s in own) != list(range(num_stages)):
         return False
@@ -74,93 +70,52 @@ def needs(action, num_stages):
     return {("F", stage, m), ("G", stage + 1, m)} - {("G", num_stages, m)}
 
 
-def brute_force_programs(schedule: Schedule, programs, grouped: bool) -> bool:
-    """Tell whether programs run to their end where a send waits for its receive, nothing left."""
-    ranks = range(schedule.num_ranks)
-    if [tuple(o for o in p if isinstance(o, Action)) for p in programs] != list(schedule.ranks):
-        return False
-    blocks = [in_blocks(program, grouped) for program in programs]
-    have = [set() for _ in ranks]
-    sent = set()
-    left = None
-    while left != (
-        left := sum(len(block) if isinstance(block, list) else 1 for b in blocks for block in b)
-    ):
-        for rank in ranks:
-            if not run_actions(schedule, rank, blocks[rank], have[rank]):
-                return False
-        for source in ranks:
-            for target in ranks:
-                send, receive = (
-                    first(blocks[source], Send, target),
-                    first(blocks[target], Receive, source),
-                )
-                if send is None or receive is None:
+def programs_run(programs):
+    """Return whether programs run to their end if each send waits for its receive."""
+    queues = [list(program) for program in programs]
+    have = [{None} for _ in queues]  # what each rank has made or received
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(queues):
+            if not queue or isinstance(queue[0], Receive):
+                continue
+            first = queue[0]
+            if isinstance(first, Send):
+                other = queues[first.peer]
+                if not other or not isinstance(other[0], Receive) or other[0].peer != rank:
                     continue
-                if tuple(send)[1:] != tuple(receive)[1:]:
+                key = Key(*first[1:])
+                if Key(*other.pop(0)[1:]) != key or key not in have[rank]:
                     return False
-                what = (send.gradient, send.stage, send.micro_batch)
-                if (
-                    what in sent
-                    or not wanted(schedule, what, source, target)
-                    or what not in have[source]
-                ):
-                    return False
-                sent.add(what)
-                have[target].add(what)
-                blocks[source][0].remove(send)
-                blocks[target][0].remove(receive)
-    return not any(blocks)
-
-
-def run_actions(schedule, rank, blocks, have):
-    """Run one rank up to its next message; tell whether every action had its inputs."""
-    while blocks and (isinstance(blocks[0], Action) or not blocks[0]):
-        action = blocks.pop(0)
-        if action:
-            stage = schedule.stages[rank][action.chunk]
-            if not inputs(schedule, action, stage) <= have:
+                have[first.peer].add(key)
+            elif first.needs not in have[rank]:
                 return False
-            have.add((action.kind != "F", stage, action.micro_batch))
-    return True
-
-
-def wanted(schedule, what, source, target):
-    """Tell whether a message goes from a stage of one rank to the next one, of another rank."""
-    gradient, stage, _ = what
-    other = stage - 1 if gradient else stage + 1
-    return (
-        source != target and stage in schedule.stages[source] and other in schedule.stages[target]
-    )
-
-
-def in_blocks(program, grouped):
-    blocks = []
-    for op in program:
-        if isinstance(op, Action):
-            blocks.append(op)
-        elif grouped and blocks and isinstance(blocks[-1], list):
-            blocks[-1].append(op)
-        else:
-            blocks.append([op])
-    return blocks
-
-
-def first(blocks, kind, peer):
-    waiting = blocks[0] if blocks and isinstance(blocks[0], list) else []
-    return next((op for op in waiting if type(op) is kind and op.peer == peer), None)
-
-
-def inputs(schedule, action, stage):
-    """What an action consumes of stages: (gradient?, stage that made it, micro-batch)."""
-    if action.kind == "F":
-        return {(False, stage - 1, action.micro_batch)} if stage else set()
-    if action.kind == "W" or stage == schedule.num_stages - 1:
-        return set()
-    return {(True, stage + 1, action.micro_batch)}
+            else:
+                have[rank].add(first.makes)
+            queue.pop(0)
+            moved = True
+    return not any(queues)
 
 
 ALL = [build(*size) for build in SCHEDULES.values() for size in SIZES]
+
+
+@pytest.mark.parametrize(
+    "schedule", [build(4, 8) for build in SCHEDULES.values()], ids=lambda each: each.name
+)
+def test_receives_start_four_tasks_early_and_nothing_else_moves(schedule):
+    for rank in range(4):
+        program, early = plan_of(schedule, 4, 8, rank)[2:]
+        for moves in (False, True):
+            kept = [op for op in early if isinstance(op, Receive) == moves]
+            assert kept == [op for op in program if isinstance(op, Receive) == moves]
+        for operation in filter(lambda op: isinstance(op, Receive), program):
+            before, now = (
+                sum(isinstance(op, Task) for op in order[: order.index(operation)])
+                for order in (program, early)
+            )
+            assert now == max(before - 4, 0)
 
 
 def with_rank(ranks, rank, actions):
@@ -241,9 +196,10 @@ def test_no_schedule_of_ours_is_refused_nor_its_messages(name, num_ranks, num_mi
     chunks = [v] if name in ("interleaved_1f1b", "looped_bfs") else []
     schedule = SCHEDULES[name](num_ranks, num_micro_batches, *chunks)
     assert brute_force(schedule)
-    programs = derive_messages(schedule)
-    for grouped in (False, True):
-        assert brute_force_programs(schedule, programs, grouped)
+    programs = programs_of(schedule)
+    for program, actions in zip(programs, schedule.ranks, strict=True):
+        assert tuple(each.action for each in program if isinstance(each, Task)) == actions
+    assert programs_run(programs)
     report = check(schedule)
     assert sum(report.actions.values()) == sum(map(len, schedule.ranks))
     assert report.messages == sum(isinstance(op, Send) for p in programs for op in p)
@@ -262,73 +218,43 @@ def test_the_report():
     assert check(forwards).messages == 2
 
 
-def test_derived_messages_of_a_middle_rank():
-    assert list(map(str, derive_messages(one_f_one_b(3, 2))[1])) == [
-        "receive F0 of stage 0 from rank 0",
-        "F0",
-        "receive F1 of stage 0 from rank 0",
-        "send F0 of stage 1 to rank 2",
-        "F1",
-        "send F1 of stage 1 to rank 2",
-        "receive B0 of stage 2 from rank 2",
-        "B0",
-        "send B0 of stage 1 to rank 0",
-        "receive B1 of stage 2 from rank 2",
-        "B1",
-        "send B1 of stage 1 to rank 0",
-    ]
-
-
 def schedule_of(*lines, size=2, stages=None):
     actions = tuple(tuple(Action(op[0], int(op[1:])) for op in line.split()) for line in lines)
     return Schedule("own", size, stages or tuple((r,) for r in range(len(lines))), actions)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        (
-            schedule_of("F0 B0 F1 B1", "F0 F1 B0 B1"),
-            "rank 0 waits at B0 for B0 of stage 1 on rank 1, "
-            "which waits at F1 for F1 of stage 0 on rank 0$",
-        ),
-        (
-            Schedule(
-                "loop",
-                1,
-                tuple((rank, rank + 6) for rank in range(6)),
-                ((Action("F", 0, 1), Action("F", 0)), *((Action("F", 0), Action("F", 0, 1)),) * 5),
-            ),
-            "rank 0 waits at F0.1 for F0 of stage 5 on rank 5, which .* rank 4, which .* rank 3, "
-            "which waits .* on rank 2, and so on, 6 ranks in a circle",
-        ),
-        (schedule_of("F0 F1 B0", "F0 F1 B0 B1"), r"rank 0: B1 of stage 0 is missing \(or I and W"),
-        (schedule_of("F0 B0 B1"), "action 2 .B1.: it comes without F1 before it"),
-        (schedule_of("F0 W0 I0", size=1), "action 1 .W0.: it comes without I0 before it"),
-        (schedule_of("F0 B0 W0", size=1), "after B there is no W"),
-        (schedule_of("F0 I0", size=1), "W0 of stage 0 is missing; its weight gradients"),
-        (schedule_of("F0 F1 F0"), "rank 0, action 2 .F0.: it has run already"),
-        (schedule_of("F0 F2"), "action 1 .F2.: micro-batches are 0 to 1"),
-        (schedule_of("F0 X1"), "one of F, B, I, W"),
-        (schedule_of("F0", stages=((0,), (1,))), "stages of 2 ranks, actions of 1"),
-        (schedule_of("F0", "F0", stages=((0,), (0,))), r"exactly one rank, got \[0, 0\]"),
-        (schedule_of("", size=0), "at least 1 micro-batch, got 0"),
-        (
-            Schedule("own", 1, ((0,),), ((Action("F", 0, 1),),)),
-            "rank 0 has 1 chunks, counted from 0, got chunk 1",
-        ),
-        (
-            Schedule("own", 1, ((0,),), ((Action("F", 0, -1),),)),
-            "rank 0 has 1 chunks, counted from 0, got chunk -1",
-        ),
-        (
-            Schedule("own", 1, ((1, 0),), ((Action("F", 0), Action("F", 0, 1)),)),
-            "rank 0 waits at F0 for F0 of stage 0 on rank 0",
-        ),
-    ],
+LOOP = Schedule(
+    "loop",
+    1,
+    tuple((rank, rank + 6) for rank in range(6)),
+    ((Action("F", 0, 1), Action("F", 0)), *((Action("F", 0), Action("F", 0, 1)),) * 5),
 )
+WRONG = [
+    (schedule_of("F0 B0 F1 B1", "F0 F1 B0 B1"), "rank 0 waits at B0 for B0 of stage 1 on rank 1, "
+     "which waits at F1 for F1 of stage 0 on rank 0$"),
+    (LOOP, "rank 0 waits at F0.1 for F0 of stage 5 on rank 5, which .* rank 4, which .* rank 3, "
+     "which waits .* on rank 2, and so on, 6 ranks in a circle"),
+    (schedule_of("F0 F1 B0", "F0 F1 B0 B1"), r"rank 0: B1 of stage 0 is missing \(or I and W"),
+    (schedule_of("F0 B0 B1"), "action 2 .B1.: it comes without F1 before it"),
+    (schedule_of("F0 W0 I0", size=1), "action 1 .W0.: it comes without I0 before it"),
+    (schedule_of("F0 B0 W0", size=1), "after B there is no W"),
+    (schedule_of("F0 I0", size=1), "W0 of stage 0 is missing; its weight gradients"),
+    (schedule_of("F0 F1 F0"), "rank 0, action 2 .F0.: it has run already"),
+    (schedule_of("F0 F2"), "action 1 .F2.: micro-batches are 0 to 1"),
+    (schedule_of("F0 X1"), "one of F, B, I, W"),
+    (schedule_of("F0", stages=((0,), (1,))), "stages of 2 ranks, actions of 1"),
+    (schedule_of("F0", "F0", stages=((0,), (0,))), r"exactly one rank, got \[0, 0\]"),
+    (schedule_of("", size=0), "at least 1 micro-batch, got 0"),
+    (Schedule("own", 1, ((0,),), ((Action("F", 0, 1),),)), "has 1 chunks, .* got chunk 1"),
+    (Schedule("own", 1, ((0,),), ((Action("F", 0, -1),),)), "has 1 chunks, .* got chunk -1"),
+    (Schedule("own", 1, ((1, 0),), ((Action("F", 0), Action("F", 0, 1)),)),
+     "rank 0 waits at F0 for F0 of stage 0 on rank 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "message"), WRONG)
 def test_what_is_wrong_and_where(schedule, message):
     with pytest.raises(ScheduleError, match=message):
         check(schedule)
     with pytest.raises(ScheduleError, match=message):
-        derive_messages(schedule)
+        programs_of(schedule)

@@ -2,6 +2,16 @@
 
 import pytest
 import torch
+from one_process import (
+    Net,
+    accumulate,
+    build,
+    require_same,
+    split,
+    sum_loss,
+    token_batches,
+    world,
+)
 
 from scaletorch.dist import InvalidArgumentError, StateError
 from scaletorch.dist.testing import distributed_test
@@ -19,39 +29,33 @@ def filled(value):
     return torch.full(SHAPE, float(value))
 
 
-def stages(group):
-    rank = torch.distributed.get_rank(group)
-    return rank, torch.distributed.get_world_size(group)
+def call(operation, tensor=None, shapes=SHAPE, dtype=DTYPE):
+    return pipeline_communicate(operation, CPU, dtype, tensor, shapes, world())
 
 
 @distributed_test(world_size=3)
 def test_along_the_pipeline_and_back():
-    group = torch.distributed.group.WORLD
-    stage, size = stages(group)
-    hidden = pipeline_communicate("recv_forward", CPU, DTYPE, shapes=SHAPE, group=group)
-    if stage == 0:
-        assert hidden is None
-    else:
+    stage, last = world().rank(), world().size() - 1
+    hidden = call("recv_forward")
+    assert (hidden is None) == (stage == 0)
+    if stage:
         assert torch.equal(hidden, filled(stage - 1))
         assert hidden.is_leaf
         assert hidden.requires_grad
-    sent = pipeline_communicate("send_forward", CPU, DTYPE, filled(stage), group=group)
-    assert sent is None
-    gradient = pipeline_communicate("recv_backward", "cpu", DTYPE, shapes=SHAPE, group=group)
-    if stage == size - 1:
-        assert gradient is None
-    else:
+    assert call("send_forward", filled(stage)) is None
+    gradient = call("recv_backward")
+    assert (gradient is None) == (stage == last)
+    if stage < last:
         assert torch.equal(gradient, filled(-stage - 1))
         assert not gradient.requires_grad
-    pipeline_communicate("send_backward", CPU, DTYPE, filled(-stage), group=group)
+    call("send_backward", filled(-stage))
 
 
 @distributed_test(world_size=2)
 def test_both_ways_at_once():
-    group = torch.distributed.group.WORLD
-    stage, _ = stages(group)
+    stage = world().rank()
     ends = {0: "send_bwd_recv_fwd", 1: "send_fwd_recv_bwd"}
-    arguments = (filled(stage), SHAPE, CPU, DTYPE, group)
+    arguments = (filled(stage), SHAPE, CPU, DTYPE, world())
     assert bidirectional_pipeline_communicate(ends[stage], *arguments) is None
     received = bidirectional_pipeline_communicate(ends[1 - stage], *arguments)
     assert torch.equal(received, filled(1 - stage))
@@ -60,15 +64,13 @@ def test_both_ways_at_once():
 
 @distributed_test(world_size=2)
 def test_no_grad_and_strided_tensors():
-    group = torch.distributed.group.WORLD
-    stage, _ = stages(group)
     tensor = torch.arange(24.0).view(4, 3, 2).transpose(0, 2)
     assert not tensor.is_contiguous()
     with torch.no_grad():
-        if stage == 0:
-            pipeline_communicate("send_forward", CPU, DTYPE, tensor, group=group)
+        if world().rank() == 0:
+            call("send_forward", tensor)
         else:
-            hidden = pipeline_communicate("recv_forward", CPU, DTYPE, shapes=SHAPE, group=group)
+            hidden = call("recv_forward")
             assert torch.equal(hidden, tensor)
             assert not hidden.requires_grad
 
@@ -85,18 +87,17 @@ def test_the_managers_axis_is_the_default():
 
 @distributed_test(world_size=2)
 def test_missing_arguments():
-    group = torch.distributed.group.WORLD
     with pytest.raises(StateError, match="pass group="):
         pipeline_communicate("recv_forward", CPU, DTYPE, shapes=SHAPE)
-    stage, _ = stages(group)
+    stage = world().rank()
     send, receive = (("send_forward", "recv_backward"), ("send_backward", "recv_forward"))[stage]
     with pytest.raises(InvalidArgumentError, match=f"rank {stage}: {send} needs a tensor"):
-        pipeline_communicate(send, CPU, DTYPE, group=group)
+        call(send)
     with pytest.raises(InvalidArgumentError, match=r"float64 tensor to send as torch\.float32"):
-        pipeline_communicate(send, CPU, DTYPE, filled(0).double(), group=group)
+        call(send, filled(0).double())
     for shapes in (None, (2, 0), 3, (2, 1.5)):
         with pytest.raises(InvalidArgumentError, match="tensor_shapes is the shape"):
-            pipeline_communicate(receive, CPU, DTYPE, shapes=shapes, group=group)
+            call(receive, shapes=shapes)
 
 
 def test_one_process_has_no_neighbours():
@@ -113,3 +114,28 @@ def test_unknown_operations_and_dtypes():
         bidirectional_pipeline_communicate("recv_forward", None, None, CPU, DTYPE)
     with pytest.raises(InvalidArgumentError, match=r"got torch\.int64"):
         pipeline_communicate("recv_forward", CPU, torch.int64, shapes=SHAPE)
+
+
+class TakesEmbeddings(Net):
+    def forward(self, input_ids=None, inputs_embeds=None):
+        return self.head(
+            self.run(self.embed(input_ids) if input_ids is not None else inputs_embeds)
+        )
+
+
+@distributed_test(world_size=3)
+def test_a_loop_of_ones_own_trains_as_one_process():
+    for kind in (Net, TakesEmbeddings):
+        plain = build(kind)
+        stage = split(plain)
+        for batch in token_batches(2):
+            hidden = call("recv_forward", dtype=torch.float64)
+            output = stage(batch["input_ids"] if hidden is None else hidden)
+            if stage.is_last_stage:
+                output = sum_loss(output, batch)
+            call("send_forward", output.detach(), dtype=torch.float64)
+            gradient = call("recv_backward", dtype=torch.float64)
+            gradient = stage.backward(hidden, output, gradient)
+            call("send_backward", gradient, dtype=torch.float64)
+        accumulate(plain, token_batches(2))
+        require_same(stage, plain, exact=True)

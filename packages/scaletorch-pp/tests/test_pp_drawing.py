@@ -31,9 +31,6 @@ def predicted(name="1f1b", ranks=2, micro_batches=3) -> Timeline:
     return simulate(SCHEDULES[name](ranks, micro_batches))
 
 
-# --- text
-
-
 def test_text_in_cells():
     assert to_text(predicted(), peak=(2, 1)) == (
         "rank 0  F0 F1 .. .. B0--- F2 B1--- .. B2---\n"
@@ -84,12 +81,6 @@ def test_every_schedule_shows_every_action(name):
         wanted = [f"{a.kind}{a.micro_batch}" for a in actions]
         assert [c.upper() for c in cells] == wanted
         assert [c.islower() for c in cells] == [a.chunk == 1 for a in actions]
-
-
-# --- Chrome trace
-
-
-# --- what cannot be drawn
 
 
 def test_what_cannot_be_drawn():

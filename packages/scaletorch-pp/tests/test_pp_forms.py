@@ -3,6 +3,8 @@
 Forms that change from step to step with reason are learned anew; without it that is an error.
 """
 
+import os
+import pickle
 from unittest.mock import patch
 
 import pytest
@@ -12,10 +14,14 @@ from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.pipeline_parallel import (
-    StageError,
-    train_step_pipeline,
+from scaletorch.parallel.pipeline_parallel import StageError, train_step_pipeline
+from scaletorch.parallel.pipeline_parallel.runtime.forms import (
+    HEADER_BYTES,
+    Form,
+    from_header,
+    to_header,
 )
+from scaletorch.parallel.pipeline_parallel.stages.passage import Passed, Place
 
 WIDTH = 4
 NAMES = ("x", "mask", "count", "y", "bias", "nothing")
@@ -71,18 +77,12 @@ class Head(nn.Linear):
         return super().forward(x * mask[..., None] + y.transpose(0, 1)[:, None] * count[0])
 
 
-class States(nn.Module):
+class States(Net):
     def __init__(self, kind="tuple", num_layers=8):
         super().__init__()
         self.embed = Embed(kind)
         self.layers = nn.ModuleList(Layer(kind, index) for index in range(num_layers))
         self.head = Head(WIDTH, 3)
-
-    def forward(self, input_ids):
-        state = self.embed(input_ids)
-        for layer in self.layers:
-            state = layer(state)
-        return self.head(state)
 
 
 def make_batches(*sizes):
@@ -139,12 +139,12 @@ def test_several_tensors_of_many_sizes():
     run_ranks(many_forms, 3)
 
 
-def thaw(stage, plain, count):
-    """Let all layers from this one on be trained, and the embedding not."""
+def thaw(stage, plain, trained):
+    """Let these of the embedding, the layers and the head be trained, and no others."""
     for model in (stage.module, plain):
-        for index, layer in enumerate([model.embed, *model.layers]):
+        for index, layer in enumerate([model.embed, *model.layers, model.head]):
             for parameter in layer.parameters():
-                parameter.requires_grad_(index >= count)
+                parameter.requires_grad_(index in trained)
 
 
 @distributed_test(world_size=2)
@@ -152,8 +152,9 @@ def test_parameters_frozen_and_unfrozen_between_steps():
     for schedule in ("1f1b", "zb_v"):
         plain = build(States)
         stage = split(plain, schedule)
-        for count in (0, 4, 9, 0):
-            thaw(stage, plain, count)
+        # All; all but some layers; the head alone; the first stage of 1F1B alone; all again.
+        for trained in (range(10), range(4, 10), [9], range(5), range(10)):
+            thaw(stage, plain, trained)
             step(stage, plain, (2, 5), (2, 3))
             forwards(stage, plain, (2, 5))
 
@@ -180,13 +181,6 @@ class Fickle(nn.Module):
 
     def forward(self, x):
         return x if self.change is None else self.change(x)
-
-
-def with_fickle_stage():
-    """Return a model, and its three stages, of which the second one has no parameters."""
-    plain = build(Net, 3).float()
-    plain.layers[1] = Fickle()
-    return plain, split(plain)
 
 
 @distributed_test(world_size=3)
@@ -222,22 +216,26 @@ def test_autocast_that_changes_between_steps():
             assert (parameter.grad - expected).norm() <= 0.03 * expected.norm(), (dtype, wire, name)
 
 
-OTHER_FORMS = [
-    torch.Tensor.double,
-    lambda x: x[:, :2],
-    torch.Tensor.detach,
-    lambda x: (x, x),
-    lambda x: {"long " * 1999: x, "x": x},
-]
+LONG = lambda x: {"long " * 1999: x, "x": x}  # noqa: E731
+OTHER_FORMS = [torch.Tensor.double, lambda x: x[:, :2], torch.Tensor.detach, lambda x: (x, x), LONG]
 NO_FORMS = [lambda x: (x, object()), lambda x: {"x": x, 3: x}, lambda x: [None, [2]]]
 
 
 @distributed_test(world_size=3)
 def test_a_form_that_changes_without_reason_or_cannot_be_passed_on():
-    plain, stage = with_fickle_stage()
+    plain = build(Net, 3).float()
+    plain.layers[1] = Fickle()  # the second stage has no parameters
+    stage = split(plain)
     batches = make_batches((2, 5), (2, 5))
-    trains_on(stage, plain, batches, loss)
     kind = InvalidArgumentError if stage.rank == 1 else StageError
+    if stage.rank == 1:
+        stage.module.layers[1].change = LONG
+    for _ in range(2):
+        with pytest.raises(kind, match=r"takes \d+ bytes to describe, more than 8192: pass on few"):
+            train_step_pipeline(stage, batches, loss_fn=loss)
+    if stage.rank == 1:
+        stage.module.layers[1].change = None
+    trains_on(stage, plain, batches, loss)
     another = r"passes on .*, and passed on \(2, 5, 4\) of torch.float32"
     none = r"layers must pass on a tensor, or tuples, .* got a "
     for change, text in [*((c, another) for c in OTHER_FORMS), *((c, none) for c in NO_FORMS)]:
@@ -250,16 +248,37 @@ def test_a_form_that_changes_without_reason_or_cannot_be_passed_on():
         trains_on(stage, plain, batches, loss)
 
 
-@distributed_test(world_size=3)
-def test_a_form_that_is_too_long():
-    plain, stage = with_fickle_stage()
-    batches = make_batches((2, 5), (2, 5))
-    kind = InvalidArgumentError if stage.rank == 1 else StageError
-    if stage.rank == 1:
-        stage.module.layers[1].change = lambda x: {"long " * 1999: x, "x": x}
-    for _ in range(2):
-        with pytest.raises(kind, match=r"takes \d+ bytes to describe, more than 8192: pass fewer"):
-            train_step_pipeline(stage, batches, loss_fn=loss)
-    if stage.rank == 1:
-        stage.module.layers[1].change = None
-    trains_on(stage, plain, batches, loss)
+DTYPES = (torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.int8)
+
+
+class Made:
+    """Is pickled as the call of a function."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_form_comes_back_from_its_header(dtype):
+    trained = torch.ones(2, 3, requires_grad=True)
+    hidden = {"states": (trained, [torch.ones(3, 0, dtype=dtype)]), "rate": 0.5, "name": None}
+    places = {Place(1, 2, 3): (0, 1)}
+    for value in (trained, hidden, Passed(hidden, [trained], places)):
+        assert from_header(to_header(Form(value))) == Form(value)
+    assert from_header(to_header(None)) is None
+
+
+# The second one is of an allowed module.
+CALLS = [Made(os.mkdir, ("made_by_a_header",)), Made(from_header, (torch.zeros(1),))]
+
+
+@pytest.mark.parametrize("sent", [*CALLS, nn.Linear(1, 1)])
+def test_nothing_else_is_made_of_a_header(sent, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = bytearray(pickle.dumps(sent).ljust(HEADER_BYTES))
+    with pytest.raises(InvalidArgumentError, match=r"a message between stages names .*, which hid"):
+        from_header(torch.frombuffer(text, dtype=torch.uint8))
+    assert not list(tmp_path.iterdir())

@@ -1,138 +1,46 @@
-"""Schedules of all kinds with all else that a pipeline does: wrappers, ties, forwards, profiles."""
+"""Schedules of one's own, those that do not fit, and what schedules keep."""
 
+import gc
+import itertools
 import random
-from contextlib import contextmanager, nullcontext
+import weakref
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 from one_process import (
+    Layer,
     Net,
-    accumulate,
     build,
-    require_same,
     split,
     sum_loss,
     token_batches,
+    trains_on,
     world,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist import InvalidArgumentError, MismatchError
-from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.pg_manager import ModuleWrapper
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.pipeline_parallel import (
     SCHEDULES,
     PipelineParallel,
     ScheduleError,
     check,
     interleaved_1f1b,
-    pipeline_forward,
     train_step_pipeline,
     train_step_pipeline_1f1b,
     zb_h1,
     zb_v,
 )
+from scaletorch.parallel.pipeline_parallel.steps.training import Training
 
-WIDTH, COUNT = 4, 5
-
-
-class Layer(nn.Module):
-    def __init__(self, recompute):
-        super().__init__()
-        self.norm, self.linear = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.recompute = recompute
-
-    def body(self, x):
-        return x + self.linear(self.norm(x)).tanh()
-
-    def forward(self, x):
-        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
-
-
-class Stack(Net):
-    def __init__(self, recompute=False, thrice=False):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(recompute) for _ in range(8))
-        if thrice:  # in the embedding, in layers of the middle and in the head
-            for linear in (self.head, self.layers[1].linear, self.layers[4].linear):
-                linear.weight = self.embed.weight
-
-
-class Wrapper(ModuleWrapper):
-    """Notes whether gradients would be synced, for each forward and each part of a backward."""
-
-    def __init__(self, module):
-        super().__init__(module)
-        self.require_backward_grad_sync = True
-        self.seen = []
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    def backward(self, *args):
-        self.seen.append(self.require_backward_grad_sync)
-        return self.module.backward(*args)
+COUNT = 5
+ENDS = {"F": 1, "B": -1, "I": -1, "W": 0}  # what an action does to the number of live graphs
 
 
 def make_batches(count=COUNT):
     return token_batches(count)
-
-
-def train_and_compare(model, plain):
-    """Train a step more, and compare gradients with those of one process that does so too."""
-    train_step_pipeline(model, make_batches(), loss_fn=sum_loss)
-    accumulate(plain, make_batches())
-    require_same(model, plain)
-
-
-@contextmanager
-def noted_actions():
-    """Note the ranges that a profiler would show."""
-    noted = []
-
-    def note(name):
-        noted.append(name)
-        return nullcontext()
-
-    with patch.object(torch.profiler, "record_function", note):
-        yield noted
-
-
-def all_at_once(names):
-    for name in names:
-        wrapped_and_tied(name)
-
-
-def wrapped_and_tied(name):
-    plain = build(Stack, recompute=True, thrice=True)
-    wrapper = Wrapper(split(plain, name))
-    pipeline = wrapper.module
-    for _ in range(2):
-        train_and_compare(wrapper, plain)
-    schedule = SCHEDULES[name](world().size(), COUNT)
-    parts = sum(action.kind != "F" for action in schedule.ranks[pipeline.rank])
-    assert wrapper.seen == 2 * [*[False] * (parts - 1), True]
-    wrapper.require_backward_grad_sync = False
-    with noted_actions() as actions:
-        train_step_pipeline(wrapper, make_batches(), loss_fn=sum_loss)
-    assert wrapper.seen[2 * parts :] == [False] * parts
-    own = schedule.ranks[pipeline.rank]
-    assert actions == [f"{a} of stage {pipeline.stages[a.chunk]}" for a in own]
-    outputs = pipeline_forward(wrapper, make_batches())
-    assert len(outputs) == (COUNT if pipeline.is_last_stage else 0)
-    for output, batch in zip(outputs, make_batches(), strict=False):
-        assert torch.equal(output, plain(batch["input_ids"]))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "names"),
-    [(2, ["1f1b", "zb_h1"]), (3, ["dualpipe_v"]), (4, ["interleaved_1f1b"])],
-)
-def test_wrapped_recomputed_tied_and_profiled(world_size, names):
-    run_ranks(all_at_once, world_size, names)
 
 
 def shuffled(schedule, seed):
@@ -155,12 +63,12 @@ def shuffled(schedule, seed):
 @distributed_test(world_size=4)
 def test_a_schedule_of_ones_own():
     for builder, seed in [(zb_v, 0), (zb_v, 1), (interleaved_1f1b, 2)]:
-        plain = build(Stack)
+        plain = build(Net)
         mine = shuffled(builder(world().size(), COUNT), seed)
         assert mine.ranks != builder(world().size(), COUNT).ranks
         stage = split(plain, mine)
         for _ in range(2):
-            train_and_compare(stage, plain)
+            trains_on(stage, plain, make_batches(), exact=False)
         with pytest.raises(InvalidArgumentError, match="is for 4 ranks and 5 micro-batches, and"):
             train_step_pipeline(stage, make_batches(4), loss_fn=sum_loss)
 
@@ -174,27 +82,77 @@ def test_schedules_that_do_not_fit():
         (zb_v(3, 4), "is for 3 ranks and 4 micro-batches, and"),
     ]:
         with pytest.raises(InvalidArgumentError, match=text):
-            PipelineParallel(Stack(), group=world(), schedule=schedule)
+            PipelineParallel(Net(), group=world(), schedule=schedule)
     with pytest.raises(MismatchError, match=r"(?s)stages of each rank"):
-        PipelineParallel(Stack(), group=world(), schedule=("zb_v", "interleaved_1f1b")[rank])
-    stage = PipelineParallel(Stack(), group=world(), schedule=("1f1b", "zb_h1")[rank])
+        PipelineParallel(Net(), group=world(), schedule=("zb_v", "interleaved_1f1b")[rank])
+    stage = PipelineParallel(Net(), group=world(), schedule=("1f1b", "zb_h1")[rank])
     with pytest.raises(MismatchError, match=r"(?s)schedule '1f1b'.*schedule 'zb_h1'"):
         train_step_pipeline(stage, make_batches(), loss_fn=sum_loss)
-    stage = PipelineParallel(Stack(), group=world(), schedule="zb_v")
+    stage = PipelineParallel(Net(), group=world(), schedule="zb_v")
     with pytest.raises(InvalidArgumentError, match=r"has stages \(\(0,\), \(1,\)\) on its"):
         train_step_pipeline_1f1b(stage, make_batches(), None, None, None, loss_fn=sum_loss)
     with pytest.raises(InvalidArgumentError, match="8 layers"):
-        PipelineParallel(Stack(), group=world(), schedule=lambda p, m: interleaved_1f1b(p, m, 5))
+        PipelineParallel(Net(), group=world(), schedule=lambda p, m: interleaved_1f1b(p, m, 5))
 
 
 @distributed_test(world_size=2)
-def test_a_schedule_that_parts_some_backwards_only_with_many_micro_batches():
-    """What a builder does with more micro-batches than were tried is done all the same."""
-    plain = build(Stack)
+def test_a_schedule_that_splits_backwards_for_some_numbers_of_micro_batches():
+    """The example that is tried before the cut need not show it."""
+    plain = build(Net)
 
     def builder(num_ranks, num_micro_batches):
         few = num_micro_batches > COUNT - 1 and num_micro_batches < 4 * num_ranks
         return (zb_h1 if few else SCHEDULES["1f1b"])(num_ranks, num_micro_batches)
 
     stage = split(plain, builder)
-    train_and_compare(stage, plain)
+    trains_on(stage, plain, make_batches(), exact=False)
+
+
+class Token:
+    """Is alive as long as the graph of the forward that made it."""
+
+
+class Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, alive):
+        ctx.token = Token()
+        alive.add(ctx.token)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, None
+
+
+class NotedLayer(Layer):
+    alive = None
+
+    def forward(self, x):
+        return Noted.apply(super().forward(x), self.alive)
+
+
+class NotedNet(Net):
+    layer = NotedLayer
+
+
+@distributed_test(world_size=2)
+def test_graphs_live_from_their_forward_to_their_backward():
+    """No activation is kept longer than the schedule says."""
+    NotedLayer.alive = alive = weakref.WeakSet()
+    run, seen = Training.run, []
+
+    def counted(training, task):
+        run(training, task)
+        gc.collect()
+        seen.append(len(alive))
+
+    gc.disable()
+    for name in ("1f1b", "interleaved_1f1b", "zb_h1", "dualpipe_v"):
+        schedule = SCHEDULES[name](2, COUNT)
+        stage = split(NotedNet(schedule.num_stages), name)
+        seen.clear()
+        with patch.object(Training, "run", counted):
+            train_step_pipeline(stage, make_batches())
+        assert seen == [*itertools.accumulate(ENDS[a.kind] for a in schedule.ranks[stage.rank])], (
+            name
+        )

@@ -22,8 +22,8 @@ from scaletorch.parallel.pipeline_parallel import (
     pipeline_forward,
     train_step_pipeline,
 )
-from scaletorch.parallel.pipeline_parallel.runtime import execute, mail
-from scaletorch.parallel.pipeline_parallel.schedules.tasks import Send
+from scaletorch.parallel.pipeline_parallel.runtime import mail
+from scaletorch.parallel.pipeline_parallel.schedules import program
 from scaletorch.parallel.pipeline_parallel.stages import ties
 
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]
@@ -151,14 +151,16 @@ def test_every_schedule_passes_where_all_messages_meet(world_size):
 
 def send_late(stage):
     """Rank 1 sends the rank before it nothing until it has received all of the rank behind."""
-    program_of = execute.program_of
+    program_of = program.program_of
 
     def late(*args):
-        return sorted(program_of(*args), key=lambda each: isinstance(each, Send) and not each.peer)
+        return sorted(
+            program_of(*args), key=lambda each: isinstance(each, program.Send) and not each.peer
+        )
 
     if stage.rank == 1:
-        execute.plan_of.cache_clear()
-        patch.object(execute, "program_of", late).start()
+        program.plan_of.cache_clear()
+        patch.object(program, "program_of", late).start()
 
 
 def sum_ties_early(stage):

@@ -127,14 +127,12 @@ def _less_w(ranks):
 def test_names_and_bad_numbers(name):
     build = SCHEDULES[name]
     assert build(2, 3).name == name
-    for sizes, text in (((0, 1), "ranks, got 0"), ((2, -1), "micro-batches, got -1")):
-        with pytest.raises(InvalidArgumentError, match=f"at least 1 of {text}"):
-            build(*sizes)
+    bad = {(0, 1): "ranks .* got 0", (2, -1): "micro-batches .* got -1", (2, 2.5): r"got 2\.5"}
     if build in CHUNKED:
-        with pytest.raises(InvalidArgumentError, match="at least 1 of stages a rank, got 0"):
-            build(2, 2, 0)
-    with pytest.raises(InvalidArgumentError, match=r"a whole number of micro-batches, got 2\.5"):
-        build(2, 2.5)
+        bad[2, 2, 0] = "stages per rank .* got 0"
+    for sizes, text in bad.items():
+        with pytest.raises(InvalidArgumentError, match=f"the number of .*{text}"):
+            build(*sizes)
 
 
 @pytest.mark.parametrize(("builder", "enough"), [(zb_v, 5), (dualpipe_v, 6)])

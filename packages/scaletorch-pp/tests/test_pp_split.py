@@ -1,27 +1,22 @@
 """Where a model is cut: inference, description, refusals, and what is left on a stage."""
 
-import copy
-import re
 from dataclasses import replace
 from itertools import chain
 
 import pytest
 import torch
-from one_process import build, require_same, serial, split, token_batches
+from one_process import Net, build, require_same, serial, split, token_batches, trains_on
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError, all_gather_object
 from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.pipeline_parallel import (
     PassThrough,
-    PipelineParallel,
     Split,
+    layers_of,
     train_step_pipeline,
 )
-from scaletorch.parallel.pipeline_parallel.splitting.modules import takes
-from scaletorch.parallel.pipeline_parallel.splitting.split import layers_of, place
-from scaletorch.parallel.pipeline_parallel.stages.calls import surround
-from scaletorch.parallel.pipeline_parallel.stages.cut import cut
+from scaletorch.parallel.pipeline_parallel.splitting.split import place
 
 
 class Rotary(nn.Module):
@@ -98,9 +93,10 @@ class ResNet(nn.Module):
         return self.fc(self.flatten(self.avgpool(x)))
 
 
-def sequential():
-    trunk = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Dropout(0.0), Bottleneck(), Pool())
-    return nn.Sequential(trunk, nn.ReLU(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+class InTurn(nn.Sequential):
+    def __init__(self):
+        trunk = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Dropout(0.0), Bottleneck(), Pool())
+        super().__init__(trunk, nn.ReLU(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 SPLIT = Split(
@@ -116,54 +112,37 @@ def test_inference_at_any_depth():
     assert layers_of(Outer()) == layers_of(Outer(), SPLIT) == names
 
 
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        (TwoLists(), r"has encoder, decoder; pass Split\(first="),
-        (nn.Linear(2, 2), r"expected one nn\.ModuleList .* Linear has none; pass Split\("),
-    ],
-)
-def test_layers_that_cannot_be_told(model, text):
+REFUSED = [
+    (TwoLists, None, r"has encoder, decoder; pass Split\(first="),
+    (Pool, None, r"expected one nn\.ModuleList .* Pool has none; pass Split\("),
+    (Outer, {"layers": "model.layers"}, "a Split or None, got dict"),
+    (Outer, Split("model.embed", "model.layers"), "'model.embed', .* it has model.embed_tokens, "),
+    (Outer, Split((), "layers"), "'layers', which the model does not have; it has model, lm_head"),
+    (Outer, Split("lm_head", "model.layers", "lm_head"), "twice: 'lm_head' and 'lm_head'"),
+    (Outer, Split("model.layers.0", "model.layers"), "twice: 'model.layers.0' and 'model.layers'"),
+    (Outer, Split((), "lm_head"), r"must name an nn\.ModuleList, .* it is a Linear"),
+    (Outer, Split("model.embed_tokens", "model.layers"), "does not name .*: lm_head; add each"),
+    (Outer, Split("model.embed_tokens"), "does not name .*: lm_head; add each"),
+    (Outer, Split(points=("a", "b")), "makes 3 stages and the pipeline has 2: expected 1 points"),
+    (Outer, Split(points="lm_head", layers="x"), "cannot be given with them; leave out the points"),
+    (Outer, Split(points="lm_head", costs="parameters"), "cannot be given with them"),
+    (ResNet, ["layer9"], "names 'layer9', which the model does not have; it has conv1, bn1, relu,"),
+    (ResNet, ["layer4.1.conv.x"], "'layer4.1.conv.x', .* it has no modules in layer4.1.conv"),
+    (ResNet, ["layer2", "layer2"], "names layer2 twice; name each module once"),
+    (ResNet, ["layer4.1", "layer2"], "got layer4.1, layer2; expected layer2, layer4.1"),
+    (ResNet, ["layer2", "layer2.0"], "leaves stage 1, from layer2 to layer2.0, .* no modules;"),
+    (ResNet, ["conv1"], "leaves stage 0, from the beginning to conv1, without parameters"),
+    (ResNet, ["avgpool", "fc"], "stage 1, from avgpool to fc, .* it has avgpool, flatten; move"),
+]
+
+
+@pytest.mark.parametrize(("kind", "split", "text"), REFUSED)
+def test_splits_that_do_not_fit(kind, split, text):
+    num_stages = 2
+    if isinstance(split, list):
+        split, num_stages = Split(points=split), len(split) + 1
     with pytest.raises(InvalidArgumentError, match=text):
-        place(model, None, 2)
-
-
-@pytest.mark.parametrize(
-    ("described", "text"),
-    [
-        (Split(("model.embed",), "model.layers"), "'model.embed', .* it has model.embed_tokens, "),
-        (Split((), "layers"), "'layers', which the model does not have; it has model, lm_head"),
-        (Split(("lm_head",), "model.layers", ("lm_head",)), "twice: 'lm_head' and 'lm_head'"),
-        (Split(("model.layers.0",), "model.layers"), "twice: 'model.layers.0' and 'model.layers'"),
-        (Split((), "lm_head"), r"must name an nn\.ModuleList, .* it is a Linear"),
-        (Split(("model.embed_tokens",), "model.layers"), "does not name: lm_head; add each"),
-        (Split(("model.embed_tokens",)), "does not name: lm_head; add each"),
-        (Split(points=("lm_head",)), r"makes 2 stages and the pipeline has 1: expected 0 points"),
-        (Split(points=("lm_head",), layers="x"), "cannot stand beside them; leave either the"),
-        (Split(points=("lm_head",), costs="parameters"), "cannot stand beside them"),
-        (Split(layers="model.layers", costs="time"), "does not name: lm_head"),
-    ],
-)
-def test_descriptions_that_do_not_fit(described, text):
-    with pytest.raises(InvalidArgumentError, match=text):
-        PipelineParallel(Outer(), described)
-
-
-@pytest.mark.parametrize(
-    ("points", "text"),
-    [
-        (["layer9"], "names 'layer9', which the model does not have; it has conv1, bn1, relu, lay"),
-        (["layer4.1.conv.x"], "'layer4.1.conv.x', .* it has no modules in layer4.1.conv"),
-        (["layer2", "layer2"], "names layer2 twice; name each module once"),
-        (["layer4.1", "layer2"], "got layer4.1, layer2; expected layer2, layer4.1"),
-        (["layer2", "layer2.0"], "leaves stage 1, from layer2 to layer2.0, .* it has no modules;"),
-        (["conv1"], "leaves stage 0, from the beginning to conv1, without parameters"),
-        (["avgpool", "fc"], "stage 1, from avgpool to fc, without .* it has avgpool, flatten; mov"),
-    ],
-)
-def test_points_that_do_not_fit(points, text):
-    with pytest.raises(InvalidArgumentError, match=text):
-        place(ResNet(), Split(points=points), len(points) + 1)
+        place(kind(), split, num_stages)
 
 
 def test_points_cut_containers_between_their_children():
@@ -178,112 +157,61 @@ def test_points_cut_containers_between_their_children():
     assert placement.stages_of("layer4") == (0, 1, 2)
 
 
-def test_points_in_a_language_model():
+def test_a_module_without_parameters_is_on_all_stages_if_no_point_names_it():
     placement = place(Outer(), Split(points=("model.layers.1", "model.norm")), 3)
-    assert placement.stages == (
-        ("model.embed_tokens", "model.dropout", "model.layers.0"),
-        ("model.layers.1", "model.layers.2"),
-        ("model.norm", "lm_head"),
-    )
     assert placement.stages_of("model.rotary_emb") == (0, 1, 2)
-
-
-def test_a_named_point_is_placed_whatever_it_is():
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "pool": Pool(), "b": nn.Linear(2, 2)})
     assert place(model, Split(points=("pool",)), 2).stages == (("a",), ("pool", "b"))
     assert place(model, Split(points=("b",)), 2).stages == (("a",), ("b",))
 
 
-@pytest.mark.parametrize(
-    ("make", "points"),
-    [
-        (ResNet, ["layer1.1"]),
-        (ResNet, ["bn1", "layer2", "layer4.1", "fc"]),
-        (sequential, ["0.2"]),
-        (sequential, ["0.2", "2", "4"]),
-    ],
-)
-def test_stages_after_one_another_are_the_model(make, points):
-    """Values and gradients are bit-equal to those of the whole model."""
-    torch.manual_seed(0)
-    model = make().double()
-    copies = [copy.deepcopy(model) for _ in range(len(points) + 1)]
-    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
-    placement = place(model, Split(points=points), len(copies))
-    hidden = x
-    for stage, own in enumerate(copies):
-        cut(own, placement, (stage,))
-        hidden = own(hidden)
-    expected = model(x)
-    assert torch.equal(hidden, expected)
-    hidden.sum().backward()
-    expected.sum().backward()
-    found = {n: p.grad for own in copies for n, p in own.named_parameters()}
-    wanted = {n: p.grad for n, p in model.named_parameters()}
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-class Language(nn.Module):
+class Language(Net):
     """Its layers are a list of Sequentials, one of them cut in the middle."""
 
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.layers = nn.ModuleList(
-            nn.Sequential(Block(), nn.Linear(4, 4), nn.Tanh(), Block()) for _ in range(2)
-        )
-        self.head = nn.Linear(4, 8)
+    num_layers, vocabulary = 2, 8
 
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+    def layer(self):
+        return nn.Sequential(Block(), nn.Linear(4, 4), nn.Tanh(), Block())
+
+
+def squares(output, batch):
+    return output.square().sum()
 
 
 @distributed_test(world_size=3)
 def test_training_between_points():
-    for points in (("layers.0.2", "layers.1.1"), ("layers.0", "layers.1")):
-        plain = build(Language)
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(4, 2, 3, 4, 4, generator=generator, dtype=torch.float64)
+    for kind, points in (
+        (Language, ("layers.0.2", "layers.1.1")),
+        (Language, ("layers.0", "layers.1")),
+        (ResNet, ("layer1.1", "layer4.1")),
+        (ResNet, ("bn1", "fc")),
+        (InTurn, ("0.2", "2")),
+    ):
+        plain = build(kind)
         stage = split(plain, points=Split(points=points))
-        serial(plain, token_batches(vocabulary=8))
-        train_step_pipeline(stage, token_batches(vocabulary=8))
-        require_same(stage, plain, exact=True)
+        batches = [{"input_ids": image} for image in images]
+        if kind is Language:
+            batches = token_batches(vocabulary=8)
+        trains_on(stage, plain, batches, squares)
         names = chain(*all_gather_object([name for name, _ in stage.named_parameters()]))
         assert sorted(names) == sorted(name for name, _ in plain.named_parameters())
 
 
 def test_modules_without_a_forward_are_placed_by_what_is_inside():
-    parts = Split(first=("model.embed_tokens",), last=("lm_head", "model.norm", "model.dropout"))
+    described = Split(("model.embed_tokens",), None, ("lm_head", "model.norm", "model.dropout"))
     model = Outer()
     model.lm_head = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(4, 8)}), nn.Linear(4, 8)])
     with pytest.raises(InvalidArgumentError, match=r"has model\.layers, lm_head; pass"):
-        place(model, parts, 2)
-    placement = place(model, replace(parts, layers="model.layers"), 2)
-    assert placement.split == replace(parts, layers="model.layers")
+        place(model, described, 2)
+    placement = place(model, replace(described, layers="model.layers"), 2)
+    assert placement.split == replace(described, layers="model.layers")
     assert placement.stages == (
         ("model.embed_tokens", "model.layers.0", "model.layers.1"),
         ("model.layers.2", "lm_head.0.a", "lm_head.1", "model.norm", "model.dropout"),
     )
     assert placement.stages_of("lm_head.0.a.weight") == (1,)
-
-
-def test_config_and_model_of_a_wrong_type():
-    with pytest.raises(InvalidArgumentError, match="a Split or None, got dict"):
-        PipelineParallel(Outer(), {"layers": "model.layers"})
-    with pytest.raises(InvalidArgumentError, match=r"wraps a plain nn\.Module, got list"):
-        PipelineParallel([nn.Linear(2, 2)])
-
-
-def test_one_process_keeps_everything():
-    model = Outer()
-    stage = PipelineParallel(model)
-    assert stage.module is model
-    assert (stage.rank, stage.num_stages, stage.tied_parameters) == (0, 1, {})
-    assert not list(stage.placement.homes())
-    assert [n for n, _ in stage.named_parameters()] == [n for n, _ in model.named_parameters()]
-    assert not any(isinstance(module, PassThrough) for module in model.modules())
 
 
 def test_a_split_is_written_and_shown_shortly():
@@ -294,17 +222,13 @@ def test_a_split_is_written_and_shown_shortly():
     assert repr(Split()) == "Split()"
 
 
-def test_pass_through():
-    linear = nn.Linear(3, 5).eval()
-    module = PassThrough(linear, "lm_head is on stage 2 of the pipeline")
+def test_pass_through_outside_of_a_forward():
+    module = PassThrough(nn.Linear(3, 5).eval(), "lm_head is on stage 2 of the pipeline")
     hidden = torch.ones(2)
     assert module(hidden, 1) is hidden
     assert module(x=hidden) is hidden
     assert module.out_features == 5
     assert not module.training
-    text = "lm_head is on stage 2 of the pipeline, and its attribute 'weight' is not available"
-    with pytest.raises(AttributeError, match=re.escape(text)):
-        _ = module.weight
 
 
 class Seeing(nn.Module):
@@ -401,19 +325,46 @@ def test_an_encoder_and_its_decoder_train():
         require_same(stage, plain)
 
 
-class Numbered(nn.Module):
-    def forward(self, x, positions=None):
+class Decoder(nn.Module):
+    """Registers what is called last in front, and what is called first behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.final_norm, self.embed = nn.LayerNorm(4), nn.Embedding(5, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.embed_norm, self.unused, self.twice = (nn.LayerNorm(4) for _ in range(3))
+        self.projections = nn.ModuleDict({name: nn.Linear(4, 4) for name in "ab"})
+
+    def forward(self, ids):
+        if len(self.layers) != 2:
+            raise ValueError
+        x = self.twice(self.embedded(ids))
+        for layer in self.layers:
+            x = layer(x)
+        if self.final_norm is not None:
+            x = self.final_norm(self.twice(x)) / len(self.layers)
         return x
 
+    def embedded(self, ids):
+        x = self.embed_norm(self.embed(ids))
+        return sum(self.projections[name](x) for name in "ab")
 
-class Passing(Numbered):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.decoder = nn.Linear(4, 5), Decoder()
+
+    def forward(self, ids):
+        return self.head(self.decoder(ids))
 
 
-@pytest.mark.parametrize("kind", [Numbered, Passing])
-def test_what_a_surrounded_module_takes_is_what_its_class_does(kind):
-    module = kind()
-    surround(module, object())
-    assert takes(module, "positions")
-    assert not takes(module, "labels")
+def test_modules_are_placed_by_the_calls_in_the_source_and_else_by_their_registration():
+    split = place(Model(), None, 2).split
+    assert split.first == ("decoder.embed", "decoder.embed_norm", "decoder.projections")
+    assert split.last == ("decoder.final_norm", "decoder.unused", "decoder.twice", "head")
+    made = {}
+    exec("def forward(self, ids):\n    return self.final_norm(self.embed(ids))", made)
+    decoder = Decoder()
+    decoder.__class__ = type("Made", (Decoder,), {"forward": made["forward"]})
+    assert place(decoder, None, 2).split.first == ("final_norm", "embed")

@@ -2,6 +2,7 @@
 
 import types
 
+import one_process
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,11 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.pipeline_parallel import (
-    Split,
-    StageError,
-    train_step_pipeline,
-)
+from scaletorch.parallel.pipeline_parallel import Split, StageError, train_step_pipeline
 
 WIDTH, VOCAB, LENGTH = 8, 13, 5
 
@@ -30,23 +27,12 @@ class Layer(nn.Module):
         return y if beside is None else y * (1 + self.two(beside))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.make()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def make(self):
-        pass
+class Net(one_process.Net):
+    layer, num_layers, width, vocabulary = Layer, 4, WIDTH, VOCAB
 
     def forward(self, input_ids, entry=None, classes=None):
         x = self.begin(self.embed(input_ids))
-        beside = self.beside(x, entry, classes)
-        for layer in self.layers:
-            x = layer(x, beside)
-        return self.head(self.end(x))
+        return self.head(self.end(self.run(x, self.beside(x, entry, classes))))
 
     def begin(self, x):
         return x
@@ -54,44 +40,106 @@ class Net(nn.Module):
     def beside(self, x, entry, classes):
         return None
 
+    def run(self, x, beside=None):
+        for layer in self.layers:
+            x = self.between(layer(x, beside))
+        return x
+
+    def between(self, x):
+        return x
+
     def end(self, x):
         return x
 
 
+# --- what travels: tensors that later layers are given beside hidden states
+
+
 class Condition(Net):
     def make(self):
-        self.condition = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
+        super().make()
+        self.condition = self.made_of()
+
+    def made_of(self):
+        return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
 
     def beside(self, x, entry, classes):
         return self.condition(entry)
 
 
 class Activated(Condition):
-    def make(self):
-        self.condition = nn.Tanh()
+    made_of = nn.Tanh
 
 
 class Classes(Condition):
-    def make(self):
-        self.condition = nn.Embedding(3, WIDTH)
+    def made_of(self):
+        return nn.Embedding(3, WIDTH)
 
     def beside(self, x, entry, classes):
         return self.condition(classes)
 
 
-class Same(Net):
+class Skip(Net):
+    def run(self, x, beside=None):
+        one, two, three, four = self.layers
+        first = one(x)
+        return four(three(two(first)), first)
+
+
+class SkipByName(Net):
+    def run(self, x, beside=None):
+        one, two, three, four = self.layers
+        first = one(x)
+        return four(x=three(two(first)), beside=first)
+
+
+class SkipScaled(Net):
+    """The last layer of a stage is left out, and what comes before it is changed on the way."""
+
+    def run(self, x, beside=None):
+        one, _, three, four = self.layers
+        return four(three(one(x) * 0.5))
+
+
+class RecomputedBeside(Condition):
+    """What has travelled is there again where layers are recomputed."""
+
     def beside(self, x, entry, classes):
+        return x * self.condition(entry)
+
+    def run(self, x, beside=None):
+        for layer in self.layers:
+            x = checkpoint(layer, x, beside, use_reentrant=False)
         return x
 
 
-class Scaled(Net):
-    def beside(self, x, entry, classes):
-        return x * 0.5
+# --- what is refused
 
 
-class Mean(Net):
-    def beside(self, x, entry, classes):
-        return x.detach().mean(1, keepdim=True)
+class SkipByAddition(Net):
+    def run(self, x, beside=None):
+        one, two, three, four = self.layers
+        first = one(x)
+        return four(three(two(first)) + first)
+
+
+class Aside(Net):
+    """An auxiliary loss that is zero as yet, added to the output."""
+
+    def forward(self, input_ids, entry=None, classes=None):
+        x, aside = self.embed(input_ids), 0.0
+        for layer in self.layers:
+            x = layer(x)
+            aside = aside + 0.0 * x.mean()
+        return self.head(x) + aside
+
+
+class Returned(Net):
+    """Beside the logits, something of the embeddings, as for a loss of one's own."""
+
+    def forward(self, input_ids, entry=None, classes=None):
+        x = self.embed(input_ids)
+        return self.head(self.run(x)), x.detach()
 
 
 class Written(Net):
@@ -113,110 +161,34 @@ class Reaching(Layer):
 class Kept(Net):
     """Hands a tensor to its layers beside their arguments."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Reaching() for _ in range(4))
+    layer = Reaching
 
-    def forward(self, input_ids, entry=None, classes=None):
-        x = self.embed(input_ids)
+    def run(self, x, beside=None):
         Reaching.kept = x * 2
         try:
-            return plainly_from(self, x)
+            return super().run(x)
         finally:
             Reaching.kept = None
 
 
-class Mask(Net):
-    """Where hidden states, in one process embeddings, are positive."""
-
-    def beside(self, x, entry, classes):
-        return (x > 0).to(x.dtype)
-
-
-class Skip(Net):
-    def forward(self, input_ids, entry=None, classes=None):
-        one, two, three, four = self.layers
-        first = one(self.embed(input_ids))
-        return self.head(four(three(two(first)), first))
-
-
-class SkipByName(Net):
-    def forward(self, input_ids, entry=None, classes=None):
-        one, two, three, four = self.layers
-        first = one(self.embed(input_ids))
-        return self.head(four(x=three(two(first)), beside=first))
-
-
-class SkipByAddition(Net):
-    def forward(self, input_ids, entry=None, classes=None):
-        one, two, three, four = self.layers
-        first = one(self.embed(input_ids))
-        return self.head(four(three(two(first)) + first))
-
-
-class SkipScaled(Net):
-    """The last layer of a stage is left out, and what comes before it is changed on the way."""
-
-    def forward(self, input_ids, entry=None, classes=None):
-        one, _, three, four = self.layers
-        return self.head(four(three(one(self.embed(input_ids)) * 0.5)))
-
-
-class SkipToHead(Net):
-    def forward(self, input_ids, entry=None, classes=None):
-        embedded = x = self.embed(input_ids)
+class RecomputedHooked(Net):
+    def run(self, x, beside=None):
         for layer in self.layers:
-            x = layer(x)
-        return self.head(x + embedded)
-
-
-class Returned(Net):
-    """Beside the logits, something of the embeddings, as for a loss of one's own."""
-
-    def forward(self, input_ids, entry=None, classes=None):
-        embedded = x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x), embedded.detach()
-
-
-class Reads(Net):
-    def begin(self, x):
-        self.largest = x.abs().max().item()
+            x = checkpoint(layer, x, use_reentrant=True)
+            x.register_hook(lambda gradient: None)
         return x
 
 
 class Indexes(Net):
     """Works in one process, where a layer returns what it returns there."""
 
-    def forward(self, input_ids, entry=None, classes=None):
-        x = self.embed(input_ids)
+    def run(self, x, beside=None):
         for layer in self.layers:
             (x,) = (layer(x),) if type(layer) is Layer else layer(x)
-        return self.head(x)
-
-
-class Detached(Net):
-    def begin(self, x):
-        return x.detach()
-
-
-class Shrunk(Net):
-    def begin(self, x):
-        return x * 0.5 + x.detach() * 0.5
-
-
-class Hooked(Net):
-    def begin(self, x):
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gradient * 0.5)
         return x
 
 
-class HookedAtEnd(Net):
-    def end(self, x):
-        x.register_hook(lambda gradient: gradient * 0.5)
-        return x
+# --- what is as in one process
 
 
 class Own(torch.autograd.Function):
@@ -229,193 +201,39 @@ class Own(torch.autograd.Function):
         return -gradient
 
 
-class Reversed(Net):
-    def begin(self, x):
-        return Own.apply(x)
+class MaskedBetween(Net):
+    def layer(self):
+        return nn.LayerNorm(WIDTH)
 
-
-class Zeros(Net):
-    def make(self):
-        self.offset = nn.Parameter(torch.zeros(WIDTH))
-
-    def begin(self, x):
-        return x + self.offset
-
-
-class Between(Net):
-    """Changes hidden states between layers."""
-
-    def forward(self, input_ids, entry=None, classes=None):
-        x = self.embed(input_ids)
+    def run(self, x, beside=None):
         for layer in self.layers:
-            x = self.between(layer(x))
-        return self.head(x)
-
-    def between(self, x):
-        return 0.5 * x + x.detach() * 0.25
-
-
-class HookedBetween(Between):
-    def between(self, x):
-        x.register_hook(lambda gradient: gradient * 0.5)
+            x = layer(x)
+            x *= 0.5
         return x
 
 
-class RecomputedHooked(Net):
-    def forward(self, input_ids, entry=None, classes=None):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = checkpoint(layer, x, entry, use_reentrant=True)
-            x.register_hook(lambda gradient: None)
-        return self.head(x)
+class Gain(Net):
+    """A parameter of the model itself."""
 
-
-class MaskedBetween(Between):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
-
-    def between(self, x):
-        x *= 0.5
-        return x
-
-
-class GainBetween(Between):
     def make(self):
+        super().make()
         self.gain = nn.Parameter(torch.full((WIDTH,), 0.7))
 
+    def end(self, x):
+        return x * self.gain
+
+
+class GainBetween(Gain):
     def between(self, x):
         return (x * self.gain).tanh()
 
 
-class Looked(Net):
-    """Asks which embeddings are large."""
+class GainBefore(Gain):
+    def begin(self, x):
+        return x + self.gain
 
-    def beside(self, x, entry, classes):
-        return x.detach()[x.abs().amax(-1) > 0].mean(0)
-
-
-class Aside(Net):
-    """An auxiliary loss that is zero as yet, added to the output."""
-
-    def forward(self, input_ids, entry=None, classes=None):
-        x, aside = self.embed(input_ids), 0.0
-        for layer in self.layers:
-            x = layer(x)
-            aside = aside + 0.0 * x.mean()
-        return self.head(x) + aside
-
-
-def plainly(self, input_ids, entry=None, classes=None):
-    """The forward of a model before its code parts from it."""
-    return plainly_from(self, self.embed(input_ids))
-
-
-def plainly_from(self, x):
-    for layer in self.layers:
-        x = layer(x)
-    return self.head(x)
-
-
-def make_batches(count=3):
-    generator = torch.Generator().manual_seed(1)
-    batches = []
-    for extra in range(count):
-        tokens = torch.randint(VOCAB, (2, LENGTH + 1 + extra % 2), generator=generator)
-        labels = tokens[:, 1:]
-        entry = torch.randn(2, 1, WIDTH, generator=generator, dtype=torch.float64)
-        classes = torch.randint(3, (2, 1), generator=generator)
-        batch = {"input_ids": tokens[:, :-1], "labels": labels, "entry": entry, "classes": classes}
-        batches.append(batch)
-    return batches
-
-
-def refused(cases, schedule, late=False):
-    """If late, the first step has seen nothing of it; shapes and arguments are the same."""
-    for kinds, text in cases:
-        for kind in kinds:
-            stage = split(build(kind), schedule)
-            if late:
-                stage.module.forward = types.MethodType(plainly, stage.module)
-                train_step_pipeline(stage, make_batches())
-                del stage.module.forward
-            errors = InvalidArgumentError, StageError
-            with pytest.raises(errors, match=f"(?s)rank.*{text}"):
-                train_step_pipeline(stage, make_batches())
-
-
-TRAVELS = [Condition, Activated, Classes, Same, Scaled, Mean, Mask, Skip, SkipByName, SkipScaled]
-GRADIENTS = [Detached, Shrunk, Hooked, Reversed, Zeros]
-REFUSED = [
-    ([SkipByAddition, SkipToHead], "by another way than what the last of them returns"),
-    ([Returned], r"the model returns a tensor that the model's forward makes from hidden states"),
-    ([Reads], "the model's forward reads a number out of hidden states"),
-    ([Written], "the model's forward writes to a tensor what it makes of hidden states"),
-    ([Kept], r"layers\.\d computes with a tensor that the model's forward makes from hidden"),
-    ([Aside], r"returns a tensor with a gradient, of shape .* by another way than what the last"),
-    ([Looked], "the model's forward reads a number out of hidden states"),
-    (
-        [RecomputedHooked],
-        "changes, in place or by a hook .* the hidden states after the last layer",
-    ),
-]
-
-
-EXPLAINED = [
-    (
-        [Indexes],
-        r"it raised ValueError \(too many values to unpack .*\)\. If it runs in one process",
-    )
-]
-LATE = [
-    *REFUSED,
-    (TRAVELS, r"layers\.\d is given, as argument (0|1|beside), a tensor that the model"),
-]
-
-
-@pytest.mark.parametrize(("cases", "late"), [(REFUSED + EXPLAINED, False), (LATE, True)])
-def test_what_is_another_tensor_here_is_refused(cases, late):
-    run_ranks(refused, 2, cases, "1f1b", late)
-
-
-def test_what_is_another_tensor_here_is_refused_on_one_rank_too():
-    refused(REFUSED, "zb_v")
-
-
-class Around(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args):
-        return self.inner(*args)
-
-
-@distributed_test(world_size=2)
-def test_layers_that_are_replaced_later_are_looked_at():
-    stage = split(build(Same))
-    stage.module.forward = types.MethodType(plainly, stage.module)
-    train_step_pipeline(stage, make_batches())
-    for place, layer in enumerate(stage.module.layers):
-        if isinstance(layer, Layer):
-            stage.module.layers[place] = Around(layer)
-    train_step_pipeline(stage, make_batches())
-    del stage.module.forward
-    with pytest.raises((InvalidArgumentError, StageError), match="is given, as argument 1"):
-        train_step_pipeline(stage, make_batches())
-
-
-@distributed_test(world_size=2)
-def test_forwards_without_gradients_are_examined_too():
-    for kind in (Condition, Skip, Scaled, Mask, MaskedBetween):
-        plain = build(kind)
-        stage = split(plain)
-        given = [{n: v for n, v in b.items() if n != "labels"} for b in make_batches()]
-        with torch.no_grad():
-            expected = [plain(**batch) for batch in given]
-        for _ in range(2):
-            found = forward_everywhere(stage, make_batches())
-            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    def end(self, x):
+        return x
 
 
 class OfEntries(Net):
@@ -433,17 +251,11 @@ class Positions(Net):
     """Embedded positions are added on the first stage, and nothing on the others."""
 
     def make(self):
+        super().make()
         self.positions = nn.Embedding(3, WIDTH)
-        self.late = nn.Dropout(0.0)
-
-    def begin(self, x):
-        return x
 
     def forward(self, input_ids, entry=None, classes=None):
-        x = self.embed(input_ids) + self.positions(classes)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        return self.head(self.run(self.embed(input_ids) + self.positions(classes)))
 
 
 class LateDropout(Net):
@@ -476,57 +288,29 @@ class GivenByName(Net):
 
 
 class WritesInput(Net):
-    def make(self):
-        self.layers = nn.ModuleList()
-
     def __init__(self):
         super().__init__()
         one, two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.layers = nn.Sequential(one, nn.LeakyReLU(0.5, inplace=True), two, nn.Tanh())
 
-    def forward(self, input_ids, entry=None, classes=None):
-        return self.head(self.layers(self.embed(input_ids)))
-
-
-class Gain(Net):
-    def make(self):
-        self.gain = nn.Parameter(torch.ones(WIDTH))
-
-    def end(self, x):
-        return x * self.gain
-
-
-class ReadsAtEnd(Net):
-    """For a log: what comes after a stage's last layer is the last stage's to compute."""
-
-    def end(self, x):
-        self.largest = x.detach().abs().max().item()
-        return x
+    def run(self, x, beside=None):
+        return self.layers(x)
 
 
 class Recomputed(Net):
     reentrant = False
 
-    def forward(self, input_ids, entry=None, classes=None):
-        x = self.embed(input_ids)
+    def beside(self, x, entry, classes):
+        return entry
+
+    def run(self, x, beside=None):
         for layer in self.layers:
-            x = checkpoint(layer, x, entry, use_reentrant=self.reentrant)
-        return self.head(x)
+            x = checkpoint(layer, x, beside, use_reentrant=self.reentrant)
+        return x
 
 
 class RecomputedReentrant(Recomputed):
     reentrant = True
-
-
-class RecomputedBeside(Condition):
-    """What has travelled is there again where layers are recomputed."""
-
-    def forward(self, input_ids, entry=None, classes=None):
-        x = self.embed(input_ids)
-        beside = x * self.condition(entry)
-        for layer in self.layers:
-            x = checkpoint(layer, x, beside, use_reentrant=False)
-        return self.head(x)
 
 
 class Frozen(Net):
@@ -543,16 +327,150 @@ class Frozen(Net):
 class Skipped(Net):
     """The last layer of a stage is left out, as in a model of fewer layers than it holds."""
 
-    def forward(self, input_ids, entry=None, classes=None):
-        x = self.embed(input_ids)
+    def run(self, x, beside=None):
         for place in (0, 2, 3):
             x = self.layers[place](x)
-        return self.head(x)
+        return x
 
 
-RIGHT = [OfEntries, Positions, LateDropout, GivenByName, Gain, Recomputed, RecomputedReentrant]
-RIGHT += [Frozen, Skipped, ReadsAtEnd, *GRADIENTS, HookedAtEnd, Between, GainBetween]
-RIGHT += [HookedBetween, MaskedBetween]
+def halved(self, x):
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * 0.5)
+    return x
+
+
+def noted(self, x):
+    self.largest = x.detach().abs().max().item()
+    return x
+
+
+# Models that differ in a method.
+METHODS = {
+    "same": {"beside": lambda self, x, *_: x},
+    "scaled": {"beside": lambda self, x, *_: x * 0.5},
+    "mean": {"beside": lambda self, x, *_: x.detach().mean(1, keepdim=True)},
+    "mask": {"beside": lambda self, x, *_: (x > 0).to(x.dtype)},
+    "skip to head": {"run": lambda self, x, _: Net.run(self, x) + x},
+    "reads": {"begin": noted},
+    "looks": {"beside": lambda self, x, *_: x.detach()[x.abs().amax(-1) > 0].mean(0)},
+    "detached": {"begin": lambda self, x: x.detach()},
+    "shrunk": {"begin": lambda self, x: x * 0.5 + x.detach() * 0.5},
+    "hooked": {"begin": halved},
+    "hooked at end": {"end": halved},
+    "reversed": {"begin": lambda self, x: Own.apply(x)},
+    "between": {"between": lambda self, x: 0.5 * x + x.detach() * 0.25},
+    "hooked between": {"between": halved},
+    # For a log: what comes after a stage's last layer is the last stage's to compute.
+    "reads at end": {"end": noted},
+}
+
+
+def made(kind):
+    return build(kind if isinstance(kind, type) else type(kind, (Net,), METHODS[kind]))
+
+
+def plainly(self, input_ids, entry=None, classes=None):
+    """The forward of a model before its code parts from it."""
+    return self.head(one_process.Net.run(self, self.embed(input_ids)))
+
+
+def make_batches(count=3):
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for extra in range(count):
+        tokens = torch.randint(VOCAB, (2, LENGTH + 1 + extra % 2), generator=generator)
+        labels = tokens[:, 1:]
+        entry = torch.randn(2, 1, WIDTH, generator=generator, dtype=torch.float64)
+        classes = torch.randint(3, (2, 1), generator=generator)
+        batch = {"input_ids": tokens[:, :-1], "labels": labels, "entry": entry, "classes": classes}
+        batches.append(batch)
+    return batches
+
+
+def refused(cases, schedule, late=False):
+    """If late, the first step has seen nothing of it; shapes and arguments are the same."""
+    for kinds, text in cases:
+        for kind in kinds:
+            stage = split(made(kind), schedule)
+            if late:
+                stage.module.forward = types.MethodType(plainly, stage.module)
+                train_step_pipeline(stage, make_batches())
+                del stage.module.forward
+            errors = InvalidArgumentError, StageError
+            with pytest.raises(errors, match=f"(?s)rank.*{text}"):
+                train_step_pipeline(stage, make_batches())
+
+
+TRAVELS = [Condition, Activated, Classes, Skip, SkipByName, SkipScaled]
+TRAVELS += ["same", "scaled", "mean", "mask"]
+REFUSED = [
+    (
+        [SkipByAddition, "skip to head", Aside],
+        "a tensor of shape .* not through the output",
+    ),
+    ([Returned], r"the model returns a tensor that the model's forward makes from hidden states"),
+    (["reads", "looks"], "the model's forward reads values of hidden states"),
+    ([Written], "the model's forward copies values of .* into another tensor"),
+    ([Kept], r"layers\.\d computes with a tensor that the model's forward makes from hidden"),
+    ([RecomputedHooked], "changes the hidden states after the last layer .* by a hook"),
+]
+EXPLAINED = [([Indexes], r"raised ValueError \(too many values .*\)\. .* If the code runs in one")]
+LATE = [
+    *REFUSED,
+    (TRAVELS, r"layers\.\d is given, as argument (0|1|beside), a tensor that the model"),
+]
+
+
+@pytest.mark.parametrize(("cases", "late"), [(REFUSED + EXPLAINED, False), (LATE, True)])
+def test_what_is_another_tensor_here_is_refused(cases, late):
+    run_ranks(refused, 2, cases, "1f1b", late)
+
+
+def test_what_is_another_tensor_here_is_refused_on_one_rank_too():
+    refused(REFUSED, "zb_v")
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        return self.inner(*args)
+
+
+@distributed_test(world_size=2)
+def test_layers_that_are_replaced_later_are_looked_at():
+    stage = split(made("same"))
+    stage.module.forward = types.MethodType(plainly, stage.module)
+    train_step_pipeline(stage, make_batches())
+    for place, layer in enumerate(stage.module.layers):
+        if isinstance(layer, Layer):
+            stage.module.layers[place] = Around(layer)
+    train_step_pipeline(stage, make_batches())
+    del stage.module.forward
+    with pytest.raises((InvalidArgumentError, StageError), match="is given, as argument 1"):
+        train_step_pipeline(stage, make_batches())
+
+
+@distributed_test(world_size=2)
+def test_forwards_without_gradients_are_examined_too():
+    for kind in (Condition, Skip, "scaled", "mask", MaskedBetween):
+        plain = made(kind)
+        stage = split(plain)
+        given = [{n: v for n, v in b.items() if n != "labels"} for b in make_batches()]
+        with torch.no_grad():
+            expected = [plain(**batch) for batch in given]
+        for _ in range(2):
+            found = forward_everywhere(stage, make_batches())
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+
+
+RIGHT = [
+    OfEntries, Positions, LateDropout, GivenByName, Gain, GainBefore, GainBetween, MaskedBetween,
+    Recomputed, RecomputedReentrant, Frozen, Skipped, "detached", "shrunk", "hooked",
+    "hooked at end", "reversed", "between", "hooked between", "reads at end",
+]  # fmt: skip
 
 
 def serial(plain, batches):
@@ -565,7 +483,7 @@ def serial(plain, batches):
 def same_bits(kinds, schedule, points=None):
     """Two steps: the first one's forwards are examined, the second one's are not."""
     for kind in kinds:
-        plain = build(kind)
+        plain = made(kind)
         stage = split(plain, schedule, points)
         for _ in range(2):
             serial(plain, make_batches())
@@ -590,7 +508,7 @@ def test_what_is_the_same_here_stays_bit_equal_on_one_rank():
 
 @distributed_test(world_size=2)
 def test_a_hook_that_comes_in_a_later_step_runs_once():
-    plain = build(HookedBetween)
+    plain = made("hooked between")
     stage = split(plain)
     for late in (False, True):
         for model in (plain, stage.module):

@@ -2,41 +2,19 @@
 
 import pytest
 import torch
-from one_process import Net, accumulate, build, require_same, split, sum_loss, world
+from one_process import Net, Wrapper, accumulate, build, require_same, split, sum_loss, world
 from one_process import token_batches as make_batches
 from torch import nn
 
 from scaletorch.dist.dist import all_gather, all_reduce
 from scaletorch.dist.testing import distributed_test
-from scaletorch.parallel.pg_manager import ModuleWrapper, setup_process_group_manager
+from scaletorch.parallel.pg_manager import setup_process_group_manager
 from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     train_step_pipeline,
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
-
-
-class Wrapper(ModuleWrapper):
-    """Stands for a data parallel wrapper: sums gradients over a group in a synced backward."""
-
-    def __init__(self, module, group=None):
-        super().__init__(module)
-        self.require_backward_grad_sync = True
-        self.group = group
-        self.calls = []
-
-    def forward(self, *args, **kwargs):
-        self.calls.append("forward")
-        return self.module(*args, **kwargs)
-
-    def backward(self, input_tensor, output_tensor, output_tensor_grad):
-        self.calls.append(self.require_backward_grad_sync)
-        result = self.module.backward(input_tensor, output_tensor, output_tensor_grad)
-        if self.require_backward_grad_sync and self.group is not None:
-            for parameter in self.parameters():
-                all_reduce(parameter.grad, group=self.group)
-        return result
 
 
 def make(num_layers=4, thrice=False, dtype=torch.float64):
@@ -104,22 +82,17 @@ def test_every_owner_starts_from_the_first_ones_values():
 
 @distributed_test(world_size=2)
 def test_an_owner_without_gradient_counts_as_zeros():
-    stage = split(make())
+    model = make()
+    model.embed.weight.requires_grad_(False)
+    frozen, stage = split(model), split(make())
+    step(frozen, make_batches())
+    assert local(frozen).grad is None
     stage.sync_tied_gradients()
     assert local(stage).grad is None
     if stage.rank == 1:
         local(stage).grad = torch.ones(4, 4, dtype=torch.float64)
     stage.sync_tied_gradients()
     assert torch.equal(local(stage).grad, torch.ones(4, 4, dtype=torch.float64))
-
-
-@distributed_test(world_size=2)
-def test_a_frozen_tied_parameter():
-    model = make()
-    model.embed.weight.requires_grad_(False)
-    stage = split(model)
-    step(stage, make_batches())
-    assert local(stage).grad is None
 
 
 @distributed_test(world_size=2)
@@ -159,23 +132,38 @@ def test_only_the_last_backward_syncs():
     for call in (train_step_pipeline_afab, train_step_pipeline_1f1b):
         wrapper = Wrapper(Wrapper(split(make())))
         call(wrapper, make_batches(3), (2, 3, 4), "cpu", torch.float64)
-        for calls in (wrapper.calls, wrapper.module.calls):
-            assert calls.count("forward") == 3
-            assert [c for c in calls if c != "forward"] == [False, False, True]
+        for each in (wrapper, wrapper.module):
+            assert each.forwards == 3
+            assert each.synced == [False, False, True]
         assert wrapper.require_backward_grad_sync
 
 
+def zero_loss(output, batch):
+    return output.sum() * 0
+
+
+SUMMED, POSTPONED = (True, sum_loss), (False, sum_loss)
+
+
 @distributed_test(world_size=2)
-def test_steps_that_are_summed_later_keep_what_was_summed_before():
-    plain = make()
+@pytest.mark.parametrize(
+    ("before", "set_to_none", "after"),
+    [
+        ([], None, [SUMMED, POSTPONED, POSTPONED, SUMMED]),
+        ([SUMMED, POSTPONED, POSTPONED], True, [SUMMED]),
+        ([SUMMED, POSTPONED, POSTPONED], False, [SUMMED]),
+        ([], None, [SUMMED, (False, zero_loss), SUMMED]),
+    ],
+)
+def test_steps_that_are_summed_later_keep_what_was_summed_before(before, set_to_none, after):
+    plain, batches = make(), make_batches(2)
     wrapper = Wrapper(split(plain))
-    for summed in (True, False, False, True):
-        wrapper.require_backward_grad_sync = summed
-        wrapper.calls.clear()
-        step(wrapper, make_batches(2))
-        assert [c for c in wrapper.calls if c != "forward"] == [False, summed]
-        assert wrapper.require_backward_grad_sync == summed
-        accumulate(plain, make_batches(2))
+    for steps, drops in ((before, set_to_none), (after, None)):
+        for wrapper.require_backward_grad_sync, loss_fn in steps:
+            train_step_pipeline(wrapper, batches, loss_fn=loss_fn)
+            accumulate(plain, batches, loss_fn)
+        for model in () if drops is None else (wrapper, plain):
+            model.zero_grad(set_to_none=drops)
     require_same(wrapper, plain)
 
 
@@ -201,38 +189,11 @@ def test_losses_and_gradients_of_a_grid_add_up_to_those_of_the_global_batch():
             plain.zero_grad()
 
 
-@distributed_test(world_size=2)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_dropped_gradients_stay_dropped(set_to_none):
-    plain, batches = make(), make_batches(2)
-    wrapper = Wrapper(split(plain))
-    for synced in (True, False, False):
-        wrapper.require_backward_grad_sync = synced
-        step(wrapper, batches)
-    wrapper.zero_grad(set_to_none=set_to_none)
-    wrapper.require_backward_grad_sync = True
-    step(wrapper, batches)
-    accumulate(plain, batches)
-    require_same(wrapper, plain)
-
-
-@distributed_test(world_size=2)
-def test_a_step_whose_gradients_are_zeros_drops_no_earlier_ones():
-    plain, batches = make(), make_batches(4)
-    wrapper = Wrapper(split(plain))
-    for synced, own in ((True, batches[:2]), (False, batches), (True, batches[2:])):
-        wrapper.require_backward_grad_sync = synced
-        loss_fn = sum_loss if synced else lambda output, _: output.sum() * 0
-        train_step_pipeline(wrapper, own, loss_fn=loss_fn)
-        accumulate(plain, own, loss_fn)
-    require_same(wrapper, plain)
-
-
 def test_a_failed_step_leaves_the_sync_as_it_was():
     wrapper = Wrapper(PipelineParallel(make()))
 
     def loss_fn(output, batch):
-        if False in wrapper.calls:
+        if wrapper.synced:
             raise ZeroDivisionError
         return output.sum()
 

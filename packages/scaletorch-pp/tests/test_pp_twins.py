@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import one_process
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,14 +17,7 @@ from scaletorch.parallel.pipeline_parallel import (
     StageError,
     train_step_pipeline,
 )
-from scaletorch.parallel.pipeline_parallel.stages.extras import Extras
-from scaletorch.parallel.pipeline_parallel.stages.passage import Findings, Passage
-from scaletorch.parallel.pipeline_parallel.stages.stand_ins import (
-    cast,
-    is_data,
-    runs_alike,
-    twin_of,
-)
+from scaletorch.parallel.pipeline_parallel.stages.passage import Extras, Findings, Passage
 
 WIDTH, VOCAB, LENGTH = 8, 13, 6
 
@@ -39,27 +33,13 @@ class Layer(nn.Module):
         return y if bias is None else y + bias
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.make()
-        self.layers = nn.ModuleList(self.layer() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
+class Net(one_process.Net):
+    layer, num_layers, width, vocabulary = Layer, 4, WIDTH, VOCAB
 
-    def make(self):
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-
-    def layer(self):
-        return Layer()
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
+    def run(self, x, *beside):
         for layer in self.layers:
-            x = layer(x, *self.beside(x))
-        return self.head(x)
-
-    def beside(self, x):
-        return ()
+            x = layer(x, *beside)
+        return x
 
 
 class AsksForParts(Net):
@@ -91,10 +71,7 @@ class EmbedsPositions(Net):
         x = self.embed(input_ids)
         embedded, positions = self.positions(x.shape[:2], x.device)
         following = self.positions.others(positions + 1)
-        x = x + embedded
-        for layer in self.layers:
-            x = layer(x, following)
-        return self.head(x)
+        return self.head(self.run(x + embedded, following))
 
 
 class Bias(nn.Module):
@@ -121,9 +98,7 @@ class Biased(Net):
         x = self.embed(ids)
         positions = torch.arange(x.shape[1]).expand(x.shape[:2]) % LENGTH
         bias = self.bias(positions)[:, :, 0, :]
-        for layer in self.layers:
-            x = layer(x, bias)
-        return self.head(x[:, 2:])
+        return self.head(self.run(x, bias)[:, 2:])
 
 
 class Longer(EmbedsPositions):
@@ -133,10 +108,8 @@ class Longer(EmbedsPositions):
         x = self.embed(input_ids)
         length = x.shape[1]
         following = self.positions.others(torch.arange(length) + 1)
-        x = torch.cat([x, x + following], 1)
         scale = torch.linspace(0.5, 1, length, dtype=torch.float64).repeat(2)[:, None]
-        for layer in self.layers:
-            x = layer(x, scale)
+        x = self.run(torch.cat([x, x + following], 1), scale)
         return self.head(x[:, :length] + x[:, length:])
 
 
@@ -193,17 +166,13 @@ class ReturnsTwo(Net):
 
     def forward(self, input_ids):
         x, ids = self.embed(scale=2.0, ids=input_ids)
-        for layer in self.layers:
-            x = layer(x, (ids > 3)[..., None])
-        return self.head(x)
+        return self.head(self.run(x, (ids > 3)[..., None]))
 
 
 class ReadsMethod(EmbedsPositions):
-    def beside(self, x):
-        return (float(self.positions.others(torch.arange(LENGTH)).detach().sum()),)
-
     def forward(self, input_ids):
-        return Net.forward(self, input_ids)
+        total = float(self.positions.others(torch.arange(LENGTH)).detach().sum())
+        return self.head(self.run(self.embed(input_ids), total))
 
 
 class AsksForMore(Net):
@@ -248,7 +217,7 @@ def test_what_is_asked_of_modules_of_other_stages_of_one_rank():
 @distributed_test(world_size=2)
 def test_what_a_twin_does_not_have_is_refused():
     for kind, text in (
-        (ReadsMethod, "reads a number out of hidden states, or what another stage's modules"),
+        (ReadsMethod, "reads values of hidden states, or of outputs of another stage's modules"),
         (AsksForMore, r"layers\.0 is on stage 0 .* attribute 'missing' is not available here"),
     ):
         stage = split(build(kind))
@@ -268,8 +237,6 @@ def passing(module):
 def test_what_a_module_makes_of_ids_has_its_form_and_not_if_it_is_hooked():
     ids, plain, hooked = torch.ones(2, 3, dtype=torch.long), Bias(), Bias()
     hooked.register_forward_hook(lambda *_: None)
-    assert runs_alike(plain)
-    assert not runs_alike(hooked)
     assert passing(plain)(ids).shape == (2, 3, 3, WIDTH)
     assert passing(hooked)(ids).shape == (2, 3)  # a guess: as what it is given
     embedded, positions = passing(Positions(9, WIDTH))((2, 3), "cpu")
@@ -282,16 +249,15 @@ def test_a_twin_keeps_no_tensor_alive_and_runs_no_hook():
     layer.own = lambda layer=layer: layer
     layer.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
     kept = weakref.ref(layer.inner.weight)
-    twin = twin_of(layer, None, is_data)
-    assert type(twin) is Kinds
-    assert list(twin.adapters) == ["one"]
-    assert not {"cache", "names", "own", "config"} & vars(twin).keys()
+    through = passing(layer)
+    assert list(through.adapters) == ["one"]
+    for name in ("cache", "names", "own", "config"):
+        with pytest.raises(AttributeError, match=f"{name!r} is not available here"):
+            getattr(through, name)
     del layer
     gc.collect()
     assert kept() is None
-    assert twin.inner.weight.shape == (WIDTH, WIDTH)
-    cast(twin, None, lambda tensor: tensor.half())
-    assert twin.inner.weight.dtype == twin.adapters["one"].bias.dtype == torch.float16
+    assert through.inner.weight.shape == (WIDTH, WIDTH)
 
 
 def test_modes_casts_and_plain_attributes_reach_the_twin():

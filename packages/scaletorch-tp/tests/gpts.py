@@ -1,4 +1,4 @@
-"""Small models with the names of GPT-2 and GPT-NeoX, with packed weights, and with every shard."""
+"""Small models with the names of GPT-2, with packed weights, and with every kind of shard."""
 
 import torch
 from torch import nn
@@ -81,57 +81,6 @@ class Gpt2(nn.Module):
         return self.lm_head(parts.ln_f(x))
 
 
-class NeoxAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.num_attention_heads, self.hidden_size = HEADS, HIDDEN
-        self.head_size = HIDDEN // HEADS
-        self.query_key_value = nn.Linear(HIDDEN, 3 * HIDDEN)
-        self.dense = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        packed = self.query_key_value(x)
-        packed = packed.view(*x.shape[:2], self.num_attention_heads, 3 * self.head_size)
-        q, k, v = (t.flatten(2) for t in packed.chunk(3, -1))
-        assert q.shape[-1] == self.hidden_size
-        return self.dense(attend(q, k, v, self.head_size))
-
-
-class NeoxLayer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.input_layernorm = nn.LayerNorm(HIDDEN)
-        self.post_attention_layernorm = nn.LayerNorm(HIDDEN)
-        self.attention = NeoxAttention()
-        self.mlp = nn.Module()
-        self.mlp.dense_h_to_4h = nn.Linear(HIDDEN, 30)
-        self.mlp.dense_4h_to_h = nn.Linear(30, HIDDEN)
-
-    def forward(self, x):
-        hidden = F.gelu(self.mlp.dense_h_to_4h(self.post_attention_layernorm(x)))
-        return x + self.attention(self.input_layernorm(x)) + self.mlp.dense_4h_to_h(hidden)
-
-
-class Neox(nn.Module):
-    def __init__(self, head="embed_out"):
-        super().__init__()
-        self.gpt_neox = nn.ModuleDict(
-            {
-                "embed_in": nn.Embedding(VOCAB, HIDDEN),
-                "layers": nn.ModuleList(NeoxLayer() for _ in range(2)),
-                "final_layer_norm": nn.LayerNorm(HIDDEN),
-            }
-        )
-        self.head = head
-        setattr(self, head, nn.Linear(HIDDEN, VOCAB, bias=False))
-
-    def forward(self, ids):
-        x = self.gpt_neox.embed_in(ids)
-        for layer in self.gpt_neox.layers:
-            x = layer(x)
-        return getattr(self, self.head)(self.gpt_neox.final_layer_norm(x))
-
-
 class Packed(nn.Module):
     """Grouped-query attention from one weight, and a gated MLP from one."""
 
@@ -173,6 +122,15 @@ class GroupedHeads(nn.Module):
         self.v_proj, self.o_proj = nn.Linear(hidden, 4), nn.Linear(8, hidden)
 
 
+class FusedHeads(nn.Module):
+    """The same with queries, keys and values in one weight."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.head_dim = 2
+        self.qkv, self.out = nn.Linear(hidden, 8 + 4 + 4), nn.Linear(8, hidden)
+
+
 class EveryShard(nn.Module):
     """A module of every kind of shard, which is never called."""
 
@@ -180,9 +138,9 @@ class EveryShard(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(13, 10)
-        self.attention = GroupedHeads(10)
+        self.attention, self.fused = GroupedHeads(10), FusedHeads(10)
         self.gate_up = nn.Linear(10, 2 * 7)
-        self.down, self.joined = nn.Linear(7, 10), nn.Linear(13, 10)
+        self.down, self.joined = nn.Linear(7, 10).bfloat16(), nn.Linear(13, 10)
         self.packed = Conv1D(6 + 5 + 4, 10)
         self.norm = nn.BatchNorm1d(10)
         self.head = nn.Linear(10, 13, bias=False)
@@ -196,6 +154,8 @@ EVERY_SHARD = {
     "embed": "vocab",
     **{f"attention.{x}_proj": "column" for x in "qkv"},
     "attention.o_proj": "row",
+    "fused.qkv": Fused("column", (8, 4, 4)),
+    "fused.out": "row",
     "gate_up": Fused("column", 2),
     "packed": Fused("column", (6, 5, 4)),
     "joined": Fused("row", (4, 4, 5)),

@@ -13,7 +13,6 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.parallel.tensor_parallel.regions import region as module
 from scaletorch.parallel.tensor_parallel.tp_comms import (
     CopyToModelParallelRegion,
     GatherFromModelParallelRegion,
@@ -25,10 +24,10 @@ from scaletorch.parallel.tensor_parallel.tp_comms import (
 )
 
 
-def regions():
+@distributed_test(world_size=2)
+def test_regions_default_to_the_tensor_parallel_axis():
     rank = torch.distributed.get_rank()
     setup_process_group_manager(tp_size=2)
-    results = []
     for region, expected, expected_grad in (
         (CopyToModelParallelRegion, [rank, 1.0], [3.0, 3.0]),
         (ReduceFromModelParallelRegion, [1.0, 2.0], [rank + 1.0] * 2),
@@ -44,11 +43,6 @@ def regions():
             assert x.grad.tolist() == expected_grad
             assert torch.equal(x.detach(), kept)
     destroy_process_group_manager()
-    return results
-
-
-def test_regions_default_to_the_tensor_parallel_axis():
-    run_ranks(regions, 2)
 
 
 def test_regions_are_the_identity_in_one_process():
@@ -97,42 +91,6 @@ def test_overlapped_linear_is_the_plain_one(shape, bias, frozen, needs_input_gra
                 torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
 
 
-def order_of_backward():
-    """The calls of one backward, in order, with the communication and the products watched."""
-    calls = []
-    real = module.all_reduce
-
-    class Watched:
-        def __init__(self, *args, **kwargs):
-            calls.append("all_reduce")
-            self.work = real(*args, **kwargs)
-
-        def wait(self):
-            calls.append("wait")
-            self.work.wait()
-
-    class Products(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.aten.mm.default:
-                calls.append("mm")
-            return function(*args, **(kwargs or {}))
-
-    x, weight = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
-    out = linear_with_async_all_reduce(x, weight, None, group.WORLD).sum()
-    module.all_reduce = Watched
-    try:
-        with Products():
-            out.backward()
-    finally:
-        module.all_reduce = real
-    return calls
-
-
-def test_the_weight_gradient_is_computed_while_the_input_gradient_travels():
-    for calls in run_ranks(order_of_backward, 2):
-        assert calls == ["mm", "all_reduce", "mm", "wait"]
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=3), st.integers(1, 4), st.integers(1, 4))
 def test_split_is_the_inverse_of_cat(leading, parts, share):
@@ -144,7 +102,7 @@ def test_split_is_the_inverse_of_cat(leading, parts, share):
 
 @pytest.mark.parametrize(("shape", "parts"), [((2, 5), 2), ((), 1), ((4,), 0), ((4,), -2)])
 def test_split_refuses_what_does_not_divide(shape, parts):
-    with pytest.raises(ValueError, match="equal parts"):
+    with pytest.raises(ValueError, match="equal shards"):
         split_tensor_along_last_dim(torch.zeros(shape), parts)
 
 

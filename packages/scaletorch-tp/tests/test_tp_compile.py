@@ -11,7 +11,6 @@ from torch import nn
 
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.tensor_parallel import (
-    ColumnParallelLinear,
     Divide,
     apply_tensor_parallel,
     vocab_parallel_cross_entropy,
@@ -66,6 +65,17 @@ class Model(nn.Module):
         return self.head(x + self.feedforward(self.second(x)))
 
 
+class Loss(nn.Module):
+    """The loss of logits that stay divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, ids):
+        return vocab_parallel_cross_entropy(self.model(ids), ids.roll(1), group=dist.group.WORLD)
+
+
 FEEDFORWARD = {"gate": "column", "up": "column", "down": "row"}
 ATTENTION = {"": Divide("heads"), "q": "column", "k": "column", "v": "column", "o": "row"}
 MODEL = {
@@ -80,18 +90,22 @@ LAYERS = {
     "row": (lambda: nn.Linear(HIDDEN, 6), {"": "row_split"}),
     "feedforward": (Feedforward, FEEDFORWARD),
     "model": (Model, MODEL),
+    "loss": (Loss, {f"model.{name}": style for name, style in MODEL.items()}),
 }
 
 
 def sharded(kind, **options):
     make, plan = LAYERS[kind]
     torch.manual_seed(0)
-    return apply_tensor_parallel(make().double(), plan, dist.group.WORLD, **options)
+    module = apply_tensor_parallel(make().double(), plan, dist.group.WORLD, **options)
+    if kind == "loss":
+        module.model.head.gather_output = False
+    return module
 
 
 def inputs(kind, length):
     generator = torch.Generator().manual_seed(length)
-    if kind == "model":
+    if kind in ("model", "loss"):
         return torch.randint(20, (2, length), generator=generator)
     return torch.randn(2, length, HIDDEN, dtype=torch.float64, generator=generator)
 
@@ -153,67 +167,6 @@ def test_inductor():
     assert sum(runs) >= 5  # three products, silu and the product of both
 
 
-def whole_model():
-    """Where it breaks into graphs no backend decides: the quickest one shows it."""
-    compare("model", "eager", training=False)
-    return compare("model", "eager")
-
-
-def test_a_whole_model():
-    runs, _ = run_ranks(whole_model, 2, timeout=200)
-    assert sum(runs) > 30  # what it computes by itself is compiled, between the breaks
-
-
-def divided_logits():
-    """With sequence parallelism, and logits that stay divided for the loss."""
-    torch._dynamo.reset()
-    module = sharded("model", sequence_parallel=True)
-    module.head.gather_output = False
-    twin = copy.deepcopy(module)
-    count, runs = counting("aot_eager")
-    compiled = torch.compile(twin, backend=count)
-    ids = inputs("model", 6)
-    found = []
-    for model in (module, compiled):
-        torch.manual_seed(3)
-        logits = model(ids)
-        assert logits.shape == (2, 6, 10)
-        vocab_parallel_cross_entropy(logits, ids.roll(1), group=dist.group.WORLD).backward()
-        found.append((logits, torch.rand(2), *(p.grad for p in model.parameters())))
-    for own, other in zip(*found, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
-    return runs
-
-
 def test_a_whole_model_on_shares_whose_logits_stay_divided():
-    runs, _ = run_ranks(divided_logits, 2, timeout=200)
+    runs, _ = run_ranks(compare, 2, "loss", "aot_eager", sequence_parallel=True, timeout=200)
     assert sum(runs) > 30
-
-
-def head_and_loss(async_all_reduce):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    head = ColumnParallelLinear(
-        HIDDEN, 20, async_all_reduce=async_all_reduce, group=dist.group.WORLD
-    )
-    x, ids = torch.randn(6, HIDDEN), torch.arange(6)
-
-    def loss(x):
-        logits = head(x.tanh())
-        return vocab_parallel_cross_entropy(logits, ids, group=dist.group.WORLD, vocab_size=20)
-
-    results = []
-    for function in (loss, torch.compile(loss, backend="aot_eager")):
-        own = x.clone().requires_grad_()
-        value = function(own)
-        results.append((value, *torch.autograd.grad(value, (own, head.weight))))
-    torch.testing.assert_close(*results)
-
-
-def heads_and_losses():
-    for async_all_reduce in (False, True):
-        head_and_loss(async_all_reduce)
-
-
-def test_head_and_loss():
-    run_ranks(heads_and_losses, 2, timeout=200)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.placement import shard_sizes
 from scaletorch.parallel.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from scaletorch.parallel.tensor_parallel import cross_entropy as module
@@ -30,7 +30,7 @@ def place():
     return dist.get_rank(), dist.get_world_size(), group.WORLD
 
 
-def part_of(whole, lengths, rank):
+def shard_of(whole, lengths, rank):
     return whole.narrow(-1, sum(lengths[:rank]), lengths[rank])
 
 
@@ -52,7 +52,7 @@ def both(logits, targets, lengths=None, **options):
     vocab = logits.shape[-1]
     extra = {"vocab_size": vocab} if lengths is None else {}
     lengths = shard_sizes(vocab, size) if lengths is None else lengths
-    mine = part_of(logits, lengths, rank).clone().requires_grad_()
+    mine = shard_of(logits, lengths, rank).clone().requires_grad_()
     kept = mine.detach().clone()
     whole = logits.double().clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(mine, targets, group=where, **extra, **options)
@@ -64,7 +64,7 @@ def both(logits, targets, lengths=None, **options):
     torch.testing.assert_close(mine.detach(), kept, rtol=0, atol=0, equal_nan=True)
     assert mine.grad.dtype == mine.dtype
     assert loss.dtype == (torch.float64 if mine.dtype == torch.float64 else torch.float32)
-    return loss.detach(), mine.grad, expected.detach(), part_of(whole.grad, lengths, rank)
+    return loss.detach(), mine.grad, expected.detach(), shard_of(whole.grad, lengths, rank)
 
 
 def agree(got, grad, loss, whole_grad, tolerance=1e-12):
@@ -93,31 +93,20 @@ def every_option():
     agree(*both(logits.float(), targets), tolerance=2e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [0, 1, 2, 3])
 def test_loss_and_gradient_are_those_of_torch(size):
-    run_ranks(every_option, size)
+    run_ranks(every_option, size) if size else every_option()
 
 
-def test_one_process_without_ranks_needs_no_group():
-    logits, targets = draw(13)
-    agree(*both(logits, targets, label_smoothing=0.1, z_loss=1e-3))
-    agree(*both(logits, targets, [13]))
-
-
-def odd_divisions():
-    size = dist.get_world_size()
-    cases = {2: [(1, 12), (12, 1), (0, 13), (13, 0)], 3: [(5, 1, 7), (0, 13, 0), (6, 0, 7)]}
-    for lengths, smoothing in itertools.product(cases[size], (0.0, 0.2)):
+@distributed_test(world_size=3)
+def test_shards_of_any_length():
+    for lengths, smoothing in itertools.product([(5, 1, 7), (0, 13, 0), (6, 0, 7)], (0.0, 0.2)):
         agree(*both(*draw(13), list(lengths), label_smoothing=smoothing, z_loss=1e-3))
-    agree(*both(*draw(2, shape=(5,)), label_smoothing=0.1))  # fewer ids than three ranks
+    agree(*both(*draw(2, shape=(5,)), label_smoothing=0.1))  # fewer ids than ranks
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_parts_of_any_length(size):
-    run_ranks(odd_divisions, size)
-
-
-def drawn_cases():
+@distributed_test(world_size=2)
+def test_drawn_shapes_divisions_and_blocks():
     @seed(7)  # all ranks must draw alike
     @FEW
     @given(
@@ -142,21 +131,8 @@ def drawn_cases():
     check()
 
 
-def test_drawn_shapes_divisions_and_blocks():
-    run_ranks(drawn_cases, 2)
-
-
-def a_large_prime():
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        logits, targets = draw(50257, shape=(2, 7), dtype=dtype)
-        agree(*both(logits, targets, label_smoothing=0.1), tolerance=tolerance)
-
-
-def test_a_vocabulary_that_does_not_divide():
-    run_ranks(a_large_prime, 3)
-
-
-def far_from_zero():
+@distributed_test(world_size=2)
+def test_large_logits_lose_nothing():
     logits, targets = draw(24, dtype=torch.float32)
     logits = (logits + 1e4).float()
     agree(*both(logits, targets, label_smoothing=0.1), tolerance=3e-6)
@@ -165,11 +141,9 @@ def far_from_zero():
     agree(*both(logits, targets.clamp_max(11), label_smoothing=0.1), tolerance=3e-6)
 
 
-def test_large_logits_lose_nothing():
-    run_ranks(far_from_zero, 2)
-
-
-def sixteen_bits(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@distributed_test(world_size=2)
+def test_sixteen_bits_are_no_worse_than_in_one_process(dtype):
     for smoothing, z in ((0.0, 0.0), (0.1, 1e-3)):
         logits, targets = draw(1013, shape=(64,), dtype=dtype)
         options = {"label_smoothing": smoothing, "z_loss": z}
@@ -178,7 +152,7 @@ def sixteen_bits(dtype):
         theirs = reference(plain, targets, **options)
         theirs.backward()
         rank, size, _ = place()
-        part = part_of(plain.grad, shard_sizes(1013, size), rank)
+        part = shard_of(plain.grad, shard_sizes(1013, size), rank)
 
         def error(x, y):
             return (x.double() - y).norm().item()
@@ -191,12 +165,8 @@ def sixteen_bits(dtype):
         assert error(grad, whole_grad) <= 1.25 * error(part.double() * weight, whole_grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits_are_no_worse_than_in_one_process(dtype):
-    run_ranks(sixteen_bits, 2, dtype)
-
-
-def not_finite():
+@distributed_test(world_size=3)
+def test_what_is_not_finite_is_as_in_torch_on_every_rank():
     inf = math.inf
     for column, value in itertools.product((0, 7, 12), (math.nan, inf, -inf)):
         for reduction, smoothing in itertools.product(("none", "mean"), (0.0, 0.1)):
@@ -220,12 +190,8 @@ def not_finite():
     torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_is_not_finite_is_as_in_torch_on_every_rank(size):
-    run_ranks(not_finite, size)
-
-
-def one_result_for_all():
+@distributed_test(world_size=3)
+def test_every_rank_has_the_same_bits():
     logits, targets = draw(23, dtype=torch.float32)
     loss = both(logits, targets, reduction="none")[0]
     parts = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
@@ -233,14 +199,10 @@ def one_result_for_all():
     assert all(torch.equal(part, loss) for part in parts)
 
 
-def test_every_rank_has_the_same_bits():
-    run_ranks(one_result_for_all, 3)
-
-
 def other_uses():
     rank, size, where = place()
     whole, targets = draw(13)
-    mine = part_of(whole, shard_sizes(13, size), rank)
+    mine = shard_of(whole, shard_sizes(13, size), rank)
 
     def loss(x, ids=targets):
         return vocab_parallel_cross_entropy(x, ids, group=where, vocab_size=13)
@@ -299,7 +261,9 @@ def test_other_uses(size):
     run_ranks(other_uses, size)
 
 
-def behind_a_head(autocast):
+@pytest.mark.parametrize("autocast", [False, True])
+@distributed_test(world_size=2)
+def test_behind_a_column_parallel_head(autocast):
     _, _, where = place()
     torch.manual_seed(2)
     head = torch.nn.Linear(8, 26, dtype=torch.float32 if autocast else torch.float64)
@@ -317,15 +281,10 @@ def behind_a_head(autocast):
     torch.testing.assert_close(x.grad, y.grad, rtol=tolerance, atol=tolerance / 10)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_behind_a_column_parallel_head(autocast):
-    run_ranks(behind_a_head, 2, autocast)
-
-
 def communicated():
     rank, size, where = place()
     whole, targets = draw(13, dtype=torch.bfloat16)
-    mine = part_of(whole, shard_sizes(13, size), rank).clone().requires_grad_()
+    mine = shard_of(whole, shard_sizes(13, size), rank).clone().requires_grad_()
     sent, real = [], module.all_gather
 
     def counted(data, members):
@@ -386,7 +345,7 @@ def test_what_is_made_and_kept(monkeypatch):
 def refused():
     rank, size, where = place()
     whole, targets = draw(13, ignored=0)
-    mine = part_of(whole, shard_sizes(13, size), rank)
+    mine = shard_of(whole, shard_sizes(13, size), rank)
     for bad in (13, -1, -99):
         wrong = targets.clone()
         wrong[1, 2] = bad

@@ -1,26 +1,23 @@
 """What belongs to heads, or to all of them: sinks, keys of latent attention; plans that know it."""
 
-import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from llamas import require_same_gradients
+from llamas import as_one_process
 from torch import nn
 
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.tensor_parallel import (
     PerHead,
     SharedTail,
     apply_tensor_parallel,
     explain,
-    gather_state_dict,
-    load_full_state_dict,
     shard_dims,
 )
-from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 WIDTH, HEADS, HEAD, LENGTH = 12, 5, 4, 7
 
@@ -163,74 +160,58 @@ def made(attention):
     return Model(attention).double()
 
 
-def few_keys():
-    return Sinks(6, 1)
+# Sinks of 5 heads, of 6 heads of one key, and of as many heads as one is long; scales; latents.
+CASES = [
+    (Sinks, SINKS),
+    (partial(Sinks, 6, 1), SINKS),
+    (partial(Sinks, HEAD, 2), SINKS),
+    (partial(Sinks, HEAD, HEAD), SINKS),
+    (Scaled, SCALED),
+    (Latent, LATENT),
+]
 
 
-def compare(one, plan, **options):
-    """Loss, logits, every gradient and the whole state are the plain model's."""
-    ids = torch.randint(11, (3, LENGTH), generator=torch.Generator().manual_seed(1))
-    many = apply_tensor_parallel(copy.deepcopy(one), plan, dist.group.WORLD, **options)
-    state = gather_state_dict(many)
-    assert all(torch.equal(state[name], value) for name, value in one.state_dict().items())
-    load_full_state_dict(many, state)
-    for model in (one, many):
-        model.zero_grad()
-        model(ids).square().mean().backward()
-    torch.testing.assert_close(many(ids), one(ids), rtol=0, atol=1e-12)
-    require_same_gradients(one, many)
-    return many
-
-
-def trained():
-    shapes = []
-    for attention, plan in (
-        (Sinks, SINKS), (Scaled, SCALED), (few_keys, SINKS), (Latent, LATENT)
-    ):  # fmt: skip
-        for sequence_parallel in (False, True):
-            many = compare(made(attention), plan, sequence_parallel=sequence_parallel)
-        own = (*many.self_attn._parameters.values(), *many.mlp._parameters.values())
-        shapes += [tuple(parameter.shape) for parameter in own]
-    assert shard_dims(many)["self_attn.kv_a_proj_with_mqa.weight"] is None
-    return shapes
-
-
+@distributed_test(world_size=2)
 def test_what_belongs_to_heads_is_cut_with_them_and_what_they_share_is_summed():
-    # Sinks of 5 heads, scales of 3 heads of 4 and of 9 features, sinks of 6 heads.
-    first, second = run_ranks(trained, 2)
-    assert first == [(3,), (8,), (8,), (5,), (3,)]
-    assert second == [(2,), (4,), (4,), (4,), (3,)]
+    for attention, plan in CASES:
+        for sequence_parallel in (False, True):
+            as_one_process(made(attention), plan, sequence_parallel=sequence_parallel)
+    dims = shard_dims(apply_tensor_parallel(made(Latent), LATENT, dist.group.WORLD))
+    assert dims["self_attn.kv_a_proj_with_mqa.weight"] is None
 
 
-def test_what_a_plan_says_of_heads_is_told():
-    told = {p.name: p for p in explain(made(Sinks), 2, SINKS).parameters}
-    assert told["self_attn.sinks"].local_shapes == ((3,), (2,))
+def test_shards_of_heads_are_explained():
+    def shapes(attention, plan):
+        return {p.name: p.local_shapes for p in explain(made(attention), 2, plan).parameters}
+
+    assert shapes(Sinks, SINKS)["self_attn.sinks"] == ((3,), (2,))
+    scaled = shapes(Scaled, SCALED)
+    assert scaled["self_attn.of_queries"] == scaled["self_attn.of_heads"] == ((8,), (4,))
+    assert scaled["mlp.scale"] == ((5,), (4,))
+
+
+def named():
+    model = made(Sinks)
+    model.self_attn.group = nn.Identity()
+    return model
 
 
 @pytest.mark.parametrize(
-    ("plan", "text"),
+    ("build", "plan", "options", "text"),
     [
-        ({"self_attn": PerHead("q_proj")}, "its own parameters are sinks"),
-        ({"self_attn": PerHead("sinks")}, "of 5 query heads, and .* none were understood"),
-        ({"mlp": PerHead("scale"), "mlp.up": "replicate"}, "of 9 query heads, and .* none were"),
-        ({"mlp.up": SharedTail(9)}, "it has no more than 9 output features"),
+        (Sinks, {"self_attn": PerHead("q_proj")}, {}, "its own parameters are sinks"),
+        (Sinks, {"self_attn": PerHead("sinks")}, {}, "5 elements for .* an unknown number"),
+        (Scaled, {"mlp": PerHead("scale"), "mlp.up": "replicate"}, {}, "9 elements .* an unknown"),
+        (Scaled, {"mlp.up": SharedTail(9)}, {}, "it has no more than 9 output features"),
+        (named, {"self_attn": PerHead("sinks")}, {}, r"it has a 'group' of its own, .* rename it"),
+        (Sinks, {"mlp.up": SharedTail(2)}, {"sequence_parallel": True},
+         "in no attention that could be given whole"),
     ],
-)
-def test_what_does_not_fit(plan, text):
+)  # fmt: skip
+def test_what_does_not_fit(build, plan, options, text):
+    model = build() if build is named else made(build)
     with pytest.raises(InvalidArgumentError, match=text):
-        resolve(made(Scaled if "mlp" in plan else Sinks), plan, 2)
-
-
-def test_an_attention_with_names_that_a_shard_needs_is_refused():
-    model = made(Sinks)
-    model.self_attn.group = nn.Identity()
-    with pytest.raises(InvalidArgumentError, match=r"it has a 'group' of its own, .* rename it"):
-        resolve(model, {"self_attn": PerHead("sinks")}, 2)
-
-
-def test_keys_of_all_heads_need_an_attention_that_sees_whole_sequences():
-    with pytest.raises(InvalidArgumentError, match="in no attention that could be given whole"):
-        resolve(made(Sinks), {"mlp.up": SharedTail(2)}, 2, sequence_parallel=True)
+        explain(model, 2, plan, **options)
 
 
 def test_styles_that_cannot_be():
@@ -240,30 +221,39 @@ def test_styles_that_cannot_be():
         SharedTail(0)
 
 
-def test_the_words_of_transformers():
-    model = made(Sinks)
-    model._tp_plan = {
+OWN = {
+    Sinks: {
         **{f"self_attn.{name}_proj": "colwise" for name in "qkvg"},
         "self_attn.o_proj": "rowwise",
         "self_attn.sinks": "colwise",
         "self_attn": "local_params",
-    }
-    found = resolve(model, None, 2).matches
-    attention = model.self_attn
-    assert found[attention].style == PerHead("sinks")
-    assert found[attention].cut.sizes == found[attention.g_proj].cut.sizes == (3, 2)
-    model._tp_plan["self_attn.sinks"] = "rowwise"
-    with pytest.raises(InvalidArgumentError, match="the style 'rowwise', which is none"):
-        resolve(model, None, 2)
-    latent = made(Latent)
-    latent._tp_plan = {
+    },
+    Latent: {
         **{f"self_attn.{name}_b_proj": "colwise" for name in ("q", "kv")},
         "self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
         "self_attn.o_proj": "rowwise",
-    }
-    found = resolve(latent, None, 2).matches
-    assert found[latent.self_attn.kv_a_proj_with_mqa].style == SharedTail(2)
-    assert found[latent.self_attn.kv_b_proj].cut.sizes == (21, 14)
+    },
+}
+
+
+def planned(attention):
+    model = made(attention)
+    model._tp_plan = dict(OWN[attention])
+    return model
+
+
+@distributed_test(world_size=2)
+def test_plans_in_the_words_of_transformers_train_as_one_process():
+    for attention in OWN:
+        as_one_process(planned(attention))
+
+
+def test_words_of_transformers_that_do_not_fit_are_refused():
+    model = planned(Sinks)
+    model._tp_plan["self_attn.sinks"] = "rowwise"
+    with pytest.raises(InvalidArgumentError, match="the style 'rowwise', which is none"):
+        explain(model, 2)
+    latent = planned(Latent)
     del latent.self_attn.qk_rope_head_dim
     with pytest.raises(InvalidArgumentError, match="the style 'mla_kv_a_proj', which is none"):
-        resolve(latent, None, 2)
+        explain(latent, 2)

@@ -1,25 +1,34 @@
 """Single layers against the plain ones, in one process and on ranks."""
 
 import copy
+import re
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import group
 from torch.nn import functional
 
-from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.wire.backend import Route
+from scaletorch.dist.world.info import info_of
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallelLayer,
     VocabParallelEmbedding,
+    explain,
     gather_tensors,
 )
-from scaletorch.parallel.tensor_parallel.layers.linear import ColumnParallelEmbedding
+from scaletorch.parallel.tensor_parallel.layers.linear import (
+    ColumnParallelEmbedding,
+    ScaledVocabParallelEmbedding,
+)
 
 FEW = settings(max_examples=12, deadline=None, database=None, phases=[Phase.generate])
 
@@ -82,67 +91,70 @@ def test_linear_layers_are_the_plain_one(tp, leading, features, bias):
     run_ranks(linear_layers, tp, (*leading, features[0]), features[1], bias)
 
 
-def embedding(rows, dim, padding_idx, shape):
+class ScaledWordEmbedding(nn.Embedding):
+    """As transformers has it for Gemma and BART."""
+
+    def __init__(self, *sizes, scale=2.5, **options):
+        super().__init__(*sizes, **options)
+        self.embed_scale = scale
+
+    def forward(self, ids):
+        return super().forward(ids) * self.embed_scale
+
+
+def embeddings(rows, dim, padding_idx, shape):
     torch.manual_seed(2)
     plain = nn.Embedding(rows, dim, padding_idx, dtype=torch.float64)
+    scaled = ScaledWordEmbedding(rows, dim, scale=torch.tensor(2.5).double(), dtype=torch.float64)
     ids = torch.randint(0, rows, shape)
     if padding_idx is not None and ids.numel():
         ids.view(-1)[0] = padding_idx % rows
-    layer = VocabParallelEmbedding.from_plain(plain, group=group.WORLD)
-    reference = copy.deepcopy(plain)
-    compare(layer, reference, ids)
-    if padding_idx is not None:
-        grad = gather_tensors(layer, {"weight": layer.weight.grad})["weight"]
-        assert not grad[padding_idx].any()
+    for kind, whole, columns in (
+        (VocabParallelEmbedding, plain, False),
+        (ScaledVocabParallelEmbedding, scaled, False),
+        (ColumnParallelEmbedding, plain, True),
+    ):
+        layer = kind.from_plain(copy.deepcopy(whole), group=group.WORLD)
+        compare(layer, copy.deepcopy(whole), ids, shard_of_output=columns)
+        if padding_idx is not None and whole is plain:
+            grad = gather_tensors(layer, {"weight": layer.weight.grad})["weight"]
+            assert not grad[padding_idx].any()
 
 
 @FEW
 @given(
     tp=st.sampled_from([1, 2, 4]),
     rows=st.integers(4, 14),
-    dim=st.integers(1, 4),
+    dim=st.integers(4, 6),
     padding=st.none() | st.integers(-4, 3),
     shape=st.lists(st.integers(0, 4), max_size=3),
 )
-def test_embedding_is_the_plain_one(tp, rows, dim, padding, shape):
-    run_ranks(embedding, tp, rows, dim, padding, shape)
+def test_embeddings_are_the_plain_one(tp, rows, dim, padding, shape):
+    run_ranks(embeddings, tp, rows, dim, padding, shape)
 
 
-def column_embedding():
-    torch.manual_seed(3)
-    plain = nn.Embedding(6, 7, 1, dtype=torch.float64)
-    ids = torch.tensor([[1, 5, 0], [5, 2, 1]])
-    layer = ColumnParallelEmbedding.from_plain(copy.deepcopy(plain), group=group.WORLD)
-    columns, whole = layer(ids), plain(ids)
-    assert torch.equal(columns, layer.cut.take(whole, 2, layer.tp_rank))
-    for result in (columns, whole):
-        result.square().sum().backward()
-    grad = gather_tensors(layer, {"weight": layer.weight.grad})["weight"]
-    assert torch.equal(grad, plain.weight.grad)
-    with pytest.raises(InvalidArgumentError, match="it uses sparse, which is not supported"):
-        ColumnParallelEmbedding.from_plain(nn.Embedding(6, 7, sparse=True), group=group.WORLD)
-
-
-def test_columns_of_an_embedding_are_the_plain_one_s():
-    for tp in (1, 2, 4):
-        run_ranks(column_embedding, tp)
+@pytest.mark.parametrize("kind", [nn.Embedding, ScaledWordEmbedding])
+@pytest.mark.parametrize("option", ["max_norm", "sparse", "scale_grad_by_freq"])
+def test_an_embedding_with_options_of_rows_is_refused(kind, option):
+    model = nn.Sequential(kind(8, 4, **{option: True}))
+    with pytest.raises(ValueError, match=f"it uses {option}, which is not supported on shards"):
+        explain(model, 2, {"0": "vocab"})
+    with pytest.raises(ValueError, match=f"it uses {option}, which is not supported"):
+        ColumnParallelEmbedding.from_plain(nn.Embedding(6, 7, **{option: True}))
 
 
 def from_scratch():
-    wholes, layers = [], []
-    for made in (wholes, layers):
+    for kind, plain, sizes in (
+        (ColumnParallelLinear, nn.Linear, (6, 8)),
+        (RowParallelLinear, nn.Linear, (8, 6)),
+        (VocabParallelEmbedding, nn.Embedding, (12, 3, -2)),
+        (VocabParallelEmbedding, nn.Embedding, (6, 3)),
+    ):
         torch.manual_seed(9)
-        tp = {"group": group.WORLD} if made is layers else {}
-        column, row, vocab = (
-            (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
-            if made is layers
-            else (nn.Linear, nn.Linear, nn.Embedding)
-        )
-        made += [column(6, 8, **tp), row(8, 6, dtype=torch.float64, **tp), vocab(12, 3, -2, **tp)]
-        made += [vocab(6, 3, **tp)]
-        made.append(torch.rand(2))
-    assert torch.equal(wholes.pop(), layers.pop())  # as many random numbers were drawn
-    for whole, layer in zip(wholes, layers, strict=True):
+        whole, then = plain(*sizes, dtype=torch.float64), torch.rand(2)
+        torch.manual_seed(9)
+        layer = kind(*sizes, dtype=torch.float64, group=group.WORLD)
+        assert torch.equal(torch.rand(2), then)  # as many random numbers were drawn
         state = gather_tensors(layer, dict(layer.named_parameters()))
         assert list(state) == list(whole.state_dict())
         assert all(torch.equal(state[n], p) for n, p in whole.state_dict().items())
@@ -169,7 +181,8 @@ def test_layers_are_plain_without_torch_distributed():
     assert torch.equal(VocabParallelEmbedding.from_plain(table)(ids), table(ids))
 
 
-def of_plain():
+@distributed_test(world_size=2)
+def test_shards_keep_what_the_plain_layer_was():
     plain = nn.Linear(4, 8, dtype=torch.bfloat16).eval().requires_grad_(False)
     plain.bias.requires_grad_()
     plain.weight.note = "kept"
@@ -194,11 +207,8 @@ def of_plain():
     assert row.bias is plain.bias
 
 
-def test_shards_keep_what_the_plain_layer_was():
-    run_ranks(of_plain, 2)
-
-
-def tied():
+@distributed_test(world_size=2)
+def test_tied_parameters_stay_tied_also_in_copies():
     table, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
     head.weight = table.weight
     memo = {}
@@ -215,50 +225,32 @@ def tied():
     assert pair[0].group is group.WORLD
 
 
-def test_tied_parameters_stay_tied_also_in_copies():
-    run_ranks(tied, 2)
+REFUSED = [  # a layer's arguments, the shape of an input, and what is said
+    (ColumnParallelLinear, (4, 3), None, "out_features = 3 has no share for each of tp = 4 ranks; "
+     "tp sizes up to 3 are legal"),
+    (RowParallelLinear, (1, 4), None, "in_features = 1 has no share for each of tp = 4 ranks"),
+    (VocabParallelEmbedding, (3, 4), None, "num_embeddings = 3 has no share for each of tp = 4"),
+    (VocabParallelEmbedding, (8, 4, 8), None, "padding_idx 8 is not a row of a table of 8; choose "
+     "from -8 to 7"),
+    (ColumnParallelLinear, (4, 8), (2, 3), "expected an input of last dim 4, got one of shape (2, "
+     "3); every rank takes the whole"),
+    (RowParallelLinear, (8, 4), (2, 8), "expected an input of last dim 2, got one of shape (2, 8); "
+     "input_is_parallel=False cuts"),
+]  # fmt: skip
 
 
-def refusals():
-    messages = []
-    for call in (
-        lambda: ColumnParallelLinear(4, 3, group=group.WORLD),
-        lambda: RowParallelLinear(1, 4, group=group.WORLD),
-        lambda: VocabParallelEmbedding(3, 4, group=group.WORLD),
-        lambda: VocabParallelEmbedding(8, 4, 8, group=group.WORLD),
-        lambda: ColumnParallelLinear(4, 8, group=group.WORLD)(torch.ones(2, 3)),
-        lambda: RowParallelLinear(8, 4, group=group.WORLD)(torch.ones(2, 8)),
-        lambda: ColumnParallelLinear.from_plain(nn.Embedding(8, 8), group=group.WORLD),
-        lambda: ColumnParallelLinear.from_plain(nn.Linear(8, 8), group=group.WORLD, gather=True),
-        lambda: VocabParallelEmbedding.from_plain(
-            nn.Embedding(8, 2, scale_grad_by_freq=True, sparse=True), group=group.WORLD
-        ),
-        lambda: ColumnParallelLinear(4, 8),
-    ):
-        with pytest.raises((ValueError, RuntimeError)) as caught:
-            call()
-        messages.append(str(caught.value))
-    return messages
-
-
+@distributed_test(world_size=4)
 def test_bad_arguments_say_what_would_do():
-    on_ranks = run_ranks(refusals, 4)
-    expected = [
-        "out_features = 3 has no share for each of tp = 4 ranks; tp sizes up to 3 are legal",
-        "in_features = 1 has no share for each of tp = 4 ranks; tp sizes up to 1 are legal",
-        "num_embeddings = 3 has no share for each of tp = 4 ranks; tp sizes up to 3 are legal",
-        "padding_idx 8 is not a row of a table of 8; choose from -8 to 7",
-        "expected an input of last dim 4, got one of shape (2, 3); every rank takes the whole",
-        "expected an input of last dim 2, got one of shape (2, 8); input_is_parallel=False cuts",
-        "it is a Embedding, not a Linear itself",
-        "has no option gather; it has ['gather_output', 'async_all_reduce']",
-        "it uses scale_grad_by_freq, sparse, which is not supported on shards",
-        "pass group=",
-    ]
-    for rank, messages in enumerate(on_ranks):
-        for message, text in zip(messages, expected, strict=True):
-            assert text in message
-        assert f"rank {rank}" in messages[4]
+    for kind, arguments, shape, text in REFUSED:
+        build = partial(kind, *arguments, group=group.WORLD)
+        call = build if shape is None else partial(build(), torch.ones(shape))
+        with pytest.raises(ValueError, match=re.escape(text)) as caught:
+            call()
+        assert shape is None or f"rank {group.WORLD.rank()}" in str(caught.value)
+    with pytest.raises(ValueError, match=r"no option gather; it has \['gather_output', 'async_all"):
+        ColumnParallelLinear.from_plain(nn.Linear(4, 8), group=group.WORLD, gather=True)
+    with pytest.raises(RuntimeError, match="pass group="):
+        ColumnParallelLinear(4, 8)
 
 
 class Scaled(nn.Linear):
@@ -271,6 +263,17 @@ class Clipped(nn.Linear):
         return functional.linear(x.clamp(-1e4, 1e4), self.weight, self.bias)
 
 
+class Rounded(nn.Linear):
+    def forward(self, x):
+        return functional.linear(x, self.weight.round(), self.bias)
+
+
+class FalconLinear(nn.Linear):
+    def forward(self, x):
+        out = x @ self.weight.T
+        return out if self.bias is None else out + self.bias
+
+
 def odd_modules():
     replaced, hooked, parametrized = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
     replaced.forward = lambda x: x
@@ -281,34 +284,47 @@ def odd_modules():
     buffered = nn.Linear(4, 4)
     weight = buffered._parameters.pop("weight")
     buffered.register_buffer("weight", weight.detach())
-    return [replaced, hooked, parametrized, unusual, Scaled(4, 4), Clipped(4, 4), buffered]
+    return {
+        "its forward was replaced": replaced,
+        "its weight has gradient hooks": hooked,
+        "it is a ParametrizedLinear": parametrized,
+        "its parameters are": unusual,
+        "it is a Scaled": Scaled(4, 4),
+        "it is a Clipped": Clipped(4, 4),
+        "it is a Rounded": Rounded(4, 4),
+        "its weight is not a parameter": buffered,
+    }
 
 
-@pytest.mark.parametrize(
-    ("index", "reason"),
-    [
-        (0, "its forward was replaced"),
-        (1, "its weight has gradient hooks"),
-        (2, "it is a ParametrizedLinear"),
-        (3, "its parameters are"),
-        (4, "it is a Scaled"),
-        (5, "it is a Clipped"),
-        (6, "its weight is not a parameter"),
-    ],
-)
-def test_modules_whose_computation_is_their_own_are_refused(index, reason):
-    module = odd_modules()[index]
+@pytest.mark.parametrize("reason", odd_modules())
+def test_modules_whose_computation_is_their_own_are_refused(reason):
+    module = odd_modules()[reason]
     with pytest.raises(ValueError, match=reason):
         ColumnParallelLinear.from_plain(module)
     assert not isinstance(module, TensorParallelLayer)
+    assert ColumnParallelLinear.takes(FalconLinear(3, 2))  # the same in other words
 
 
-def unknown_ids(ids):
+@pytest.mark.parametrize("ids", [[-1], [8], [0, 99]])
+@distributed_test(world_size=2)
+def test_an_id_outside_the_table_fails_on_every_rank(ids):
     table = VocabParallelEmbedding(8, 2, group=group.WORLD)
     with pytest.raises(IndexError):
         table(torch.tensor(ids))
 
 
-@pytest.mark.parametrize("ids", [[-1], [8], [0, 99]])
-def test_an_id_outside_the_table_fails_on_every_rank(ids):
-    run_ranks(unknown_ids, 2, ids)
+@distributed_test(world_size=2)
+def test_a_backend_without_sums():
+    """They are gathered, and added on each rank."""
+    info = info_of(group.WORLD)
+    info.ways.clear()
+    info.routes["cpu"] = Route("other", frozenset(("sum", "reduce_scatter")), True)
+    plain = nn.Linear(6, 8).double()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("it has no sums")):
+        column = ColumnParallelLinear.from_plain(copy.deepcopy(plain), group=group.WORLD)
+        compare(column, copy.deepcopy(plain), x, shard_of_output=True)
+        row = RowParallelLinear.from_plain(copy.deepcopy(plain), group=group.WORLD)
+        compare(row, plain, x, whole_input=False)
+    info.routes.clear()
+    info.ways.clear()

@@ -1,14 +1,20 @@
 """Whole models: every layout trains as one process does."""
 
-import copy
+from contextlib import ExitStack
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
+from gpts import PACKED, Gpt2, Packed, linear
 from llamas import (
+    HEAD_DIM,
     OWN_PLAN,
-    CausalLM,
+    Attention,
     CountingAttention,
+    HeadNorm,
     as_one_process,
+    loss_of,
     make,
     train,
     whole_names,
@@ -16,35 +22,114 @@ from llamas import (
 from torch import nn
 from torch.distributed import group
 
-from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.pg_manager import ModuleWrapper
+from scaletorch.dist import all_reduce
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import (
-    Divide,
     apply_tensor_parallel,
-    gather_state_dict,
     gather_tensors,
-    shard_dims,
+    split_by_owner,
 )
+from scaletorch.parallel.tensor_parallel.regions import replicas
+from scaletorch.parallel.tensor_parallel.sharing import gradient_sums
 
+COUNTING = {"heads": 8, "kv_heads": 4, "attention": CountingAttention, "norm": nn.Identity}
+WITHOUT_COUNTS = {name: style for name, style in OWN_PLAN.items() if name != "**.self_attn"}
+NORMS = {"heads": 4, "kv_heads": 2, "norm": HeadNorm}  # no plan names norms of heads
 MODELS = [
-    {"heads": 8, "kv_heads": 4, "attention": CountingAttention, "norm": nn.Identity},
-    {"tied": True, "kv_heads": 2},
-    {"kind": CausalLM, "heads": 8, "kv_heads": 4},
-    {"kind": CausalLM, "tied": True, "biases": (False, False)},
-    {"recompute": "reentrant", "tied": True},
-    {"recompute": "non-reentrant", "tied": True},
+    (make, COUNTING, OWN_PLAN),
+    (make, {"tied": True, "kv_heads": 2}, None),
+    (make, {"heads": 8, "kv_heads": 4, "biases": (False, False)}, None),
+    (make, {"recompute": "reentrant", "tied": True}, None),
+    (make, {"recompute": "non-reentrant", "tied": True}, None),
+    (make, NORMS, None),
+    (make, {**NORMS, "recompute": "reentrant"}, None),
+    (make, {**NORMS, "change": "norms tied", "recompute": "non-reentrant"}, None),
+    (make, {**NORMS, "change": "norm frozen", "recompute": "reentrant"}, None),
+    (make, {**NORMS, "change": "norm frozen"}, None),
+    (make, {"kv_heads": 2}, WITHOUT_COUNTS),  # projections are cut at heads in any case
+    (make, {"kind": Gpt2}, None),
+    (make, {"kind": partial(Gpt2, linear)}, None),
+    (make, {"kind": Packed}, PACKED),
 ]
 
 
 def every_model():
-    for options in MODELS:
-        as_one_process(options, OWN_PLAN if "attention" in options else None)
-    as_one_process(MODELS[0], OWN_PLAN, asynchronous=True)
+    for build, options, plan in MODELS:
+        shares = (False, True) if plan is not PACKED else (False,)  # which returns hidden states
+        for sequence_parallel in shares:
+            as_one_process(build(**options), plan, sequence_parallel=sequence_parallel)
+    as_one_process(make(**NORMS, change="norms tied"), copied=True)
+    for kv_heads in (4, 8):
+        as_one_process(make(**COUNTING | {"kv_heads": kv_heads}), OWN_PLAN, asynchronous=True)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_trains_as_one_process(tp):
     run_ranks(every_model, tp)
+
+
+def sizes_and_shards(heads, kv_heads):
+    """Train as one process does; return the heads here, and the gradients of keys by owner."""
+    model, grads = as_one_process(make(heads=heads, kv_heads=kv_heads))
+    attention, owned = model.layers[0].self_attn, split_by_owner(model, grads)
+    sizes = [getattr(attention, n).weight.shape[0] // HEAD_DIM for n in ("q_proj", "k_proj")]
+    return sizes, {(n, owner): g for n in grads if "k_proj" in n for owner, g in owned[n]}
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "kv_heads", "expected"),
+    [
+        (4, 6, 6, [[2, 2], [2, 2], [1, 1], [1, 1]]),
+        (4, 8, 2, [[2, 1], [2, 1], [2, 1], [2, 1]]),
+        (4, 6, 3, [[1, 1], [1, 1], [2, 1], [2, 1]]),
+        (4, 6, 2, [[2, 1], [1, 1], [2, 1], [1, 1]]),
+        (3, 4, 1, [[2, 1], [1, 1], [1, 1]]),
+        (2, 6, 3, [[4, 2], [2, 1]]),
+    ],
+)
+def test_heads_that_do_not_divide_train_as_one_process(tp, heads, kv_heads, expected):
+    results = run_ranks(sizes_and_shards, tp, heads, kv_heads)
+    assert [sizes for sizes, _ in results] == expected
+    held = {}
+    for _, shards in results:  # replicas have the same bits
+        for key, grad in shards.items():
+            assert torch.equal(grad, held.setdefault(key, grad))
+
+
+class FewKeys(nn.Module):
+    """6 query heads and one key/value head of which 3 ranks have less than an element each."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.embed = 2, nn.Embedding(13, 8)
+        self.q, self.k, self.v = nn.Linear(8, 12), nn.Linear(8, 2), nn.Linear(8, 2)
+        self.o = nn.Linear(12, 11)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        q, k, v = (f(x).unflatten(-1, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+@distributed_test(world_size=3)
+def test_a_key_head_shorter_than_the_ranks_is_replicated():
+    as_one_process(make(FewKeys), {**dict.fromkeys("qkv", "column"), "o": "row"})
+
+
+@distributed_test(world_size=4)
+def test_a_frozen_replica_gets_no_gradient():
+    model = make(heads=4, kv_heads=2)
+    model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
+    apply_tensor_parallel(model, group=group.WORLD)
+    ids = torch.arange(8).view(2, 4)
+    with torch.no_grad():
+        expected = model(ids)
+    out = model(ids)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert model.layers[0].self_attn.k_proj.weight.grad is None
+    assert model.layers[0].self_attn.k_proj.bias.grad is not None
 
 
 def in_bfloat16(autocast):
@@ -78,7 +163,7 @@ def test_bfloat16_loses_no_more_than_in_one_process(autocast, tp):
 
 
 def replicas_agree():
-    model = apply_tensor_parallel(make(tied=True), group=group.WORLD)
+    model = apply_tensor_parallel(make(**NORMS, tied=True), group=group.WORLD)
     for _ in range(3):
         model.zero_grad()
         train(model)
@@ -87,43 +172,43 @@ def replicas_agree():
 
 def test_replicated_parameters_stay_bitwise_equal():
     first, *others = run_ranks(replicas_agree, 4)
-    assert set(first) >= {"norm.weight", "layers.0.input_layernorm.weight"}
+    assert set(first) >= {"norm.weight", "layers.0.self_attn.q_norm.bias"}
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def by_own_plan():
-    plan = {
-        "**.self_attn": Divide("num_heads", "num_kv_heads", "width"),
-        "layers.*.self_attn.?_proj": "column",
-        "layers.*.mlp.gate_proj": "column",
-        "layers.*.mlp.up_proj": "column",
-        "layers.*.mlp.down_proj": "row",
-        "**.norm": "replicate",
-    }
-    model = make(attention=CountingAttention)
-    with pytest.raises(ValueError, match="expected an input") as caught:
-        # o_proj is column parallel here: its input is a shard, which is not its whole input.
-        apply_tensor_parallel(model, plan, group.WORLD)(torch.arange(14).view(2, 7) % 13)
-    return str(caught.value)
-
-
+@distributed_test(world_size=2)
 def test_a_plan_that_does_not_compose_is_an_error_of_the_layer():
-    for rank, message in enumerate(run_ranks(by_own_plan, 2)):
-        assert f"rank {rank}" in message
-        assert "last dim 24" in message
-        assert "(2, 7, 12)" in message
+    plan = {name: "column" if "_proj" in name else style for name, style in OWN_PLAN.items()}
+    model = apply_tensor_parallel(make(attention=CountingAttention), plan, group.WORLD)
+    rank = group.WORLD.rank()
+    with pytest.raises(ValueError, match=rf"rank {rank}.* last dim 24.*\(2, 7, 12\)"):
+        model(torch.arange(14).view(2, 7) % 13)  # o_proj gets a shard, and takes its whole input
 
 
-def under_a_wrapper():
-    plain = make(tied=True)
-    model = ModuleWrapper(apply_tensor_parallel(copy.deepcopy(plain), group=group.WORLD))
-    assert shard_dims(model) == shard_dims(model.module)
-    assert shard_dims(model)["layers.0.self_attn.o_proj.weight"] == 1
-    assert shard_dims(model)["lm_head.weight"] == 0
-    state = gather_state_dict(model)
-    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+def test_one_rank_leaves_modules_between_alone():
+    attention = apply_tensor_parallel(make(**NORMS)).layers[0].self_attn
+    assert (type(attention), type(attention.q_norm)) == (Attention, HeadNorm)
 
 
-def test_state_is_seen_through_a_wrapper():
-    run_ranks(under_a_wrapper, 2)
+def dtypes_of_sums():
+    """Return the dtypes in which gradients of norms and of replicated heads are summed."""
+    model = apply_tensor_parallel(make(**NORMS).bfloat16(), group=group.WORLD)
+    found = {}
+    with ExitStack() as stack:
+        for module in (gradient_sums, replicas):
+            own = found[module.__name__.rpartition(".")[2]] = set()
+
+            def noting(data, group, own=own):
+                own.add(data.dtype)
+                all_reduce(data, group=group)
+
+            stack.enter_context(patch.object(module, "all_reduce", noting))
+        loss_of(model, 1)[0].backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+    return found
+
+
+def test_gradients_of_16_bits_are_summed_in_float32():
+    for found in run_ranks(dtypes_of_sums, 4):
+        assert found == {"gradient_sums": {torch.float32}, "replicas": {torch.float32}}

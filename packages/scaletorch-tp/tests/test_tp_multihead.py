@@ -189,14 +189,11 @@ class Decoder(nn.Module):
         return self.layer(x, memory, tgt_mask=CAUSAL["attn_mask"], tgt_is_causal=True)
 
 
-def decoder():
-    torch.manual_seed(0)
-    return Decoder().double()
-
-
 @distributed_test(world_size=4)
 def test_decoder_layers_need_no_plan():
-    plain, model = decoder(), apply_tensor_parallel(decoder(), None, group.WORLD)
+    torch.manual_seed(0)
+    plain = Decoder().double()
+    model = apply_tensor_parallel(copy.deepcopy(plain), None, group.WORLD)
     x, memory = drawn(ROWS, LENGTH, SIZE), drawn(ROWS, KEYS, SIZE)
     for each in (plain, model):
         (each(x, memory) * x.cos()).sum().backward()
@@ -223,8 +220,18 @@ def of(attention):
 
 REFUSED = [
     (of(nn.MultiheadAttention(8, 2)), "attention", 4, "query heads of attention = 2"),
-    (of(nn.MultiheadAttention(8, 2, add_bias_kv=True)), "attention", 2, "add a key that is no"),
-    (of(nn.MultiheadAttention(8, 2, add_zero_attn=True)), "attention", 2, "add a key that is no"),
+    (
+        of(nn.MultiheadAttention(8, 2, add_bias_kv=True)),
+        "attention",
+        2,
+        "add a key that belongs to no",
+    ),
+    (
+        of(nn.MultiheadAttention(8, 2, add_zero_attn=True)),
+        "attention",
+        2,
+        "add a key that belongs to no",
+    ),
     (of(Other(8, 2)), "attention", 2, "it is a Other, not an nn.MultiheadAttention itself"),
     (of(nn.Linear(8, 8)), "attention", 2, "it is a Linear, not an nn.MultiheadAttention"),
     (of(nn.MultiheadAttention(8, 2)), "attention.out_proj", 2, "the style 'attention', which is"),

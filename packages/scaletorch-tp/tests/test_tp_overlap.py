@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     apply_tensor_parallel,
@@ -134,13 +134,10 @@ def same_as_one_process(sequence, recompute):
     torch.testing.assert_close(own.grad / 2, expected, rtol=1e-12, atol=1e-12)
 
 
-def every_way():
+@distributed_test(world_size=2)
+def test_gradients_are_those_of_one_process():
     for sequence, recompute in itertools.product((False, True), (None, False, True)):
         same_as_one_process(sequence, recompute)
-
-
-def test_gradients_are_those_of_one_process():
-    run_ranks(every_way, 2)
 
 
 def bitwise(sequence, autocast, frozen):
@@ -159,13 +156,10 @@ def bitwise(sequence, autocast, frozen):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def every_bit():
+@distributed_test(world_size=2)
+def test_overlap_changes_no_bit():
     for options in itertools.product((False, True), repeat=3):
         bitwise(*options)
-
-
-def test_overlap_changes_no_bit():
-    run_ranks(every_bit, 2)
 
 
 def twice_differentiated(sequence):
@@ -190,13 +184,10 @@ def twice_differentiated(sequence):
         )
 
 
-def both_twice_differentiated():
+@distributed_test(world_size=2)
+def test_second_derivatives():
     for sequence in (False, True):
         twice_differentiated(sequence)
-
-
-def test_second_derivatives():
-    run_ranks(both_twice_differentiated, 2)
 
 
 class Borrowing(Gated):
@@ -206,7 +197,8 @@ class Borrowing(Gated):
         return super().forward(x) + self.others[0](x)
 
 
-def borrowed():
+@distributed_test(world_size=2)
+def test_a_region_that_calls_a_layer_of_another_module():
     torch.manual_seed(0)
     plain = nn.ModuleDict({"first": Borrowing(), "head": nn.Linear(6, 6)}).double()
     vars(plain["first"])["others"] = [plain["head"]]
@@ -224,11 +216,8 @@ def borrowed():
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
-def test_a_region_that_calls_a_layer_of_another_module():
-    run_ranks(borrowed, 2)
-
-
-def only_some_gradients():
+@distributed_test(world_size=2)
+def test_gradients_of_some_inputs_only():
     model, (_, x) = sharded(plain()), batch()
     x = x.clone().requires_grad_()
     (alone,) = torch.autograd.grad(model(x).square().sum(), x)
@@ -237,10 +226,6 @@ def only_some_gradients():
     model(x).square().sum().backward()
     torch.testing.assert_close(alone, x.grad, rtol=0, atol=0)
     torch.testing.assert_close(one, weight.grad, rtol=0, atol=0)
-
-
-def test_gradients_of_some_inputs_only():
-    run_ranks(only_some_gradients, 2)
 
 
 def sums_of_a_step(how):

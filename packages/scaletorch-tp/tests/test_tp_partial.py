@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from llamas import require_same_gradients
+from llamas import compare
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     vocab_parallel_cross_entropy,
@@ -93,14 +93,12 @@ def ids():
     return torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def compare(one, plan, change=lambda model: model):
+def train(one, plan, change=lambda model: model):
     many = apply_tensor_parallel(copy.deepcopy(one), plan, dist.group.WORLD)
     many = change(many)
-    for model in (one, many):
-        with torch.set_grad_enabled(one.recompute is True):  # which warns without gradients
-            model(ids())  # mostly there is nothing to be seen here
-        model(ids()).square().mean().backward()
-    require_same_gradients(one, many, rtol=1e-9)
+    with torch.set_grad_enabled(one.recompute is True):  # which warns without gradients
+        many(ids())  # mostly there is nothing to be seen here
+    compare(one, many, ids(), rtol=1e-9)
 
 
 RIGHT = [
@@ -121,25 +119,19 @@ RIGHT = [
 REFUSED = [dict(where="bi"), dict(where="ia"), dict(where="bi", recompute=False)]
 
 
-def right():
-    for options, plan in RIGHT:
-        compare(made(**options), plan)
-    compare(made(where="ba"), PLAN, copy.deepcopy)
-
-
+@distributed_test(world_size=2, timeout=200)
 def test_what_leaves_before_or_comes_behind_has_whole_gradients():
-    run_ranks(right, 2, timeout=200)
+    for options, plan in RIGHT:
+        train(made(**options), plan)
+    train(made(where="ba"), PLAN, copy.deepcopy)
 
 
-def refused():
+@distributed_test(world_size=2, timeout=200)
+def test_a_parameter_inside_and_outside_is_refused_on_every_rank():
     for options in REFUSED:
         words = r"Model uses 'gate.\w+'(, 'gate.\w+')? in a parallel region and outside"
         with pytest.raises(InvalidArgumentError, match=words):
-            compare(made(**options), PLAN)
-
-
-def test_a_parameter_inside_and_outside_is_refused_on_every_rank():
-    run_ranks(refused, 2, timeout=200)
+            train(made(**options), PLAN)
 
 
 class Scaled(Model):
@@ -147,7 +139,8 @@ class Scaled(Model):
         return self.gate.weight[0, 0] * super().forward(ids)
 
 
-def scaled_logits():
+@distributed_test(world_size=2)
+def test_a_scale_of_logits_that_stay_divided():
     """A scale of logits that stay divided for the loss."""
     torch.manual_seed(0)
     one = Scaled().double()
@@ -158,17 +151,10 @@ def scaled_logits():
     torch.testing.assert_close(many.gate.weight.grad, one.gate.weight.grad, rtol=1e-12, atol=0)
 
 
-def test_a_scale_of_logits_that_stay_divided():
-    run_ranks(scaled_logits, 2)
-
-
-def given():
+@distributed_test(world_size=2)
+def test_a_tensor_that_is_given_counts_too():
     model = apply_tensor_parallel(Mlp(), {"up": "column", "down": "row"}, dist.group.WORLD)
     model.where = "i"
     with pytest.raises(InvalidArgumentError, match="Mlp uses a tensor given to it, which requires"):
         model(torch.ones(2, HIDDEN), torch.ones(1, requires_grad=True))
     model(torch.ones(2, HIDDEN, requires_grad=True), torch.ones(1)).sum().backward()
-
-
-def test_a_tensor_that_is_given_counts_too():
-    run_ranks(given, 2)

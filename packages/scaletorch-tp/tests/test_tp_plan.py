@@ -1,26 +1,29 @@
-"""Plans: patterns, and every mistake found before anything changes."""
+"""Plans: patterns, every mistake found before anything changes, and their explanation."""
 
 import copy
+import dataclasses
+import json
 import re
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llamas import OWN_PLAN, CountingAttention, make
 from torch import nn
 from torch.distributed import group
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager.building import matching
-from scaletorch.parallel.placement import shard_sizes
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     Divide,
     RowParallelLinear,
     apply_tensor_parallel,
+    explain,
 )
 from scaletorch.parallel.tensor_parallel.plans.attention import head_cuts
-from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 NAMES = ["", "model", "model.layers.0.mlp.up", "model.layers.11.mlp.up", "layers.0.mlp.up", "up"]
 
@@ -46,27 +49,6 @@ def test_patterns_of_dotted_names(pattern, expected):
     assert matching(pattern, NAMES) == expected
 
 
-PARTS = st.lists(st.text("ab.*?[(", min_size=1).filter(lambda s: "." not in s), max_size=4)
-
-
-@settings(deadline=None)
-@given(PARTS)
-def test_a_name_matches_itself_and_everything_matches_two_stars(parts):
-    name = ".".join(p.replace("*", "s").replace("?", "q") for p in parts)
-    assert matching(name, [name, name + "x"]) == [name]
-    assert matching("**", [name]) == [name]
-
-
-@settings(deadline=None)
-@given(st.integers(0, 200), st.integers(1, 20))
-def test_shards_cover_the_length_in_order(length, size):
-    sizes = shard_sizes(length, size)
-    assert len(sizes) == size
-    assert sum(sizes) == length
-    assert sizes == tuple(sorted(sizes, reverse=True))
-    assert max(sizes) - min(sizes) <= 1
-
-
 @settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 40))
 def test_every_rank_has_the_key_value_heads_that_its_queries_use(key_values, groups, tp):
@@ -84,138 +66,110 @@ def test_every_rank_has_the_key_value_heads_that_its_queries_use(key_values, gro
     assert all(key_value.sizes[owner] for rank in range(tp) for owner in key_value.owners(rank))
 
 
-class Attention(nn.Module):
-    def __init__(self, heads=4, kv_heads=2, head_dim=2, hidden=8):
-        super().__init__()
-        self.num_heads, self.num_kv_heads = heads, kv_heads
-        self.q_proj = nn.Linear(hidden, heads * head_dim)
-        self.k_proj = nn.Linear(hidden, kv_heads * head_dim)
-        self.v_proj = nn.Linear(hidden, kv_heads * head_dim)
-        self.o_proj = nn.Linear(heads * head_dim, hidden)
+model = partial(make, heads=4, kv_heads=2, vocab=16, hidden=8, inner=16)
+counting = partial(model, attention=CountingAttention)
+tied = partial(counting, tied=True)
 
 
-class Block(nn.Module):
-    def __init__(self, **sizes):
-        super().__init__()
-        self.self_attn = Attention(**sizes)
-        self.mlp = nn.ModuleDict(
-            {"gate_proj": nn.Linear(8, 16), "up_proj": nn.Linear(8, 16)}
-            | {"down_proj": nn.Linear(16, 8)}
-        )
+def with_head_dim(size):
+    made = model()
+    for block in made.layers:
+        block.self_attn.head_dim = size
+    return made
 
 
-class Model(nn.Module):
-    _tp_plan = {  # noqa: RUF012
-        **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-        "layers.*.self_attn.o_proj": "rowwise",
-        **{f"layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
-        "layers.*.mlp.down_proj": "rowwise",
-        "embed_tokens": "embedding_rowwise",
-        "lm_head": "colwise_gather_output",
-    }
-
-    def __init__(self, tied=False, **sizes):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList([Block(**sizes) for _ in range(2)])
-        self.norm = nn.LayerNorm(8)
-        self.lm_head = nn.Linear(8, 16, bias=False)
-        if tied:
-            self.lm_head.weight = self.embed_tokens.weight
+def with_a_count():
+    made = model()
+    made.layers[0].count = 6
+    return made
 
 
-def refuse(model, plan, tp, *texts):
-    """The mistake is found for any tp without ranks, and leaves the model alone."""
-    before = {n: (type(m), dict(m._parameters)) for n, m in model.named_modules()}
-    attributes = {n: m.num_heads for n, m in model.named_modules() if hasattr(m, "num_heads")}
+def tied_projections():
+    made = make(heads=6, kv_heads=6, hidden=24)
+    made.layers[0].mlp.down_proj = nn.Linear(24, 24, bias=False)
+    made.layers[0].mlp.down_proj.weight = made.layers[0].self_attn.o_proj.weight
+    return made
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(2, 2))
+
+
+UP, HEADS, COUNT = {"**.up_proj": "column"}, Divide("num_heads", "num_kv_heads"), Divide("count")
+TABLE, ROW = {"embed_tokens": "vocab"}, {"lm_head": "row"}
+REFUSED = [  # a model, its plan, the number of ranks, and what is said
+    (counting, UP | {"layers.*.self_atn.q_proj": "column"}, 3,
+     "matches no module", "self_attn.q_proj"),
+    (counting, UP | {"**.mlp.*": "column"}, 3,
+     "two patterns", "'layers.0.mlp.up_proj'", "'**.up_proj'"),
+    (counting, {"**.q_proj": "colwise"}, 3,
+     "unknown style 'colwise'", "'column_gather'", "Divide"),
+    (counting, {"**.q_proj": None}, 3, "unknown style None"),
+    (counting, {"norm": "column"}, 3, "module 'norm'", "it is a RMSNorm"),
+    (counting, {"embed_tokens": "row"}, 3, "it is a Embedding, not a Linear"),
+    (counting, {"lm_head": "vocab"}, 3, "it is a Linear, not a Embedding"),
+    (counting, {"": "column"}, 3, "it is a Llama"),
+    (counting, {"**.self_attn": Divide("num_heads", "heads")}, 3,
+     "cannot divide heads", "'num_kv_heads'"),
+    (counting, {"**.self_attn": Divide("training")}, 3, "cannot divide training"),
+    (counting, {"**.q_proj": "column"}, 3, "layers.0.self_attn.q_proj.out_features = 16"),
+    (counting, {"**.self_attn": HEADS, "**.up_proj": "column"}, 3,
+     "num_heads = 4", "the nearest legal tp sizes are 2"),
+    (tied, TABLE, 2, "one tied parameter", "'embed_tokens.weight'", "replicates"),
+    (tied, {"lm_head": "column"}, 2, "one tied parameter", "'embed_tokens.weight'", "replicates"),
+    (tied, TABLE | ROW, 2, "one tied parameter", "dim 0", "dim 1"),
+    (tied_projections, None, 4, "one tied parameter", "into 8, 8, 4, 4", "into 6, 6, 6, 6"),
+    (model, None, 5, "tp = 5 leaves ranks without", "query heads of layers.0.self_attn = 4",
+     "for this model and plan tp sizes up to 4 are legal"),
+    (partial(counting, kv_heads=3), None, 4,
+     "layers.0.self_attn' are not understood as heads", "a multiple of"),
+    (partial(with_head_dim, 3), None, 2,
+     "are not understood as heads", "pass a plan of your own"),
+    (partial(model, vocab=4), None, 5,
+     "embed_tokens.num_embeddings = 4", "sizes up to 4 are legal"),
+    (partial(model, inner=3), None, 4, "mlp.gate_proj.out_features = 3", "and 2 more", "up to 3"),
+    (model, {"**.self_attn.q_proj": "column"}, 5, "q_proj.out_features = 16"),
+    (with_a_count, {"layers.0": COUNT}, 4, "tp = 4 does not divide layers.0.count = 6", "3 and 6"),
+    (with_a_count, TABLE | {"layers.0": COUNT}, 17,
+     "count = 6 and leaves ranks", "legal tp sizes are 6"),
+    (two_layers, None, 4, "Sequential has no plan", "suggest_plan(model, ex", "or write one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[3])
+def test_a_mistake_is_found_without_ranks_and_leaves_the_model_alone(case):
+    build, plan, tp, *texts = case
+    model = build()
+    before = {n: (type(m), dict(vars(m))) for n, m in model.named_modules()}
     with pytest.raises(ValueError, match=re.escape(texts[0])) as caught:
-        resolve(model, plan, tp)
+        explain(model, tp, plan)
     for text in texts:
         assert text in str(caught.value)
-    assert before == {n: (type(m), dict(m._parameters)) for n, m in model.named_modules()}
-    for name, count in attributes.items():
-        assert model.get_submodule(name).num_heads == count
+    assert before == {n: (type(m), dict(vars(m))) for n, m in model.named_modules()}
 
 
-UP = {"**.up_proj": "column"}
-
-
-@pytest.mark.parametrize(
-    ("plan", "texts"),
-    [
-        (UP | {"layers.*.self_atn.q_proj": "column"}, ("matches no module", "self_attn.q_proj")),
-        (UP | {"**.mlp.*": "column"}, ("two patterns", "'layers.0.mlp.up_proj'", "'**.up_proj'")),
-        ({"**.q_proj": "colwise"}, ("unknown style 'colwise'", "'column_gather'", "Divide")),
-        ({"**.q_proj": None}, ("unknown style None",)),
-        ({"norm": "column"}, ("module 'norm'", "it is a LayerNorm")),
-        ({"embed_tokens": "row"}, ("it is a Embedding, not a Linear",)),
-        ({"lm_head": "vocab"}, ("it is a Linear, not a Embedding",)),
-        ({"": "column"}, ("it is a Model",)),
-        ({"**.self_attn": Divide("num_heads", "heads")}, ("cannot divide heads", "'num_kv_heads'")),
-        ({"**.self_attn": Divide("training")}, ("cannot divide training",)),
-        ({"**.q_proj": "column"}, ("tp = 3", "layers.0.self_attn.q_proj.out_features = 8")),
-        (
-            {"**.self_attn": Divide("num_heads", "num_kv_heads"), "**.up_proj": "column"},
-            ("tp = 3", "num_heads = 4", "the nearest legal tp sizes are 2"),
-        ),
-    ],
-)
-def test_mistakes_in_a_plan(plan, texts):
-    refuse(Model(), plan, 3, *texts)
-
-
-def test_divide_names_something():
+@pytest.mark.parametrize("names", [(), (4,)])
+def test_divide_names_something(names):
     with pytest.raises(ValueError, match="attribute names"):
-        Divide()
-    with pytest.raises(ValueError, match="attribute names"):
-        Divide(4)
-
-
-@pytest.mark.parametrize("plan", [{"embed_tokens": "vocab"}, {"lm_head": "column"}])
-def test_a_tie_that_would_break_is_refused(plan):
-    refuse(Model(tied=True), plan, 2, "one tied parameter", "'embed_tokens.weight'", "replicates")
-    row = plan | {"embed_tokens": "vocab", "lm_head": "row"}
-    refuse(Model(tied=True), row, 2, "one tied parameter", "dim 0", "dim 1")
-
-
-def test_heads_are_counted_also_where_the_module_has_no_counts():
-    refuse(Model(), None, 5, "tp = 5 leaves ranks without", "query heads of layers.0.self_attn = 4")
-    refuse(Model(), None, 5, "for this model and plan tp sizes up to 4 are legal")
-    odd = Model(heads=4, kv_heads=3)
-    refuse(odd, None, 4, "layers.0.self_attn' are not understood as heads", "a multiple of")
-    resolve(odd, None, 1)  # one rank has all heads
-    model = Model()
-    for block in model.layers:
-        del block.self_attn.num_heads, block.self_attn.num_kv_heads
-    refuse(model, None, 2, "are not understood as heads", "pass a plan of your own")
-    for block in model.layers:
-        block.self_attn.head_dim = 2
-    refuse(model, None, 5, "query heads of layers.0.self_attn = 4")
-    for block in model.layers:
-        block.self_attn.head_dim = 3
-    refuse(model, None, 2, "are not understood as heads")
-
-
-def test_a_model_without_a_plan_is_told_how_to_get_one():
-    far = nn.Sequential(nn.Linear(2, 2))
-    refuse(far, None, 4, "Sequential has no plan", "suggest_plan(model, ex", "or write one")
+        Divide(*names)
 
 
 def test_a_model_may_come_without_its_head():
-    model = Model()
-    del model.lm_head
-    apply_tensor_parallel(model)
-    assert isinstance(model.layers[0].self_attn.q_proj, ColumnParallelLinear)
-    assert isinstance(model.layers[0].self_attn.o_proj, RowParallelLinear)
+    made = model()
+    del made.lm_head
+    apply_tensor_parallel(made)
+    assert isinstance(made.layers[0].self_attn.q_proj, ColumnParallelLinear)
+    assert isinstance(made.layers[0].self_attn.o_proj, RowParallelLinear)
     with pytest.raises(ValueError, match="it is a ColumnParallelLinear"):
-        apply_tensor_parallel(model)
+        apply_tensor_parallel(made)
 
 
-def in_place():
+@distributed_test(world_size=2)
+def test_the_model_itself_is_rewritten_with_its_hooks_and_owners():
     root = nn.Linear(4, 8)
     calls = []
     handle = root.register_forward_hook(lambda *_: calls.append("hook"))
-    plain = copy.deepcopy(nn.Linear(4, 8))
+    plain = nn.Linear(4, 8)
     plain.load_state_dict(root.state_dict())
     assert apply_tensor_parallel(root, {"": "column_gather"}, group.WORLD) is root
     assert isinstance(root, ColumnParallelLinear)
@@ -234,20 +188,50 @@ def in_place():
     assert shared.bias.shape == (4,)
 
 
-def test_the_model_itself_is_rewritten_with_its_hooks_and_owners():
-    run_ranks(in_place, 2)
-
-
 def message_of_a_typo():
-    model = Model()
-    before = copy.deepcopy(model.state_dict())
+    made = model()
+    before = copy.deepcopy(made.state_dict())
     with pytest.raises(ValueError, match="matches no module") as caught:
-        apply_tensor_parallel(model, {"**.up_proj": "column", "**.dwn_proj": "row"}, group.WORLD)
-    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
-    with pytest.raises(ValueError, match="tp = 2 leaves ranks without a share"):
-        apply_tensor_parallel(Model(heads=1, kv_heads=1), None, group.WORLD)
+        apply_tensor_parallel(made, OWN_PLAN | {"**.dwn_proj": "row"}, group.WORLD)
+    assert all(torch.equal(before[n], t) for n, t in made.state_dict().items())
     return str(caught.value)
 
 
 def test_the_same_error_on_every_rank():
     assert len(set(run_ranks(message_of_a_typo, 2))) == 1
+
+
+def test_an_explanation_is_plain_data_and_a_table_with_one_line_for_equal_layers():
+    told = explain(model(vocab=13), 2)
+    data = json.loads(json.dumps(dataclasses.asdict(told)))
+    assert data["tp"] == 2
+    assert data["parameters"][0] == {
+        "name": "embed_tokens.weight",
+        "style": "vocab",
+        "shape": [13, 8],
+        "dim": 0,
+        "local_shapes": [[7, 8], [6, 8]],
+    }
+    lines = str(told).splitlines()
+    q_proj = [line.split() for line in lines if "q_proj.weight" in line]
+    expected = "layers.*.self_attn.q_proj.weight column 16 x 8 8 x 8 2"
+    assert [" ".join(line) for line in q_proj] == [expected]
+    assert any("embed_tokens.weight" in line and "7 x 8 or 6 x 8" in line for line in lines)
+
+
+def test_parameters_need_no_memory():
+    with torch.device("meta"):
+        hollow = model()
+    assert explain(hollow, 4) == explain(model(), 4)
+
+
+@pytest.mark.parametrize("tp", [0, -1, 2.0, True, "2"])
+def test_a_number_of_ranks_is_asked_for(tp):
+    with pytest.raises(ValueError, match="tp is a number of ranks"):
+        explain(model(), tp)
+
+
+def test_at_most_three_names_are_proposed():
+    layers = nn.ModuleDict({f"layer{n}": nn.Linear(2, 2) for n in range(5)})
+    with pytest.raises(ValueError, match=r"nearest module names: [^,]*, [^,]*, [^,]*$"):
+        explain(layers, 2, {"layer": "column"})

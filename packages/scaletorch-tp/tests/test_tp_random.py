@@ -6,18 +6,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import group
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist import get_rank
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import (
     Divide,
     apply_tensor_parallel,
     common_random,
+    explain,
     sharded_random,
 )
-from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 from scaletorch.parallel.tensor_parallel.regions import random
 
 HIDDEN, HEADS = 16, 4
@@ -69,7 +68,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, recompute=None):
         super().__init__()
-        self.log = []
+        self.log, self.num_heads = [], HEADS  # counted further out than where heads are, too
         self.drop = Recorded("embedding", self.log)
         self.blocks = nn.ModuleList([Block(self.log) for _ in range(2)])
         self.recompute = recompute
@@ -85,6 +84,7 @@ class Model(nn.Module):
 
 
 PLAN = {
+    "": Divide("num_heads"),
     "**.attn": Divide("num_heads"),
     "**.attn.query": "column",
     "**.attn.value": "column",
@@ -103,6 +103,7 @@ def make(recompute=None):
 
 def masks_of(recompute, training=True, seed=7):
     model = apply_tensor_parallel(make(recompute), PLAN, group.WORLD).train(training)
+    assert model.num_heads == HEADS // 2
     torch.manual_seed(seed)
     x = torch.randn(2, 3, HIDDEN, requires_grad=True)
     model(x)
@@ -143,15 +144,12 @@ def test_recomputation_draws_the_same(form):
         assert torch.equal(grad, expected[3])
 
 
-def in_evaluation():
+@distributed_test(world_size=2)
+def test_evaluation_draws_nothing():
     model = apply_tensor_parallel(make(), PLAN, group.WORLD).eval()
     before = torch.get_rng_state()
     model(torch.ones(2, 3, HIDDEN))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_evaluation_draws_nothing():
-    run_ranks(in_evaluation, 2)
 
 
 def test_one_rank_is_the_plain_model():
@@ -203,74 +201,6 @@ def test_contexts_nest_and_restore():
         assert all(torch.equal(a, b) for a, b in zip(common, results[0][1], strict=True))
 
 
-class Scaled(nn.Module):
-    """scaled_dot_product_attention with its own dropout, over this rank's heads."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_heads = HEADS
-        self.q_proj, self.o_proj = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x):
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        same = torch.ones_like(q)  # so that what differs between ranks is the mask alone
-        out = F.scaled_dot_product_attention(q * 0, q * 0, same, dropout_p=0.5)
-        self.seen = out.detach()
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-def attention_dropout():
-    torch.manual_seed(2)
-    plan = {"": Divide("num_heads"), "q_proj": "column", "o_proj": "row"}
-    model = apply_tensor_parallel(Scaled(), plan, group.WORLD)
-    out = model(torch.randn(1, 8, HIDDEN))
-    return model.seen, out.detach()
-
-
-def test_attention_dropout_differs_between_heads_of_ranks():
-    (mine, out), (theirs, other_out) = run_ranks(attention_dropout, 2)
-    assert not torch.equal(mine, theirs)
-    assert torch.equal(out, other_out)
-
-
-class Outer(nn.Module):
-    """Keeps the head count further out than the module that attends."""
-
-    def __init__(self):
-        super().__init__()
-        self.log = []
-        self.num_heads = HEADS
-        self.drop, self.attn = Recorded("embedding", self.log), Attention(self.log)
-
-    def forward(self, x):
-        return self.attn(self.drop(x))
-
-
-OUTER = {
-    "": Divide("num_heads"),
-    "attn": Divide("num_heads"),
-    "attn.query": "column",
-    "attn.value": "column",
-    "attn.out": "row",
-}
-
-
-def count_further_out():
-    torch.manual_seed(2)
-    model = apply_tensor_parallel(Outer(), OUTER, group.WORLD)
-    assert type(model) is Outer
-    assert model.num_heads == HEADS // 2
-    model(torch.ones(1, 2, HIDDEN))
-    return dict(model.log)
-
-
-def test_a_count_further_out_leaves_whole_activations_alone():
-    first, second = run_ranks(count_further_out, 2)
-    assert torch.equal(first["embedding"], second["embedding"])
-    assert torch.equal(first["attended"], second["attended"])
-    assert not torch.equal(first["attention"], second["attention"])
-
-
 def other_seeds():
     """Ranks that do not share a seed draw differently, as they did."""
     torch.manual_seed(get_rank())
@@ -289,7 +219,7 @@ def test_a_replaced_forward_is_refused(name):
     module = model.get_submodule(name)
     module.forward = module.forward
     with pytest.raises(ValueError, match=rf"'{name}'.*forward was replaced"):
-        resolve(model, PLAN, 2)
+        explain(model, 2, PLAN)
 
 
 class Accelerator:

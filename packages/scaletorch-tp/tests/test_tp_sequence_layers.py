@@ -6,16 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from llamas import require_same_gradients
+from llamas import compare
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import (
     apply_tensor_parallel,
     explain,
-    gather_tensors,
 )
 
 WIDTH, WORDS = 12, 20
@@ -120,25 +119,15 @@ def divided(one, plan=PLAN):
     return apply_tensor_parallel(copy.deepcopy(one), plan, dist.group.WORLD, sequence_parallel=True)
 
 
-def compare(one, many, length):
-    """Loss, logits and every gradient are the plain model's."""
-    for model in (one, many):
-        model.zero_grad()
-        model(ids(length)).square().mean().backward()
-    with torch.no_grad():
-        torch.testing.assert_close(many(ids(length)), one(ids(length)), rtol=0, atol=1e-12)
-    require_same_gradients(one, many)
-
-
 def trained():
     one = made()
     many = divided(one)
     lengths = []
     many.layers[0].norm.register_forward_hook(lambda _m, _i, y: lengths.append(y.shape[1]))
     for length in (8, 7):
-        compare(one, many, length)
+        compare(one, many, ids(length))
     many.run = lambda layer, *args, **kw: checkpoint(layer, *args, use_reentrant=False, **kw)[0]
-    compare(one, many, 8)
+    compare(one, many, ids())
     return lengths[:1]
 
 
@@ -183,29 +172,13 @@ class StreamLayer(Layer):
         return x + self.mlp(y, y).unsqueeze(2) * self.streams
 
 
-STREAMS = {**PLAN, "layers.*.attention": "replicate", "layers.*.gate": "replicate"}
-
-
-def streams():
+@distributed_test(world_size=2)
+def test_streams_of_hidden_states():
     one = made(Streams)
     many = divided(one)
-    used = [name for name, _ in one.named_parameters()]
-    for model in (one, many):
-        model(ids()).square().mean().backward()
-    named = {n: p.grad for n, p in many.named_parameters() if p.grad is not None}
-    gradients, compared = gather_tensors(many, named), 0
-    for name in used:
-        plain = one.get_parameter(name).grad
-        if plain is not None:
-            assert (gradients[name] - plain).abs().max() < 1e-12, name
-            compared += 1
+    compare(one, many, ids())
     with pytest.raises(InvalidArgumentError, match="two dims are as long as the sequence"):
         many(ids(2))
-    return compared
-
-
-def test_streams_of_hidden_states():
-    assert run_ranks(streams, 2) == [19, 19]
 
 
 class Second(Model):
@@ -252,7 +225,16 @@ class Read(Model):
         return self.head(self.layers[1](x * self.scale))
 
 
-def refused():
+class Plains(Model):
+    def forward(self, ids):
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@distributed_test(world_size=2)
+def test_what_would_be_wrong_between_layers_is_refused():
     cases = [
         ((Second, Plain), "Plain was called with 'memory' of shape .* it cannot be known"),
         ((Plains, CrossedLayer), "column-parallel layer was given this rank's 4 of 8 tokens"),
@@ -263,21 +245,9 @@ def refused():
             divided(made(*made_of))(ids()).sum().backward()
 
 
-class Plains(Model):
-    def forward(self, ids):
-        x = self.words(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def test_what_would_be_wrong_between_layers_is_refused():
-    run_ranks(refused, 2)
-
-
 def test_layers_of_two_lists_cannot_be():
     model = made()
     model.others = nn.ModuleList([Layer()])
-    text = "in the layers of layers .*, and names others beside"
+    text = "the layers of layers and of others, but only"
     with pytest.raises(InvalidArgumentError, match=text):
         explain(model, 2, PLAN | {"others.*": "sequence_layer"}, sequence_parallel=True)

@@ -5,18 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from llamas import require_same_gradients
+from llamas import as_one_process
 from torch import nn
-from torch.distributed import group
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import (
-    Fused,
-    apply_tensor_parallel,
     explain,
 )
-from scaletorch.parallel.tensor_parallel.plans.own_plans import find_own_plan, own_plan
-from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 VOCAB, HIDDEN, HEADS, HEAD = 11, 8, 4, 2
 PLAN = {
@@ -91,61 +86,76 @@ class Whole(nn.Module):
         return self.head(self.model(ids))
 
 
-def styles(model):
-    return {match.name: match.style for match in resolve(model, None, 2).matches.values()}
+def styles(model, plan=None):
+    """Return the style of each module with parameters, "" for one that stays whole."""
+    return {p.name.rpartition(".")[0]: p.style for p in explain(model, 2, plan).parameters}
 
 
 def test_a_model_says_itself_what_is_sharded():
-    found = styles(Whole())
-    assert found["model.layers.1.attention.query"] == "column"
-    assert found["model.layers.1.attention.out"] == "row"
-    assert found["model.layers.1.attention"] == "sharded"
-    assert found["model.layers.0.mlp.gate_up"] == Fused("column", 2)
-    assert found["head"] == "column_gather"
-    assert "model.words" not in found
+    found = styles(Whole(norm=True))
+    layer = {
+        "attention.query": "column", "attention.out": "row", "attention.q_norm": "",
+        "mlp.gate_up": "column, 2 parts", "mlp.down": "row",
+    }  # fmt: skip
+    assert {
+        f"model.layers.1.{name}": style for name, style in layer.items()
+    }.items() <= found.items()
+    assert (found["head"], found["model.words"]) == ("column_gather", "")
     assert styles(Whole(tied=True))["model.words"] == "vocab"
-    assert "model.layers.0.attention.q_norm" not in styles(Whole(norm=True))
-    assert "model.layers.0.attention.q_norm" not in found
 
 
 def test_the_outer_plan_goes_before_that_of_an_inner_model():
     model = Whole()
     model._tp_plan = {"model.layers.*.mlp.down": "rowwise_split_input"} | Whole._tp_plan
-    assert own_plan(model)["model.layers.*.mlp.down"] == "rowwise_split_input"
-    assert own_plan(model)["model.layers.*.mlp.gate_up"] == "packed_colwise"
-    assert own_plan(nn.Sequential(model))["0.model.layers.*.attention.out"] == "rowwise"
+    found = styles(nn.ModuleDict({"inner": model}))
+    assert found["inner.model.layers.1.mlp.down"] == "row_split"
+    assert found["inner.model.layers.1.mlp.gate_up"] == "column, 2 parts"
+    assert found["inner.model.layers.1.attention.out"] == "row"
+
+
+class NormedEmbedding(nn.Embedding):
+    def forward(self, ids):
+        return nn.functional.normalize(super().forward(ids), dim=-1)
+
+
+def test_an_embedding_that_computes_more_is_left_whole():
+    model = Whole(plan=PLAN | {"words": "embedding_rowwise"})
+    assert styles(model)["model.words"] == "vocab"
+    model.model.words = NormedEmbedding(VOCAB, HIDDEN)
+    assert styles(model)["model.words"] == "replicate"
 
 
 def test_a_star_is_a_number_and_nothing_else():
     model = Whole()
     model.model.layers.extra = copy.deepcopy(model.model.layers[0])
-    names = [match.name for match in find_own_plan(model)[0]]
-    assert "model.layers.1.mlp.down" in names
-    assert not any("extra" in name for name in names)
+    found = styles(model)
+    assert found["model.layers.1.mlp.down"] == "row"
+    assert {style for name, style in found.items() if "extra" in name} == {""}
 
 
 def test_a_plan_for_the_head_alone_is_none():
-    model = nn.Sequential()
-    assert find_own_plan(model) is None
-    model = Whole(plan={})
-    assert find_own_plan(model) is None
-    with pytest.raises(ValueError, match="has no plan of its own for its layers"):
-        resolve(model, None, 2)
+    found = styles(Whole(plan={}))  # as a forward suggests
+    assert found["model.layers.1.attention.out"] == "row"
+    assert found["model.words"] == "vocab"
+    assert styles(Whole(), {"head": "column_gather"})["model.layers.1.mlp.down"] == ""
 
 
-def test_an_unknown_style_is_named():
-    model = Whole(plan=PLAN | {"layers.*.mlp.down": "diagonal"})
-    text = "'model.layers.*.mlp.down' the style 'diagonal', which is none of 'colwise'"
-    with pytest.raises(ValueError, match=text.replace("*", r"\*")):
-        resolve(model, None, 2)
-
-
-def test_a_single_parameter_is_no_module():
-    model = Whole(plan=PLAN | {"layers.*.attention.sinks": "colwise"})
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"mlp.down": "diagonal"},
+            r"'model.layers.\*.mlp.down' the style 'diagonal', which is",
+        ),
+        ({"attention.sinks": "colwise"}, "single parameter 'model.layers.0.attention.sinks'"),
+    ],
+)
+def test_a_style_that_cannot_be_is_named(change, text):
+    model = Whole(plan=PLAN | {f"layers.*.{name}": style for name, style in change.items()})
     for layer in model.model.layers:
         layer.attention.sinks = nn.Parameter(torch.zeros(HEADS))
-    with pytest.raises(ValueError, match=r"single parameter 'model.layers.0.attention.sinks'"):
-        resolve(model, None, 2)
+    with pytest.raises(ValueError, match=text):
+        explain(model, 2)
 
 
 def test_heads_are_not_cut_though_the_plan_does_not_count_them():
@@ -158,25 +168,12 @@ def test_heads_are_not_cut_though_the_plan_does_not_count_them():
     for layer in model.model.layers:
         del layer.attention.config
     with pytest.raises(ValueError, match="are not understood as heads"):
-        resolve(model, None, 2)
+        explain(model, 2)
 
 
-def test_a_plan_given_goes_before_the_model_s():
-    matches = resolve(Whole(), {"head": "column_gather"}, 2).matches
-    assert [match.name for match in matches.values()] == ["head"]
-
-
-def as_one_process(options):
+def trained(options):
     torch.manual_seed(0)
-    plain = Whole(**options).double()
-    model = apply_tensor_parallel(copy.deepcopy(plain), None, group.WORLD)
-    ids = torch.arange(14).view(2, 7) % VOCAB
-    outputs = []
-    for each in (plain, model):
-        outputs.append(each(ids))
-        outputs[-1].sin().sum().backward()
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-12, atol=1e-12)
-    require_same_gradients(plain, model, rtol=1e-10)
+    as_one_process(Whole(**options).double())
 
 
 WHOLE_BETWEEN = PLAN | {
@@ -192,4 +189,4 @@ WHOLE_BETWEEN = PLAN | {
     ids=["plain", "tied-norm", "gathered"],
 )
 def test_it_trains_as_one_process(options, tp):
-    run_ranks(as_one_process, tp, options)
+    run_ranks(trained, tp, options)

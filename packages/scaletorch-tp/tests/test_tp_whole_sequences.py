@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from llamas import require_same_gradients
+from llamas import compare
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 
 ATTENTION = {**{f"attention.{name}": "column" for name in "qkv"}, "attention.o": "row"}
@@ -72,21 +72,10 @@ def ids(length=8, rows=2):
     return torch.randint(20, (rows, length), generator=torch.Generator().manual_seed(length))
 
 
-def compare(one, plan, length=8, rows=2):
-    """Loss, logits and every gradient are the plain model's."""
+def train(one, plan, length=8, rows=2):
     many = copy.deepcopy(one)
     apply_tensor_parallel(many, plan, dist.group.WORLD, sequence_parallel=True)
-    for model in (one, many):
-        model(ids(length, rows)).square().mean().backward()
-    torch.testing.assert_close(many(ids(length, rows)), one(ids(length, rows)), rtol=0, atol=1e-12)
-    require_same_gradients(one, many)
-    return many
-
-
-def refused(model, plan, message, length=8):
-    many = apply_tensor_parallel(model, plan, dist.group.WORLD, sequence_parallel=True)
-    with pytest.raises(InvalidArgumentError, match=message):
-        many(ids(length)).square().mean().backward()
+    compare(one, many, ids(length, rows))
 
 
 class Normed(Attention):
@@ -122,7 +111,7 @@ def left_whole():
         (made(Model, Normed), {**PLAN, **gathered}),
     ):
         for length in (8, 7):
-            compare(copy.deepcopy(one), plan, length)
+            train(copy.deepcopy(one), plan, length)
     many = apply_tensor_parallel(made(Model), PLAN, dist.group.WORLD, sequence_parallel=True)
     many.attention.dropout.p = 0.5  # draws of what is whole agree, and the others go on apart
     seen, dropped = [], []
@@ -163,23 +152,6 @@ class CrossModel(Model):
         return self.attention(self.first(x), memory)
 
 
-def cross_attention():
-    message = r"TwoSequences was called with two sequences, of shapes \(2, 4, 12\) and \(2, "
-    for kind, styles in (
-        ("ids", {}),
-        ("ids", {"memory": "vocab"}),
-        ("ids", {"memory": "replicate"}),
-        ("features", {}),
-        ("features", {"features": "replicate"}),
-    ):
-        refused(made(CrossModel, kind), {**PLAN, **ATTENTION, **styles}, message)
-    refused(made(CrossModel, "ids"), PLAN, message)  # attention left whole, too
-
-
-def test_a_second_sequence_is_refused():
-    run_ranks(cross_attention, 2)
-
-
 class Ordered(Attention):
     """Takes positions before the hidden states."""
 
@@ -207,16 +179,14 @@ class NoSequence(OrderedModel):
         return self.attention(self.positions, self.positions)
 
 
-def first_tensors():
+SHARDED = {**PLAN, **ATTENTION}
+
+
+@distributed_test(world_size=2)
+def test_a_region_finds_its_hidden_states():
     for kind in (OrderedModel, ByName):
         for rows, length in ((2, 4), (4, 8), (3, 7)):
-            compare(made(kind, Ordered), {**PLAN, **ATTENTION}, length, rows)
-    plan = {**PLAN, **ATTENTION}
-    refused(made(NoSequence, Ordered), plan, r"a floating tensor \[..., tokens, 12\], and got")
-
-
-def test_a_region_finds_its_hidden_states():
-    run_ranks(first_tensors, 2)
+            train(made(kind, Ordered), SHARDED, length, rows)
 
 
 class Residual(Attention):
@@ -230,8 +200,14 @@ class Whole(Attention):
 
 
 class Longer(Model):
+    added = 4
+
     def mixed(self, x):
         return super().mixed(torch.cat([x, x.new_zeros(2, self.added, 12)], 1))
+
+
+class LongerByOne(Longer):
+    added = 1
 
 
 class Partly(Attention):
@@ -244,18 +220,29 @@ class Reshaping(Model):
         return super().mixed(x).view(2, 8, 12)
 
 
-def in_words():
-    plan = {**PLAN, **ATTENTION}
-    inside = r"in Residual does not fit this rank's share of the tokens \(4 of 8\)"
-    refused(made(Model, Residual), plan, inside)
-    refused(made(Model, Whole), plan, "in Whole does not fit .* heads and features")
-    Longer.added = 4
-    refused(made(Longer), plan, "It is the whole sequence, made between the layers")
-    Longer.added = 1
-    refused(made(Longer), plan, r"Tokens were added or dropped .* style the layers 'sequence_lay")
-    refused(made(Reshaping), plan, "in Reshaping does not fit .* 'sequence_layer'; or do w")
-    refused(made(Model, Partly), plan, "checkpoint the whole module")
+TWO = r"TwoSequences was called with two sequences, of shapes \(2, 4, 12\) and \(2, "
+REFUSED = [  # a model and its arguments, a plan, and what is said
+    ((CrossModel, "ids"), SHARDED, TWO),
+    ((CrossModel, "ids"), {**SHARDED, "memory": "vocab"}, TWO),
+    ((CrossModel, "ids"), {**SHARDED, "memory": "replicate"}, TWO),
+    ((CrossModel, "features"), SHARDED, TWO),
+    ((CrossModel, "features"), {**SHARDED, "features": "replicate"}, TWO),
+    ((CrossModel, "ids"), PLAN, TWO),  # attention left whole, too
+    ((NoSequence, Ordered), SHARDED, r"a floating tensor \[..., tokens, 12\], and got"),
+    ((Model, Residual), SHARDED,
+     r"in Residual does not fit this rank's share of the tokens \(4 of 8\)"),
+    ((Model, Whole), SHARDED, "in Whole does not fit .* heads and features"),
+    ((Longer,), SHARDED, "It is the whole sequence, made between the layers"),
+    ((LongerByOne,), SHARDED, "Tokens were added or dropped .* style the layers 'sequence_lay"),
+    ((Reshaping,), SHARDED, "in Reshaping does not fit .* 'sequence_layer'; or do w"),
+    ((Model, Partly), SHARDED, "checkpoint the whole module"),
+]  # fmt: skip
 
 
-def test_errors_about_shapes_say_what_they_come_from():
-    run_ranks(in_words, 2)
+@distributed_test(world_size=2)
+def test_what_does_not_fit_shares_is_refused_with_where_it_comes_from():
+    for arguments, plan, words in REFUSED:
+        many = made(*arguments)
+        apply_tensor_parallel(many, plan, dist.group.WORLD, sequence_parallel=True)
+        with pytest.raises(InvalidArgumentError, match=words):
+            many(ids()).square().mean().backward()

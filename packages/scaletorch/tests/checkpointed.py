@@ -7,6 +7,17 @@ from scaletorch.compose.state import gather_full
 from scaletorch.dist import all_reduce, get_rank
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.data_parallel import parameter_shards
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+
+def grid(layout):
+    """Return the manager of dp, pp, cp and tp ranks, in place of an earlier one."""
+    dp, pp, cp, tp = layout
+    destroy_process_group_manager()
+    return setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
 
 
 def build(seed=3, vocab_size=31, tied=False, layers=2):
@@ -44,16 +55,16 @@ def train(model, optimizer, manager, step):
     return loss.item()
 
 
-def joined(model, manager, kept, dtype):
-    """Return what `kept` returns of shards, put together as the plain model has it, by names."""
+def joined(model, manager, of_shard, dtype):
+    """Return the full tensors, by names, of which `of_shard` returns what a rank has of a shard."""
     flat = {n: torch.zeros(p.numel(), dtype=dtype) for n, p in model.named_parameters()}
     for shard in parameter_shards(model):
         if not shard.replicated or get_rank(manager.cp_dp_group) == 0:
-            flat[shard.name][shard.start : shard.stop] = kept(shard).detach().flatten()
+            flat[shard.name][shard.start : shard.stop] = of_shard(shard).detach().flatten()
     every = torch.cat([*flat.values()])
     all_reduce(every, group=manager.cp_dp_group)
-    parts = zip(model.named_parameters(), every.split([*map(len, flat.values())]), strict=True)
-    return gather_full(model, {name: part.view_as(p) for (name, p), part in parts}, manager)
+    local = zip(model.named_parameters(), every.split([*map(len, flat.values())]), strict=True)
+    return gather_full(model, {name: each.view_as(p) for (name, p), each in local}, manager)
 
 
 def assert_equal(found, expected):

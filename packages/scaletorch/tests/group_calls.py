@@ -1,8 +1,4 @@
-"""Stand-ins before every call on a process group, and the order of these calls, compared.
-
-They stand where torch.distributed calls a `ProcessGroup`, so they also see calls that no function
-of ours made.
-"""
+"""Stand-ins before every call on a process group, and the order of these calls, compared."""
 
 import threading
 from collections import Counter, defaultdict
@@ -59,13 +55,7 @@ class Called(NamedTuple):
 
 
 class Recorder:
-    """Notes this process's calls, on all its threads, in the order in which they are made.
-
-    Attributes:
-        calls: The calls so far.
-        most: How many messages the longest batch had.
-        late: Set it where construction ends.
-    """
+    """Notes this process's calls, on all its threads, in the order in which they are made."""
 
     def __init__(self):
         self.calls, self.most, self.late = [], 0, False
@@ -134,11 +124,7 @@ def _sizes(group, args):
 
 
 def faults(ranks):
-    """Return what is wrong with the recorded calls of all ranks, as lines.
-
-    Args:
-        ranks: Each rank's `Recorder`, or what has its attributes.
-    """
+    """Return what is wrong with the recorded calls of all ranks, as lines."""
     calls = [[c for c in rank.calls if c.name != "made"] for rank in ranks]
     found = [*_late(ranks), *_collectives(calls), *_messages(calls), *_cycle(calls)]
     for rank, each in enumerate(ranks):
@@ -148,10 +134,7 @@ def faults(ranks):
 
 
 def _late(ranks):
-    """Find groups made, and communicators and paths of a device first used, after construction.
-
-    Gloo has connected all members of a group on the CPU when it is made.
-    """
+    """Find groups made, and communicators and paths of a device first used, after construction."""
     for rank, each in enumerate(ranks):
         known = set()
         for call in each.calls:

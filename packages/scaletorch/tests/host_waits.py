@@ -23,11 +23,7 @@ SHOWN = 6  # frames of a stack
 
 
 class HostWaits(TorchDispatchMode):
-    """Notes every wait inside it, on this thread and those that its modes are carried to.
-
-    Attributes:
-        found: The stack of each, as lines.
-    """
+    """Notes every wait inside it, on this thread and those that its modes are carried to."""
 
     def __init__(self):
         super().__init__()

@@ -219,7 +219,7 @@ _ZERO3 = r"stage must be 1 \(.*\) or 2 \(.*\), got 3; for sharded parameters use
 _NO_PLAN = r"UNet has no plan of its own .* pass plan=suggest_plan\(model, example\)"
 _NO_LAYERS = r"cannot tell which modules are the layers: .*UNet has .*; pass Split\("
 _CP = r"cp divides .* it is not known where this batch .* sequence_dims=.* or take cp_size=1"
-_LISTS = r"shares sequences out in the layers of .* beside them: .* do without sequence parallelism"
+_LISTS = r"'sequence_layer' to the layers of .*, but only .* do without sequence parallelism"
 _OF_IMAGES = r"{} takes pixel_values, and cp divides .*: take cp_size=1"
 _COUNTS = r"T5\w+ (takes no position_ids|computes its attention itself)"
 _ROWS = (
@@ -229,8 +229,8 @@ _ROWS = (
 _TOWERS = {
     "sp": _LISTS,
     "pp": (
-        r"the model's own code between its layers fails where modules are another stage's|comes of "
-        r"this stage's layers by another way than what the last of them returns"
+        r"the model's own code between its layers raised|depends on this stage's layers, but not "
+        r"through the output of the last one"
     ),
     "cp": r"CLIPVisionModel is run, and text alone can be divided.*keep sequences whole",
 }

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from mutants.specimen import PLAN, Staged, batch
 from torch import nn
 
 from scaletorch.bisect import Report
-from scaletorch.bisect.comparison.judge import UNSEEN
 from scaletorch.bisect.locate import locate, prepare
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.errors import RankFailedError
@@ -87,27 +87,27 @@ OFF: Mapping[str, Any] = {"sequence_parallel": "off", "recompute": "layers"}
 ALONE = [(grid, {**own, **OFF} if ON.items() <= own.items() else own) for grid, own in LAYOUTS]
 
 
+def of_transformers(name: str, **sizes: Any) -> nn.Module:
+    """Return a small model of transformers."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, use_cache=False, **sizes)
+    return sharpened(transformers.AutoModelForCausalLM.from_config(config))
+
+
 def gemma() -> nn.Module:
     """Return a small Gemma-2: soft caps, a window in every other layer, four norms a layer."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+    return of_transformers(
+        "Gemma2", hidden_size=32, intermediate_size=48, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8,
-        sliding_window=9, max_position_embeddings=64, use_cache=False,
+        sliding_window=9, max_position_embeddings=64,
     )  # fmt: skip
-    return sharpened(Gemma2ForCausalLM(config))
 
 
 def gpt2() -> nn.Module:
     """Return a small GPT-2: queries, keys and values are one matrix, positions are learnt."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=64, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return sharpened(GPT2LMHeadModel(config))
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return of_transformers("GPT2", n_embd=32, n_layer=4, n_head=4, n_positions=64, **no_dropout)
 
 
 class Family(NamedTuple):
@@ -129,7 +129,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class Ran(NamedTuple):
-    """A case and what came of it."""
+    """A case and what came of it; a text if it failed."""
 
     family: str
     case: Case
@@ -152,32 +152,25 @@ def campaign(
 ) -> Iterator[Ran]:
     """Run and compare cases, those of one family and number of ranks one after another.
 
-    Args:
-        families: Which.
-        dtypes: Which.
-        only: Numbers of layouts, of 20; all by default.
-        steps: How many are compared.
-        timeout: Seconds for one case.
+    `only` has numbers of layouts, of 20; all by default.
     """
     preload("torch._dynamo")
     with tempfile.TemporaryDirectory(prefix="scaletorch-sound-") as name, Ranks(timeout) as ranks:
-        for family, dtype in ((f, d) for f in families for d in dtypes):
+        for family, dtype in product(families, dtypes):
             model_fn, batch_fn, plan, layouts = FAMILIES[family]
-            folder = Path(name) / f"{family}-{dtype}"
-            subject = Subject(locator(model_fn), plan)
+            folder, subject = Path(name, f"{family}-{dtype}"), Subject(locator(model_fn), plan)
             prepared = prepare(folder, subject, batch_fn, dtype, steps)
             chosen = [layouts[number] for number in only or range(len(layouts))]
             cases = [Case(parse_layout(grid), dtype, **options) for grid, options in chosen]
             for case in sorted(cases, key=lambda each: each.grid.world_size):
-                pool = ranks.pool(case.grid.world_size)
-                began, own = time.monotonic(), folder / "layout"
+                pool, began = ranks.pool(case.grid.world_size), time.monotonic()
                 report: Report | str
                 try:
-                    report = locate(case, subject, prepared, pool, own)
+                    report = locate(case, subject, prepared, pool, folder / "layout")
                 except RankFailedError as error:
                     report = str(error)
                 yield Ran(family, case, report, time.monotonic() - began)
-                shutil.rmtree(own, ignore_errors=True)
+                shutil.rmtree(folder / "layout", ignore_errors=True)
             shutil.rmtree(folder)
 
 
@@ -201,22 +194,16 @@ def main() -> int:
 
 def table(every: Sequence[Ran]) -> str:
     """Return, by family and dtype, how many ran, were reported, and how much was compared."""
-    lines = [
-        "| family | dtype | runs | reports | tensors compared | not compared | s |",
-        "| --- " * 7 + "|",
-    ]
-    groups = dict.fromkeys((ran.family, ran.case.dtype) for ran in every)
-    for family, dtype in groups:
+    titles = "family", "dtype", "runs", "reports", "tensors compared", "not compared", "s"
+    rows: list[Sequence[object]] = [titles, ["---"] * len(titles)]
+    for family, dtype in dict.fromkeys((ran.family, ran.case.dtype) for ran in every):
         own = [ran for ran in every if (ran.family, ran.case.dtype) == (family, dtype)]
         reports = [ran.report for ran in own if not isinstance(ran.report, str)]
-        unseen = sum(report.count(UNSEEN) for report in reports)
-        cells = [
-            family, dtype, len(own), sum(not ran.sound for ran in own),
-            sum(len(report.judged) for report in reports) - unseen, unseen,
-            round(sum(ran.seconds for ran in own)),
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        unseen = sum(report.count("unseen") for report in reports)
+        compared = sum(len(report.judged) for report in reports) - unseen
+        wrong, seconds = sum(not ran.sound for ran in own), round(sum(ran.seconds for ran in own))
+        rows.append([family, dtype, len(own), wrong, compared, unseen, seconds])
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from training import (
 from scaletorch.checkpoint import CheckpointError, export_adapter
 from scaletorch.compose import full_state_dict, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import ScaletorchError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import distributed_test, preload, run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -192,7 +192,8 @@ REFUSED = {
 }
 
 
-def refused():
+@distributed_test(world_size=2)
+def test_adapters_that_cannot_be_cut_are_refused():
     manager = setup_process_group_manager(tp_size=2)
     for options, message in REFUSED.values():
         model = adapted(**options)
@@ -203,11 +204,18 @@ def refused():
     destroy_process_group_manager()
 
 
-def test_adapters_that_cannot_be_cut_are_refused():
-    run_ranks(refused, 2)
+def injected(model):
+    plain = model.get_submodule("module.module")
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), plain)
+    return model
 
 
-def added_later():
+def around(model):
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+
+
+@distributed_test(world_size=2)
+def test_adapters_after_parallelize_are_refused_with_the_way_out():
     manager = setup_process_group_manager(dp_size=2)
     whole = batch(0)
     message = r"lora_A.* came after the module was wrapped .*adapters.*get_peft_model of the plain"
@@ -227,20 +235,6 @@ def added_later():
         with pytest.raises(ValueError, match=r"Target module ColumnParallelLinear.*not supported"):
             inject(model)
     destroy_process_group_manager()
-
-
-def injected(model):
-    plain = model.get_submodule("module.module")
-    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), plain)
-    return model
-
-
-def around(model):
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-
-
-def test_adapters_after_parallelize_are_refused_with_the_way_out():
-    run_ranks(added_later, 2)
 
 
 @pytest.fixture

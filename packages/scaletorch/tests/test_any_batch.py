@@ -8,15 +8,11 @@ import torch
 import torch.nn.functional as F
 from sweeps import today
 from torch import nn
-from training import in_one_process, train_and_compare
+from training import grid, in_one_process, train_and_compare
 
-from scaletorch.compose import parallelize, shard_global_batch, train_step
+from scaletorch.compose import count_routing, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError, RehearsalError, ScaletorchError
-from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import Divide
 
 ROWS = 7
@@ -230,29 +226,23 @@ REFUSED = [
 
 
 def step_of_noises(sizes, options, dims):
-    manager = setup_process_group_manager(**sizes)
-    try:
+    with grid(sizes) as manager:
         model = parallelize(Denoiser().double(), manager, **options)
         cut = shard_global_batch(noises(0), 1, model=model, sequence_dims=dims)
         train_step(model, cut, loss_fn=of_noise)
-    finally:
-        destroy_process_group_manager()
 
 
-def refused():
+@distributed_test(2)
+def test_what_divides_positions_is_refused():
     for *case, words in REFUSED:
         with pytest.raises(ScaletorchError, match=words):
             step_of_noises(*case)
 
 
-def test_what_divides_positions_is_refused():
-    run_ranks(refused, 2)
-
-
 @pytest.fixture
 def alone():
-    yield setup_process_group_manager()
-    destroy_process_group_manager()
+    with grid({}) as manager:
+        yield manager
 
 
 def test_batches_that_do_not_fit_are_named(alone):
@@ -298,23 +288,81 @@ def test_micro_batches_of_one_process_are_rehearsed(alone):
             train_step(model, cut, loss_fn=of_class)
 
 
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.attention = nn.Embedding(16, 8), Attention(8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, input_ids):
+        return self.head(self.attention(self.embed(input_ids)))
+
+
+class Picked(nn.Module):
+    def forward(self, hidden, index, weights):
+        return hidden * weights.sum(-1, keepdim=True)
+
+
+class Routed(Encoder):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 4), Picked()
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids).flatten(0, 1)
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        return self.head(self.experts(x, index, weights)).unflatten(0, input_ids.shape)
+
+
+def of_lengths(model, *lengths, **how):
+    """Return micro-batches of sequences, each cut by itself; cp pads odd lengths."""
+    ids = torch.arange(16).expand(2, 16)
+    wholes = ({"input_ids": ids[:, :n], "labels": ids[:, :n]} for n in lengths)
+    return [each for whole in wholes for each in shard_global_batch(whole, 1, model=model, **how)]
+
+
+def padded():
+    plan = {n.removeprefix("blocks.*."): s for n, s in PLAN.items() if "attention" in n}
+    for sizes in ({"cp_size": 4}, {"cp_size": 2, "dp_size": 2}, {"cp_size": 2, "tp_size": 2}):
+        with grid(sizes) as manager:
+            options = {"plan": plan} if manager.tp_size > 1 else {}
+            model = parallelize(Encoder(), manager, **options, rehearse=False)
+            for lengths in ((15,), (16, 15), (15, 16)):
+                train_step(model, of_lengths(model, 16))
+                with pytest.raises(InvalidArgumentError, match="would see the padding"):
+                    train_step(model, of_lengths(model, *lengths))
+                model.reset()
+            if manager.dp_size > 1:  # one dp rank alone has read shorter rows
+                own = of_lengths(model, 16 - manager.dp_rank, own_rows=True)
+                with pytest.raises(InvalidArgumentError, match="would see the padding"):
+                    train_step(model, own)
+    with grid({"cp_size": 4}) as manager:
+        model = parallelize(Routed(), manager, rehearse=False)
+        count_routing(model, "gate.bias")
+        with pytest.raises(InvalidArgumentError, match="several lengths, and count_routing"):
+            train_step(model, of_lengths(model, 16, 15))
+
+
+def test_full_attention_to_padding_is_refused_in_every_micro_batch():
+    run_ranks(padded, 4)
+
+
 def positions():
     """Compare what a cp rank gets of an entry [B, L, V] beside tokens with what it should."""
-    manager = setup_process_group_manager(cp_size=2)
     teacher, ids = drawn(0, 13, 5), torch.arange(13).expand(ROWS, 13)
     batch = {"input_ids": ids, "labels": ids, "loss_teacher": teacher, "loss_kept": ids}
     dims = {"loss_teacher": 1, "loss_kept": None, "labels": 1}
-    (cut,) = shard_global_batch(batch, 1, manager, sequence_dims=dims)
+    embeds = {"inputs_embeds": drawn(0, 8, 4), "labels": torch.zeros(ROWS, 8, dtype=torch.long)}
+    with grid({"cp_size": 2}) as manager:
+        (cut,) = shard_global_batch(batch, 1, manager, sequence_dims=dims)
+        (known,) = shard_global_batch(embeds, 1, manager)
+    # Of embeddings and labels it is known which dim is positions.
+    assert [tuple(entry.shape) for entry in known.values()] == [(ROWS, 4, 4), (ROWS, 4)]
     places = cut.cut.sequences.positions()
     padded = F.pad(teacher, (0, 0, 0, 16 - 13))[:, places]
     assert torch.equal(cut["labels"], torch.where(places < 13, places, -100).expand(ROWS, -1))
     assert torch.equal(cut["loss_kept"], ids)
     assert torch.equal(cut["loss_teacher"], padded)
-    # Of embeddings and labels it is known which dim is positions.
-    batch = {"inputs_embeds": drawn(0, 8, 4), "labels": torch.zeros(ROWS, 8, dtype=torch.long)}
-    (cut,) = shard_global_batch(batch, 1, manager)
-    assert [tuple(entry.shape) for entry in cut.values()] == [(ROWS, 4, 4), (ROWS, 4)]
-    destroy_process_group_manager()
 
 
 def test_positions_of_tokens_that_are_named_or_known_are_divided():

@@ -1,39 +1,21 @@
-"""Every entry of a global batch is cut as rows, passed whole by name, or asked about."""
+"""Rows of a global batch: any entries and any number, cut, passed whole, or asked about."""
 
-from functools import partial
+import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
+from sweeps import today
+from test_loss_reads import PLAN, WIDTH, Layer
 from torch import nn
-from training import in_one_process, on_a_layout, require_alike
+from training import adamw, cross_entropy, grid, in_one_process, llama, train_and_compare
 
-from scaletorch.compose import shard_global_batch
-from scaletorch.dist import RankPool
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.compose import eval_step, parallelize, rows_of_step, shard_global_batch
+from scaletorch.compose.batches import rows_of_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.verify import assert_trains_alike
 
-ROWS, LENGTH, WIDTH = 4, 8, 8
-PLAN = {"layers.*.up": "column", "layers.*.down": "row", "head": "column_gather"}
+ROWS, LENGTH = 4, 8
 NAMED = {"table": None, "columns": 1}
-
-
-class Layer(nn.Module):
-    attends = True
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.up = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 16)
-        self.down = nn.Linear(16, WIDTH)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
-        if self.attends:
-            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
@@ -77,39 +59,32 @@ def batch(step=0):
     }
 
 
-LAYOUTS = {  # sizes, options of parallelize, micro-batches
-    2: [
-        ({"dp_size": 2}, {}, 2),
-        ({"cp_size": 2}, {}, 4),
-        ({"pp_size": 2}, {"schedule": "zb_v"}, 4),
-        ({"pp_size": 2}, {"schedule": "dualpipe_v"}, 4),
-        ({"tp_size": 2}, {}, 2),
-        ({"tp_size": 2}, {"sequence_parallel": True}, 2),
-    ],
-    4: [
-        ({"dp_size": 4}, {}, 1),
-        ({"dp_size": 2, "cp_size": 2}, {}, 2),
-        ({"pp_size": 2, "dp_size": 2}, {"schedule": "zb_h1", "recompute": True}, 2),
-        ({"tp_size": 2, "cp_size": 2}, {}, 2),
-    ],
-}
+LAYOUTS = [  # sizes, options of parallelize, micro-batches
+    ({"dp_size": 2}, {}, 2),
+    ({"cp_size": 2}, {}, 4),
+    ({"pp_size": 2}, {"schedule": "zb_v"}, 4),
+    ({"pp_size": 2}, {"schedule": "dualpipe_v"}, 4),
+    ({"tp_size": 2}, {}, 2),
+    ({"tp_size": 2}, {"sequence_parallel": True}, 2),
+    ({"dp_size": 4}, {}, 1),
+    ({"dp_size": 2, "cp_size": 2}, {}, 2),
+    ({"pp_size": 2, "dp_size": 2}, {"schedule": "zb_h1", "recompute": True}, 2),
+    ({"tp_size": 2, "cp_size": 2}, {}, 2),
+]
 
 
-@pytest.fixture(scope="module")
-def expected():
-    return {attends: in_one_process(net(attends), [batch()]) for attends in (False, True)}
+@functools.cache
+def expected(attends):
+    return in_one_process(net(attends), [batch()])
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-def test_rows_of_all_shapes_train_as_one_process(ranks, expected):
-    with RankPool(ranks, timeout=200) as pool:
-        for sizes, options, micro_batches in LAYOUTS[ranks]:
-            attends = "sequence_parallel" not in options
-            options = {"plan": PLAN, **options} if "tp_size" in sizes else options
-            given = partial(net, attends), sizes, [batch()]
-            how = {"options": options, "micro_batches": micro_batches, "cut": {"row_dims": NAMED}}
-            for found in pool.run(on_a_layout, *given, **how):
-                require_alike(found, expected[attends], losses=1e-12, where=(sizes, options))
+@pytest.mark.parametrize(("sizes", "options", "micro_batches"), LAYOUTS)
+def test_rows_of_all_shapes_train_as_one_process(sizes, options, micro_batches):
+    attends = "sequence_parallel" not in options
+    options = {"plan": PLAN, **options} if "tp_size" in sizes else options
+    how = {"options": options, "micro_batches": micro_batches, "cut": {"row_dims": NAMED}}
+    build = functools.partial(net, attends)
+    train_and_compare(expected(attends), build, sizes, [batch()], bounds={"losses": 1e-12}, **how)
 
 
 def test_the_proof_is_told_too():
@@ -171,21 +146,105 @@ TAKEN = [  # entries, row_dims, and their shape in one of two micro-batches
 ]
 
 
-@pytest.fixture
-def manager():
-    yield setup_process_group_manager()
-    destroy_process_group_manager()
-
-
 @pytest.mark.parametrize(("ids", "entries", "row_dims", "words"), REFUSED)
-def test_what_can_be_read_otherwise_is_asked_about(ids, entries, row_dims, words, manager):
-    with pytest.raises(ValueError, match=words):
+def test_what_can_be_read_otherwise_is_asked_about(ids, entries, row_dims, words):
+    with grid({}) as manager, pytest.raises(ValueError, match=words):
         shard_global_batch(ids | entries, 1, row_dims=row_dims, manager=manager)
 
 
 @pytest.mark.parametrize(("ids", "entries", "row_dims", "shape"), TAKEN)
-def test_what_is_told_or_known_is_cut(ids, entries, row_dims, shape, manager):
-    parts = shard_global_batch(ids | entries, 2, row_dims=row_dims, manager=manager)
+def test_what_is_told_or_known_is_cut(ids, entries, row_dims, shape):
+    with grid({}) as manager:
+        parts = shard_global_batch(ids | entries, 2, row_dims=row_dims, manager=manager)
     (name,) = entries
     found = [list(p[name].shape) if isinstance(shape, list) else len(p[name]) for p in parts]
     assert found == [shape, shape]
+
+
+STEPS = (7, 5, 2, 1)  # rows of the steps, one after another
+UNEVEN = {
+    "dp 4": {"dp_size": 4},
+    "dp 2 x tp 2": {"dp_size": 2, "tp_size": 2},
+    "dp 2 x pp 2": {"dp_size": 2, "pp_size": 2},
+    "dp 2 x cp 2": {"dp_size": 2, "cp_size": 2},
+    "pp 2 x tp 2": {"pp_size": 2, "tp_size": 2},
+    "tp 4": {"tp_size": 4},
+    "cp 4": {"cp_size": 4},
+    "pp 4": {"pp_size": 4},
+}
+# The loss of one's own takes a mean over positions and words, which cp and tp divide.
+OWN = [("dp 4", True), ("dp 2 x pp 2", True), ("pp 4", True)]
+
+
+@pytest.mark.parametrize(("rows", "ranks", "micro_batches"), [(7, 2, 2), (5, 2, 4), (1, 3, 2)])
+def test_shares_differ_by_at_most_one_row(rows, ranks, micro_batches):
+    shares = rows_of_ranks(rows, ranks, micro_batches)
+    assert [row for own in shares for share in own for row in share] == [*range(rows)]
+    for sizes in ([sum(map(len, own)) for own in shares], *([*map(len, own)] for own in shares)):
+        assert max(sizes) - min(sizes) <= 1
+
+
+def of_squares(output, micro_batch):
+    """A loss that is not zero for labels of -100, and counts rows."""
+    logits = getattr(output, "logits", output)
+    found = (logits.float() ** 2).mean((1, 2)).double() * micro_batch["loss_weight"]
+    return found.sum(), len(found)
+
+
+def rows_of(micro_batch):
+    return len(micro_batch["input_ids"])
+
+
+def decoder():
+    return llama(vocab_size=64, num_layers=4).double()
+
+
+def steps():
+    found = []
+    for step, rows in enumerate(STEPS):
+        drawn = torch.randint(64, (rows, 17), generator=torch.Generator().manual_seed(step))
+        labels = drawn[:, 1:].clone()
+        labels[:, : step + 1] = -100
+        weight = torch.arange(1.0, rows + 1, dtype=torch.float64)
+        found.append({"input_ids": drawn[:, :-1], "labels": labels, "loss_weight": weight})
+    return found
+
+
+@functools.cache
+def uneven_steps(own):
+    loss_fn = of_squares if own else cross_entropy
+    return in_one_process(decoder(), steps(), adamw, loss_fn=loss_fn, clip=1.0)
+
+
+@pytest.mark.parametrize(("layout", "own"), today([*((name, False) for name in UNEVEN), *OWN], 11))
+def test_any_number_of_rows_trains_as_one_process(layout, own):
+    told = {"loss_fn": of_squares, "count_fn": rows_of} if own else {}
+    how = {"micro_batches": 3, "clip": 1.0, "rehearse": True, "bounds": {"weights": 1e-9}, **told}
+    train_and_compare(uneven_steps(own), decoder, UNEVEN[layout], steps(), adamw, **how)
+
+
+def own_rows():
+    """Return losses of batches whose rows each rank reads alone, and rows that it would read."""
+    losses = []
+    with grid({"dp_size": 2}) as manager:
+        parallel = parallelize(decoder(), manager)
+        for batch, rows in zip(steps(), STEPS, strict=True):
+            (share,) = rows_of_ranks(rows, 2, 1)[manager.dp_rank]
+            own = {name: entry[share.start : share.stop] for name, entry in batch.items()}
+            cut = shard_global_batch(own, 3, manager, own_rows=True)
+            losses.append(eval_step(parallel, cut).item())
+        return losses, [rows_of_step(s, rows=9, batch_size=7, manager=manager) for s in range(3)]
+
+
+def test_ranks_may_read_their_rows_alone():
+    plain, whole = decoder(), []
+    for batch in steps():
+        total, count = cross_entropy(plain(batch["input_ids"]), batch)
+        whole.append((total / count).item())
+    found = run_ranks(own_rows, 2)
+    for losses, _ in found:
+        assert losses == pytest.approx(whole, rel=1e-11)
+    first, second = (rows for _, rows in found)
+    assert [(len(a), len(b)) for a, b in zip(first, second, strict=True)] == [(4, 3)] * 3
+    every = [row for a, b in zip(first, second, strict=True) for row in (*a, *b)]
+    assert sorted(every[:9]) == sorted(every[9:18]) == [*range(9)]

@@ -1,7 +1,7 @@
 """Where faults are born: in the library, in users' modules, and nowhere on sound runs."""
 
-import errno
 import json
+import shutil
 
 import pytest
 import torch
@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from scaletorch.bisect import compare, record
 from scaletorch.bisect.__main__ import main
-from scaletorch.bisect.comparison.judge import GOOD
-from scaletorch.bisect.recording.folder import Writer
 from scaletorch.dist import all_reduce, get_rank, get_world_size
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
@@ -45,113 +43,69 @@ def test_planted_faults_are_located():
     assert table.splitlines()[2] == "| partial-sums-not-reduced | b | forward: embed_tokens |"
 
 
-# Places in sound_runs.LAYOUTS: several stages on a rank; shares of sequences beside replicas.
+# Places in sound_runs.LAYOUTS: several stages on a rank; sequence parallelism beside replicas.
 @pytest.mark.parametrize(("layout", "dtype"), [(5, "float64"), (16, "float32")])
 def test_nothing_is_reported_of_a_sound_run_and_everything_was_compared(layout, dtype):
     (ran,) = campaign(["llama"], [dtype], [layout], steps=1)
     assert ran.sound, f"{ran.case}: {ran.report}"
-    assert ran.report.count(GOOD) == len(ran.report.judged) > 600, ran.case
+    assert ran.report.count("good") == len(ran.report.judged) > 600, ran.case
     assert "no result of the training differs" in str(ran.report)
 
 
-class Tokens(nn.Module):
-    """A plain model of tokens that a subclass makes depend on the rest of the batch."""
+class Mixing(nn.Module):
+    """Lets a token depend on rows or positions that another rank may have."""
 
-    def __init__(self, mixed):
+    def __init__(self, inner, call):
         super().__init__()
-        self.embed = nn.Embedding(32, 8)
-        self.mixed = mixed
-        self.head = nn.Linear(8, 32)
-
-    def forward(self, ids):
-        return self.head(self.mixed(self.embed(ids)))
-
-
-class OwnPositions(nn.Module):
-    """Counts positions from the first one that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(64, 8)
+        self.inner, self.call = inner, call
 
     def forward(self, x):
-        return x + self.table(torch.arange(x.shape[1]))
+        return self.call(self.inner, x)
 
 
-class Convolution(nn.Module):
-    """Looks at the position before each, and at nothing before the first that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(8, 8, 2)
-
-    def forward(self, x):
-        return x + self.conv(F.pad(x.mT, (1, 0))).mT
-
-
-class Norm(nn.Module):
-    """Takes statistics of the rows that it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x):
-        return self.norm(x.mT).mT
-
-
-FAULTS = {
-    "positions": (OwnPositions, "positions", "mixed"),
-    "convolution": (Convolution, "positions", "mixed.conv"),
-    "norm": (Norm, "rows", "mixed.norm"),
+FAULTS = {  # what it mixes, the axis that must not be divided, and the module to blame
+    "positions from 0": (
+        lambda: Mixing(nn.Embedding(64, 8), lambda table, x: x + table(torch.arange(x.shape[1]))),
+        "positions",
+        "1",
+    ),
+    "batch norm": (lambda: Mixing(nn.BatchNorm1d(8), lambda f, x: f(x.mT).mT), "rows", "1.inner"),
 }
 
 
-def train(folder, kind, axis):
+def train(folder, kind, axis=""):
     """Record one step of a model, its batch divided along an axis over ranks or micro-batches."""
     torch.manual_seed(0)
-    model = Tokens(FAULTS[kind][0]()).double()
+    model = nn.Sequential(nn.Embedding(32, 8), FAULTS[kind][0](), nn.Linear(8, 32)).double()
     ids = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
-    inputs, labels = ids[:, :-1], ids[:, 1:]
-    shares = 2 if axis else 1
-    rank, ranks = get_rank(), get_world_size()
-    dim = {"rows": 0, "positions": 1}.get(axis, 0)
-    length = inputs.shape[dim]
-    pieces = [range(length * i // shares, length * (i + 1) // shares) for i in range(shares)]
-    own = pieces if ranks == 1 else [pieces[rank]]
-    describe = {axis: (own, length)} if axis else None
+    dim = {"": 0, "rows": 0, "positions": 1}[axis]
+    length = (4, 8)[dim]
+    shares = torch.arange(length).chunk(2 if axis else 1)
+    own = shares if get_world_size() == 1 else shares[get_rank() :][:1]
+    describe = {axis: ([share.tolist() for share in own], length)} if axis else None
     with record(folder, model, describe=describe) as tape:
         total = torch.zeros((), dtype=torch.float64)
-        for piece in own:
-            at = torch.tensor(piece)
-            logits = model(inputs.index_select(dim, at))
-            chosen = labels.index_select(dim, at)
-            loss = F.cross_entropy(logits.flatten(0, 1), chosen.flatten(), reduction="sum")
-            loss = loss / labels.numel()
+        for share in own:
+            inputs, labels = (part.index_select(dim, share) for part in (ids[:, :-1], ids[:, 1:]))
+            logits = model(inputs).flatten(0, 1)
+            loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / 32
             loss.backward()
             total += loss.detach()
-        all_reduce(total)
+        for each in (total, *(parameter.grad for parameter in model.parameters())):
+            all_reduce(each)
         tape.put("loss", total)
-        for parameter in model.parameters():
-            all_reduce(parameter.grad)
 
 
-def train_each(folder):
-    for kind, (_, axis, _) in FAULTS.items():
-        if axis == "positions":
-            train(f"{folder}/{kind}", kind, axis)
-
-
-def test_silent_faults_of_plain_modules_are_located(tmp_path):
-    for kind in FAULTS:
-        train(tmp_path / "one" / kind, kind, None)
-    run_ranks(train_each, 2, str(tmp_path / "two"))
-    train(tmp_path / "two" / "norm", "norm", "rows")  # over micro-batches
-    for kind, (_, _, module) in FAULTS.items():
-        report = compare(tmp_path / "one" / kind, tmp_path / "two" / kind)
-        birth = report.found[0].birth
-        assert (birth.direction, birth.modules) == ("forward", [module]), (kind, str(report))
-    assert "positions" in str(compare(tmp_path / "one/positions", tmp_path / "two/positions"))
+@pytest.mark.parametrize(("kind", "ranks"), [("positions from 0", 2), ("batch norm", 1)])
+def test_silent_faults_of_plain_modules_are_located(tmp_path, kind, ranks):
+    """Over two ranks, or over two micro-batches of one."""
+    _, axis, module = FAULTS[kind]
+    train(tmp_path / "one", kind)
+    run_ranks(train, ranks, tmp_path / "two", kind, axis, init=ranks > 1)
+    report = compare(tmp_path / "one", tmp_path / "two")
+    birth = report.found[0].birth
+    assert (birth.direction, birth.modules) == ("forward", [module]), str(report)
+    assert axis in str(report) or kind == "batch norm"
 
 
 def step(folder, *, seed=0, sizes=(8, 8), fails=False):
@@ -172,91 +126,91 @@ def step(folder, *, seed=0, sizes=(8, 8), fails=False):
     return model
 
 
-def test_recording_leaves_nothing_behind(tmp_path):
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    step(folder)
+    return folder
+
+
+def test_recording_leaves_nothing_behind(one, tmp_path):
     call, clip = nn.Module.__call__, torch.nn.utils.clip_grad_norm_
-    model = step(tmp_path / "one")
+    model = step(tmp_path / "two")
     assert nn.Module.__call__ is call
     assert torch.nn.utils.clip_grad_norm_ is clip
     assert not any(module._forward_hooks for module in model.modules())
     with pytest.raises(OSError, match="disk on fire"):
         step(tmp_path / "failed", fails=True)
     assert nn.Module.__call__ is call
-    step(tmp_path / "two")
-    report = compare(tmp_path / "one", tmp_path / "two")
+    with pytest.raises(InvalidArgumentError, match="the recorded step failed: OSError: disk on"):
+        compare(one, tmp_path / "failed")
+    report = compare(one, tmp_path / "two")
     assert report.sound
-    kinds = {key.kind for key in report.judged}
-    results = {"start", "loss", "gradient", "norm", "weight"}
-    assert kinds == {"forward", "backward", *results}
+    kinds = {"forward", "backward", "start", "loss", "gradient", "norm", "weight"}
+    assert {key.kind for key in report.judged} == kinds
 
 
-def test_a_disk_that_is_full_is_told(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Writer, "add", full)
-        with pytest.raises(OSError, match="No space left"):
-            step(tmp_path / "full")
-    with pytest.raises(InvalidArgumentError, match=r"the step that was recorded|is torn"):
-        compare(tmp_path / "full", tmp_path / "full")
+def replace(folder, old, new):
+    (index,) = folder.glob("*.json")
+    index.write_text(index.read_text().replace(old, new))
 
 
-def test_what_cannot_be_compared_is_told(tmp_path):
-    step(tmp_path / "one")
-    with pytest.raises(InvalidArgumentError, match=r"none has no recording"):
-        compare(tmp_path / "one", tmp_path / "none")
-    with pytest.raises(OSError, match="disk on fire"):
-        step(tmp_path / "failed", fails=True)
-    with pytest.raises(InvalidArgumentError, match="that was recorded failed: OSError: disk on"):
-        compare(tmp_path / "one", tmp_path / "failed")
-    step(tmp_path / "unlike", sizes=(8, 12))
-    with pytest.raises(InvalidArgumentError, match="different models"):
-        compare(tmp_path / "one", tmp_path / "unlike")
-    step(tmp_path / "other", seed=1)
-    assert compare(tmp_path / "one", tmp_path / "other").found[0].birth.direction == "data"
-    step(tmp_path / "torn")
-    (data,) = (tmp_path / "torn").glob("*.bin")
-    data.write_bytes(data.read_bytes()[:-64])
-    with pytest.raises(InvalidArgumentError, match=r"is torn: it has \d+ bytes, and \d+ were"):
-        compare(tmp_path / "one", tmp_path / "torn")
-    (index,) = (tmp_path / "torn").glob("*.json")
-    content = index.read_text()
-    index.write_text(content.replace('"world_size": 1', '"world_size": 2'))
-    step(tmp_path / "whole")
-    whole = next((tmp_path / "whole").glob("*.json"))
-    whole.write_text(whole.read_text().replace('"world_size": 1', '"world_size": 2'))
-    with pytest.raises(InvalidArgumentError, match=r"ranks \[1\] are missing"):
-        compare(tmp_path / "one", tmp_path / "whole")
-    first = tmp_path / "one" / "step0.rank0.json"
-    other = tmp_path / "whole" / "step0.rank1.json"
-    other.with_suffix(".bin").write_bytes(first.with_suffix(".bin").read_bytes())
-    other.write_text(first.read_text().replace('"rank": 0', '"rank": 1'))
-    with pytest.raises(
-        InvalidArgumentError, match=r"two runs: those of ranks \[1\] are of another"
-    ):
-        compare(tmp_path / "one", tmp_path / "whole")
-    index.write_text(content[: len(content) // 2])
-    with pytest.raises(InvalidArgumentError, match="is no index of a recording"):
-        compare(tmp_path / "one", tmp_path / "torn")
-    index.unlink()
-    with pytest.raises(InvalidArgumentError, match="ended before its recording did"):
-        compare(tmp_path / "one", tmp_path / "torn")
+def truncate(folder, pattern, size):
+    (path,) = folder.glob(pattern)
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def add_a_rank_of_another_run(folder):
+    for suffix in (".json", ".bin"):
+        shutil.copy(folder / f"step0.rank0{suffix}", folder / f"step0.rank1{suffix}")
+    index = folder / "step0.rank1.json"
+    index.write_text(index.read_text().replace('"rank": 0', '"rank": 1'))
+    other = index.read_text().replace('"rank": 1', '"rank": 0')
+    (folder / "step0.rank0.json").write_text(other.replace('"world_size": 1', '"world_size": 2'))
+
+
+INCOMPLETE = {
+    "none": (shutil.rmtree, "has no recording"),
+    "other sizes": (lambda f: step(f, sizes=(8, 12)), "different models"),
+    "torn": (lambda f: truncate(f, "*.bin", -64), r"is incomplete: it has \d+ bytes, and \d+ were"),
+    "a rank": (lambda f: replace(f, '"world_size": 1', '"world_size": 2'), r"\[1\] are missing"),
+    "two runs": (add_a_rank_of_another_run, r"two runs: those of ranks \[1\] were made by another"),
+    "half an index": (lambda f: truncate(f, "*.json", 500), "is not the index of a recording"),
+    "no index": (lambda f: next(f.glob("*.json")).unlink(), "ended before the recording"),
+    "version": (lambda f: replace(f, '"version": ', '"version": 9'), r"has version 9\d, this"),
+}
+
+
+@pytest.mark.parametrize("kind", INCOMPLETE)
+def test_what_cannot_be_compared_is_refused(one, tmp_path, kind):
+    spoil, message = INCOMPLETE[kind]
+    shutil.copytree(one, tmp_path / "other")
+    spoil(tmp_path / "other")
+    with pytest.raises(InvalidArgumentError, match=message):
+        compare(one, tmp_path / "other")
+
+
+def test_another_batch_is_named(one, tmp_path):
+    step(tmp_path, seed=1)
+    assert compare(one, tmp_path).found[0].birth.direction == "data"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": [nn.Linear(2, 2)]}, r"not a list; for a stage of a pipeline, pass its"),
+        ({"describe": {"rows": 3}}, r'describe\["rows"\] must be'),
+        ({"describe": {"rows": ([], 4)}}, r'describe\["rows"\] must be'),
+        ({"describe": {"rows": (range(2), "x")}}, r'describe\["rows"\] must be'),
+        ({}, "takes a tensor, not a NoneType"),
+    ],
+)
+def test_bad_arguments(tmp_path, arguments, message):
     with (
-        pytest.raises(InvalidArgumentError, match="takes a tensor, not a NoneType"),
-        record(tmp_path / "no") as tape,
+        pytest.raises(InvalidArgumentError, match=message),
+        record(tmp_path, **arguments) as tape,
     ):
         tape.put("loss", None)
-    with (
-        pytest.raises(InvalidArgumentError, match=r"not a list; of a pipeline's stage pass the"),
-        record(tmp_path / "no", [nn.Linear(2, 2)]),
-    ):
-        pass
-    for said in ({"rows": 3}, {"rows": ([], 4)}, {"rows": (range(2), "x")}):
-        with (
-            pytest.raises(InvalidArgumentError, match=r'describe\["rows"\] must be'),
-            record(tmp_path / "no", describe=said),
-        ):
-            pass
 
 
 def test_a_command_says_where(tmp_path, capsys):
@@ -276,6 +230,6 @@ def test_a_command_says_where(tmp_path, capsys):
     other = capsys.readouterr().out
     assert other.splitlines()[1:4] == text.splitlines()[1:4]
     content = json.loads((tmp_path / "report.json").read_text())
-    assert content["found"][0]["parts"] == [{"rank": 1, "micro_batch": n} for n in (0, 1)]
+    assert content["found"][0]["shards"] == [{"rank": 1, "micro_batch": n} for n in (0, 1)]
     assert main(["compare", str(tmp_path / "no"), str(tmp_path)]) == 2
     assert "has no recording" in capsys.readouterr().err

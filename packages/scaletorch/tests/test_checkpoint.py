@@ -2,45 +2,37 @@
 
 import builtins
 import json
-import math
 import os
 import pickle
 import random
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpointed import assert_equal
-from torch import nn
+from torch import nn, optim
+from torch.optim import lr_scheduler
 
-from scaletorch.checkpoint import (
-    CheckpointError,
-    DamagedCheckpointError,
-    Saving,
-    latest,
-    load,
-    save,
-)
-from scaletorch.checkpoint.format.metadata import Chunk, Saved
-from scaletorch.checkpoint.state.model_tensors import describe
+from scaletorch.checkpoint import CheckpointError, DamagedCheckpointError, latest, load, save
+from scaletorch.checkpoint.format.metadata import Chunk, SavedTensor, seal
 from scaletorch.checkpoint.storage import Read, _blocks
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.parallel.placement import fuse, share_cut
-from scaletorch.parallel.tensor_parallel.building import ParameterCut
-from scaletorch.parallel.tensor_parallel.plans.attention import head_cuts
 
 
 class Program:
-    """A model with dropout and buffers, an optimizer and a scheduler with keys of numbers."""
+    """A model with dropout and buffers, an optimizer and a sequence of schedulers."""
 
-    def __init__(self, seed=0, width=6, optimizer=torch.optim.AdamW):
+    def __init__(self, seed=0, optimizer=optim.AdamW, **options):
         torch.manual_seed(seed)
         self.model = nn.Sequential(
-            nn.Linear(5, width), nn.BatchNorm1d(width), nn.Dropout(), nn.Linear(width, 3)
+            nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)
         )
-        self.optimizer = optimizer(self.model.parameters(), lr=0.1)
-        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 3], gamma=0.5)
+        self.optimizer = optimizer(self.model.parameters(), **{"lr": 0.1} | options)
+        parts = [
+            lr_scheduler.MultiStepLR(self.optimizer, [1, 2], gamma=0.5),
+            lr_scheduler.ExponentialLR(self.optimizer, 0.9),
+        ]
+        self.scheduler = lr_scheduler.SequentialLR(self.optimizer, parts, milestones=[2])
 
     def train(self, steps=1):
         for _ in range(steps):
@@ -52,29 +44,24 @@ class Program:
         return self
 
     def save(self, folder, step, **options):
-        options = {"scheduler": self.scheduler} | options
-        return save(folder, self.model, self.optimizer, step=step, **options)
+        return save(
+            folder, self.model, self.optimizer, step=step, scheduler=self.scheduler, **options
+        )
 
     def load(self, folder, **options):
         return load(folder, self.model, self.optimizer, scheduler=self.scheduler, **options)
 
     def state(self):
+        """Return a copy of everything that a checkpoint holds."""
         moments = list(self.optimizer.state.values())
         rates = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        return dict(self.model.state_dict()), moments, rates, self.scheduler.state_dict()
-
-    def copied(self):
-        return pickle.loads(pickle.dumps(self.state()))
+        state = dict(self.model.state_dict()), moments, rates, self.scheduler.state_dict()
+        return pickle.loads(pickle.dumps(state))
 
 
 @pytest.mark.parametrize(
     ("optimizer", "asynchronous"),
-    [
-        (torch.optim.AdamW, False),
-        (torch.optim.Adafactor, True),
-        (torch.optim.RMSprop, True),
-        (torch.optim.Rprop, False),
-    ],
+    [(optim.AdamW, False), (optim.Adafactor, True), (optim.RMSprop, True), (optim.Rprop, False)],
 )
 def test_a_plain_program_goes_on_bit_for_bit(tmp_path, optimizer, asynchronous):
     first = Program(optimizer=optimizer).train(1)
@@ -88,38 +75,31 @@ def test_a_plain_program_goes_on_bit_for_bit(tmp_path, optimizer, asynchronous):
     assert_equal(second.train(3).state(), expected)
 
 
-def test_momentum_without_a_number_and_parameters_without_a_gradient(tmp_path):
-    model = nn.ParameterDict(
-        {"used": torch.ones(3), "unused": torch.ones(2), "none": torch.ones(0)}
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5), momentum=0.9)
-    model["used"].sum().backward()
+@pytest.mark.parametrize("kind", [optim.Adam, optim.SGD])
+def test_state_of_numbers_of_nothing_and_of_what_was_not_used(tmp_path, kind):
+    model = nn.ParameterDict({
+        "used": torch.ones(3), "number": torch.tensor(2.0), "unused": torch.ones(2),
+        "none": torch.ones(0),
+    })  # fmt: skip
+    momentum = {"momentum": 0.9} if kind is optim.SGD else {}
+    optimizer = kind(model.parameters(), lr=torch.tensor(0.5), **momentum)
+    (model["used"].sum() * model["number"]).backward()
     optimizer.step()
     save(tmp_path, model, optimizer, step=0)
-    other = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), momentum=0.1)
+    other = kind(model.parameters(), lr=0.1)
     other.state[model["unused"]]["momentum_buffer"] = torch.ones(2)
     load(tmp_path, model, other)
-    assert other.state.keys() == {model["used"]}
-    assert_equal(other.state[model["used"]], optimizer.state[model["used"]])
-    assert other.param_groups[0]["lr"] == 0.5
-    assert other.param_groups[0]["momentum"] == 0.9
-
-
-def test_a_scalar_parameter_and_its_state(tmp_path):
-    model = nn.ParameterList([torch.tensor(2.0)])
-    optimizer = torch.optim.Adam(model.parameters())
-    model[0].backward()
-    optimizer.step()
-    save(tmp_path, model, optimizer, step=0)
-    expected = optimizer.state.pop(model[0])
-    load(tmp_path, model, optimizer)
-    assert_equal(optimizer.state[model[0]], expected)
+    assert other.state.keys() == {model["used"], model["number"]}
+    for parameter, state in other.state.items():
+        assert_equal(state, optimizer.state[parameter])
+    group = other.param_groups[0]
+    assert (type(group["lr"]), group["lr"]) == (float, 0.5)  # a number, as in the program
+    assert group.get("momentum") == momentum.get("momentum")
 
 
 def test_nothing_is_unpickled_or_evaluated(tmp_path, monkeypatch):
-    first = Program().train()
+    first, second = Program().train(), Program(seed=5)
     first.save(tmp_path, 1)
-    second = Program(seed=5)
 
     def refuse(*_, **__):
         raise AssertionError("a checkpoint must not be able to run code")
@@ -144,56 +124,53 @@ def test_the_safetensors_library_reads_the_files(tmp_path):
     folder = save(tmp_path, model, step=3).wait()
     with safetensors.safe_open(folder / "rank-00000.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "step": "3"}
-        for name, tensor in model.state_dict().items():
-            found = file.get_tensor(f"model.{name}")
-            assert found.dtype == tensor.dtype
-            assert torch.equal(found, tensor)
+        found = {name: file.get_tensor(f"model.{name}") for name in model.state_dict()}
+        assert_equal(found, dict(model.state_dict()))
 
 
 def change_byte(path, at):
-    with path.open("r+b") as file:
-        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
-def truncate(folder):
-    path = folder / "rank-00000.safetensors"
-    os.truncate(path, path.stat().st_size - 3)
+def shorten(path, size):
+    os.truncate(path, path.stat().st_size + size if size < 0 else size)
 
 
-def change_step(folder):
-    path = folder / "metadata.json"
+def change_step(path):
     path.write_text(path.read_text().replace('"step":2', '"step":3'))
 
 
+DEEP = '{"format":"scaletorch-checkpoint","extra":' + "[" * 100_000
+TENSORS, METADATA = "rank-00000.safetensors", "metadata.json"
 DAMAGE = {
-    "truncated": (truncate, "bytes and was saved with"),
-    "last byte": (lambda f: change_byte(f / "rank-00000.safetensors", -1), "checksum"),
-    "no file": (lambda f: (f / "rank-00000.safetensors").unlink(), "cannot be read"),
-    "half": (lambda f: os.truncate(f / "metadata.json", 200), "as JSON"),
-    "no metadata": (lambda f: (f / "metadata.json").unlink(), "cannot be read"),
-    "changed": (change_step, "digest"),
-    "foreign": (lambda f: (f / "metadata.json").write_text('{"a": 1}'), "not of a checkpoint"),
-    "binary": (lambda f: (f / "metadata.json").write_bytes(b"\xff\x80"), "as JSON"),
+    "truncated": (TENSORS, lambda f: shorten(f, -3), "bytes and was saved with"),
+    "last byte": (TENSORS, lambda f: change_byte(f, -1), "checksum"),
+    "no file": (TENSORS, os.unlink, "cannot be read"),
+    "half": (METADATA, lambda f: shorten(f, 200), "as JSON"),
+    "no metadata": (METADATA, os.unlink, "cannot be read"),
+    "changed": (METADATA, change_step, "digest"),
+    "foreign": (METADATA, lambda f: f.write_text('{"a": 1}'), "does not describe a checkpoint"),
+    "binary": (METADATA, lambda f: f.write_bytes(b"\xff\x80"), "as JSON"),
+    "too deep": (METADATA, lambda f: f.write_text(DEEP), "RecursionError"),
+    "incomplete": (METADATA, lambda f: f.write_text(seal({"step": 2})), "lacks entries, extra"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_a_damaged_checkpoint_is_refused_or_passed_over(tmp_path, kind):
-    damage, message = DAMAGE[kind]
+    file, damage, message = DAMAGE[kind]
     first = Program().train()
     first.save(tmp_path, 1)
-    expected = first.copied()
+    expected = first.state()
     folder = first.train().save(tmp_path, 2).wait()
-    damage(folder)
+    damage(folder / file)
     second = Program(seed=5).train()
-    before = second.copied()
+    before = second.state()
     with pytest.raises(DamagedCheckpointError, match=message):
         second.load(folder)
-    assert_equal(second.state(), before)
-    with pytest.raises(DamagedCheckpointError, match=rf"{message}[\s\S]*takes step-00000001"):
+    with pytest.raises(DamagedCheckpointError, match=rf"{message}[\s\S]*loads step-00000001"):
         second.load(tmp_path, fall_back=False)
     assert_equal(second.state(), before)
     with pytest.warns(UserWarning, match=rf"back to step 1: step-00000002 is .*{message}"):
@@ -204,12 +181,11 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over(tmp_path, kind):
         second.load(tmp_path)
     first.save(tmp_path, 2)
     assert second.load(tmp_path).step == 2
-    known = kind in ("truncated", "last byte", "no file")  # else it may be somebody's: kept
-    assert (tmp_path / "step-00000002.damaged").is_dir() == (not known)
+    # A folder whose description is damaged may be somebody's, and is kept.
+    assert (tmp_path / "step-00000002.damaged").is_dir() == (file == METADATA)
 
 
-def test_what_was_never_finished_is_not_there(tmp_path):
-    assert load(tmp_path / "nowhere", nn.Linear(2, 2)) is None
+def test_an_unfinished_checkpoint_does_not_count(tmp_path):
     program = Program().train()
     folder = program.save(tmp_path, 1).wait()
     half = folder.rename(tmp_path / "step-00000001.unfinished")
@@ -219,10 +195,7 @@ def test_what_was_never_finished_is_not_there(tmp_path):
         program.load(half)
     (half / "rank-00007.safetensors").write_text("of an earlier try")
     assert program.save(tmp_path, 1).wait() == latest(tmp_path)
-    assert sorted(p.name for p in latest(tmp_path).iterdir()) == [
-        "metadata.json",
-        "rank-00000.safetensors",
-    ]
+    assert {path.name for path in folder.iterdir()} == {METADATA, TENSORS}
 
 
 @pytest.mark.parametrize(
@@ -230,13 +203,13 @@ def test_what_was_never_finished_is_not_there(tmp_path):
     [
         (lambda p: p.model.append(nn.Linear(3, 3)), "the checkpoint has no 4.bias, 4.weight"),
         (lambda p: p.model.pop(3), "the model has no 3.bias, 3.weight"),
-        (lambda p: p.model.double(), "0.weight is torch.float32 there and torch.float64"),
+        (lambda p: p.model.double(), r"0.weight is torch.float32 in .* torch.float64"),
         (lambda p: setattr(p.model[3], "weight", nn.Parameter(torch.ones(3, 7))),
-         r"3.weight has shape \(3, 6\) there and \(3, 7\)"),
-        (lambda p: setattr(p.model[3], "bias", p.model[0].bias), "tied to nothing there"),
+         r"3.weight has shape \(3, 6\) in the checkpoint and \(3, 7\)"),
+        (lambda p: setattr(p.model[3], "bias", p.model[0].bias), "tied to nothing in the"),
         (lambda p: p.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
          "no parameters of this model"),
-        (lambda p: p.optimizer.add_param_group({"params": []}), "1 groups of parameters"),
+        (lambda p: p.optimizer.add_param_group({"params": []}), "1 parameter groups"),
     ],
 )  # fmt: skip
 def test_another_model_is_refused_and_left_alone(tmp_path, change, message):
@@ -247,30 +220,117 @@ def test_another_model_is_refused_and_left_alone(tmp_path, change, message):
     change(other)
     if not {id(p) for p in updated} <= {id(p) for p in other.model.parameters()}:
         optimizer = None
-    before = other.copied()
+    before = other.state()
     with pytest.raises((CheckpointError, InvalidArgumentError), match=message):
         load(tmp_path, other.model, optimizer)
     assert_equal(other.state(), before)
 
 
-def test_what_was_not_saved_is_not_restored(tmp_path):
-    program = Program().train()
-    save(tmp_path, program.model, step=1)
-    assert load(tmp_path, program.model).step == 1
+class Mine(optim.AdamW):
+    pass
+
+
+def test_another_optimizer_or_scheduler_is_refused(tmp_path):
+    Program().train().save(tmp_path / "both", 1)
+    save(tmp_path / "model", Program().model, step=1)
+    for kind in (optim.Adam, optim.SGD, Mine):
+        other = Program(optimizer=kind, lr=0.2)
+        with pytest.raises(CheckpointError, match=f" AdamW and the given one {kind.__name__}"):
+            load(tmp_path / "both", other.model, other.optimizer)
+    schedule = lr_scheduler.CosineAnnealingLR(other.optimizer, 9)
+    with pytest.raises(CheckpointError, match="and the given one CosineAnneal"):
+        load(tmp_path / "both", other.model, scheduler=schedule)
     with pytest.raises(CheckpointError, match="without an optimizer"):
-        load(tmp_path, program.model, program.optimizer)
+        load(tmp_path / "model", other.model, other.optimizer)
     with pytest.raises(CheckpointError, match="without a scheduler"):
-        load(tmp_path, program.model, scheduler=program.scheduler)
+        load(tmp_path / "model", other.model, scheduler=schedule)
+    assert (other.optimizer.param_groups[0]["initial_lr"], schedule.T_max) == (0.2, 9)
+    assert load(tmp_path / "both", other.model).step == 1
+
+
+def test_how_an_optimizer_computes_stays_the_programs(tmp_path):
+    first = Program(optimizer=optim.Adam, weight_decay=0.5).train()
+    first.save(tmp_path, step=1)
+    second = Program(optimizer=optim.Adam, decoupled_weight_decay=True)
+    second.load(tmp_path)
+    group = second.optimizer.param_groups[0]
+    assert (group["weight_decay"], group["decoupled_weight_decay"]) == (0.5, True)
+
+
+def test_a_scheduler_that_refuses_its_state_is_found_before_anything_changes(tmp_path, monkeypatch):
+    Program().train().save(tmp_path, step=1)
+    other = Program(seed=5)
+    before, generator = other.state(), torch.get_rng_state()
+
+    def refusing(self, state):
+        raise KeyError("gamma")
+
+    monkeypatch.setattr(lr_scheduler.SequentialLR, "load_state_dict", refusing)
+    with pytest.raises(CheckpointError, match="KeyError: 'gamma"):
+        other.load(tmp_path)
+    assert_equal(other.state(), before)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+class Counting(nn.Linear):
+    def get_extra_state(self):
+        return torch.tensor(3)
+
+    def set_extra_state(self, state):
+        pass
+
+
+def hooked(hook):
+    model = nn.Linear(2, 2)
+    model.register_state_dict_post_hook(lambda _, state, prefix, __: hook(state))
+    return model
+
+
+def clone(state):
+    state.update({name: value.detach().clone() for name, value in state.items()})
+
+
+def without_bias(state):
+    del state["bias"]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Counting(2, 2), "'_extra_state', a Tensor, which is no parameter or buffer"),
+        (hooked(clone), "'weight', a Tensor, which is no parameter or buffer"),
+        (hooked(without_bias), "leaves out the parameter 'bias', which is t"),
+    ],
+)
+def test_state_that_would_not_come_back_is_refused(tmp_path, model, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        save(tmp_path, model, optim.SGD(model.parameters(), lr=0.1), step=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_parameter_that_the_state_leaves_out_may_be_frozen(tmp_path):
+    model = hooked(without_bias)
+    model.bias.requires_grad_(False)
+    save(tmp_path, model, optim.SGD([model.weight], lr=0.1), step=1)
+    assert load(tmp_path, model).step == 1
+
+
+def test_lists_of_tensors_are_not_held(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = optim.LBFGS(model.parameters(), max_iter=3)
+    optimizer.state[model.weight]["old_dirs"] = [torch.ones(2)]
+    with pytest.raises(InvalidArgumentError, match="contains a 1-d tensor"):
+        save(tmp_path, model, optimizer, step=1)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"step": -1}, "step must be a number"),
-        ({"step": 2**63}, "step must be a number of steps"),
-        ({"step": 1, "keep": 0}, "keep must be a number"),
+        ({"step": -1}, "step must be an integer"),
+        ({"step": 2**63}, "step must be an integer"),
+        ({"step": 1, "keep": 0}, "keep must be None or an integer"),
         ({"step": 1, "extra": [1]}, r"extra must be a mapping .*got \[1\]"),
-        ({"step": 1, "extra": {"data": [object()]}}, r"extra\['data'\] is a object"),
+        ({"step": 1, "extra": {"data": [object()]}}, r"extra\['data'\] contains a object"),
     ],
 )
 def test_bad_arguments(tmp_path, options, message):
@@ -279,30 +339,7 @@ def test_bad_arguments(tmp_path, options, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_only_old_checkpoints_of_ours_are_removed(tmp_path):
-    program = Program().train()
-    (tmp_path / "step-00000000").mkdir()
-    (tmp_path / "step-00000000" / "precious").write_text("not ours")
-    (tmp_path / "step-00000007").write_text("a file")
-    (tmp_path / "notes").mkdir()
-    for step in range(1, 5):
-        program.save(tmp_path, step)
-        (tmp_path / f"step-{step:08d}" / "mine.txt").write_text(str(step)) if step == 2 else None
-    program.save(tmp_path, 5, keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "notes", "scaletorch.lock", "step-00000000", "step-00000002.removed", "step-00000004",
-        "step-00000005", "step-00000007",
-    ]  # fmt: skip
-    left = [p.name for p in (tmp_path / "step-00000002.removed").iterdir()]
-    assert left == ["mine.txt"]
-    with pytest.raises(CheckpointError, match="is no checkpoint; it stays"):
-        program.save(tmp_path, 0)
-    program.save(tmp_path, 5, keep=1)  # again: in the place of the first
-    assert latest(tmp_path).name == "step-00000005"
-    assert not (tmp_path / "step-00000004").exists()
-
-
-def test_background_errors_are_raised_by_who_waits_and_by_the_next_save(tmp_path, monkeypatch):
+def test_background_errors_are_raised_by_who_waits_and_by_the_next_save(tmp_path):
     program = Program().train()
     (tmp_path / "step-00000001.unfinished").write_text("in the way")
     saving = program.save(tmp_path, 1, asynchronous=True)
@@ -312,70 +349,32 @@ def test_background_errors_are_raised_by_who_waits_and_by_the_next_save(tmp_path
     saving = program.save(tmp_path, 1, asynchronous=True)
     with pytest.raises(CheckpointError, match="FileExistsError"):
         program.save(tmp_path, 2)
-    assert isinstance(program.save(tmp_path, 2), Saving)
+    program.save(tmp_path, 2)
     assert latest(tmp_path).name == "step-00000002"
 
 
 def test_large_tensors_are_checked_in_blocks(tmp_path):
     model = nn.ParameterList([torch.randn(3, 1_000_000)])
     folder = save(tmp_path, model, step=1).wait()
-    entry = json.loads((folder / "metadata.json").read_text())["entries"]["model.0"]
+    entry = json.loads((folder / METADATA).read_text())["entries"]["model.0"]
     assert len(entry["chunks"][0]["crc32"]) == 3
     expected = model[0].detach().clone()
     model[0].data.zero_()
     load(folder, model)
     assert torch.equal(model[0], expected)
-    change_byte(folder / "rank-00000.safetensors", entry["chunks"][0]["offset"] + 5_000_000)
+    change_byte(folder / TENSORS, entry["chunks"][0]["offset"] + 5_000_000)
     with pytest.raises(DamagedCheckpointError, match=r"in model\.0: its checksum"):
         load(folder, model)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("kind", ["uneven shares", "replicated heads", "packed"])
-def test_ranks_write_each_element_of_a_shard_once(kind, dim):
-    """Four tp ranks; a sharded optimizer has each shard's elements in two ranges."""
-    query, heads = head_cuts(8, 2, 4)
-    cut = {
-        "uneven shares": share_cut(31, 4),
-        "replicated heads": heads.times(4),
-        "packed": fuse([query.times(4), heads.times(4), heads.times(4)]),
-    }[kind]
-    shape = (cut.whole, 6, 3) if dim == 0 else (5, cut.whole, 3)
-    whole = torch.arange(math.prod(shape)).view(shape)
-    written = torch.zeros_like(whole)
-    for rank in range(4):
-        own = cut.take(whole, dim, rank)
-        layer, manager = SimpleNamespace(tp_size=4, tp_rank=rank), SimpleNamespace()
-        held = describe(own, ("weight",), ParameterCut(layer, dim, cut), None, manager)
-        assert held.shape == shape
-        middle = own.numel() * 2 // 5
-        for start, stop in ((0, middle), (middle, own.numel())):
-            for part in held.parts(own.flatten()[start:stop], start, stop):
-                places = zip(part.offsets, part.tensor.shape, strict=True)
-                box = tuple(slice(at, at + size) for at, size in places)
-                assert torch.equal(part.tensor, whole[box])
-                written[box] += part.owner == rank
-    assert (written == 1).all()
-
-
-def test_a_header_that_lies_reads_nothing_else(tmp_path):
-    """Offsets beyond the file, and paths that lead out of the folder, with a digest that fits."""
-    from scaletorch.checkpoint.format.metadata import seal
-
+@pytest.mark.parametrize("lie", [{"offset": 10**9}, {"file": "../secret.safetensors"}])
+def test_a_description_that_lies_reads_nothing_else(tmp_path, lie):
     folder = save(tmp_path, nn.Linear(2, 2), step=1).wait()
-    document = json.loads((folder / "metadata.json").read_text())
+    document = json.loads((folder / METADATA).read_text())
     del document["digest"]
-    for change in (
-        {"offset": 10**9},
-        {"file": "../secret.safetensors"},
-    ):
-        lie = json.loads(json.dumps(document))
-        lie["entries"]["model.weight"]["chunks"][0] |= change
-        (folder / "metadata.json").write_text(seal(lie))
-        with pytest.raises(DamagedCheckpointError):
-            load(folder, nn.Linear(2, 2))
-    (folder / "metadata.json").write_text(seal({"step": 1}))
-    with pytest.raises(DamagedCheckpointError, match="lacks entries, extra, files"):
+    document["entries"]["model.weight"]["chunks"][0] |= lie
+    (folder / METADATA).write_text(seal(document))
+    with pytest.raises(DamagedCheckpointError):
         load(folder, nn.Linear(2, 2))
 
 
@@ -388,9 +387,8 @@ def test_a_header_that_lies_reads_nothing_else(tmp_path):
         ((9, 2**20 - 1), (1, 1), range(9, 10)),
     ],
 )
-def test_who_reads_a_part_checks_the_blocks_that_hold_it(offsets, lengths, blocks):
-    """Rows of 2**20 float32 are a block each."""
-    chunk = Chunk((0, 0), (10, 2**20), "file", 0, 10 * 2**22, [])
-    saved = Saved(chunk.shape, torch.float32, [chunk])
+def test_who_reads_a_rectangle_checks_the_blocks_that_hold_it(offsets, lengths, blocks):
+    chunk = Chunk((0, 0), (10, 2**20), "file", 0, 10 * 2**22, [])  # each row is a block
+    saved = SavedTensor(chunk.shape, torch.float32, [chunk])
     target = torch.empty(lengths, device="meta")
     assert _blocks(Read("x", saved, chunk, offsets, target)) == blocks

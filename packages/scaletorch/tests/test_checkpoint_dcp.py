@@ -9,28 +9,21 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpointed import adamw, batch, build
+from checkpointed import adamw, batch, build, grid
 from checkpointed import train as train_on
 from sweeps import today
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from scaletorch.checkpoint import CheckpointError, DamagedCheckpointError, import_dcp
 from scaletorch.compose import parallelize
 from scaletorch.dist import RankPool
 from scaletorch.dist.testing import preload
 from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.parallel.pg_manager import destroy_process_group_manager
 
 STEPS, BOUND = 2, 1e-12
 preload("torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp")
@@ -60,29 +53,26 @@ def optimizer_of(model, lr=1e-2):
     return adamw(model, lr, foreach=False)
 
 
-def rate(optimizer):  # what a scheduler would have come to
+def train_first(model):
+    """Return the optimizer after the first steps, with rates as a scheduler may leave them."""
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(STEPS))
     for number, group in enumerate(optimizer.param_groups):
         group["lr"] = 5e-3 / (1 + number)
+    return optimizer
 
 
 @functools.cache
 def uninterrupted(tied):
     model = build(3, 32, tied)
-    optimizer = optimizer_of(model)
-    train(model, optimizer, range(STEPS))
-    rate(optimizer)
-    return train(model, optimizer, range(STEPS, STEPS + 2))
+    return train(model, train_first(model), range(STEPS, STEPS + 2))
 
 
 # Name of a folder -> the mesh (fsdp, tp), what the state is called, and whether it is flattened.
 SOURCES = {
     "fsdp": ((4, 1), lambda model, state: {"app": {"model": model, "optim": state}}, False),
     "tp and fsdp": ((2, 2), lambda model, state: {"model": model, "optimizer": state}, True),
-    "root": (
-        (2, 2),
-        lambda model, state: {**model, "optimizer": state, "train": {"step": 2}},
-        True,
-    ),
+    "root": ((2, 2), lambda model, state: {**model, "optimizer": state, "train": {"n": 2}}, True),
     "tied": ((2, 2), lambda model, state: {"model": model, "optim": state}, False),
     "replicated": ((1, 4), lambda model, state: {"model": model, "optim": state}, False),
 }
@@ -100,13 +90,10 @@ def save_by_torch(root, source):
             fully_shard(layer, mesh=mesh["fsdp"])
     if fsdp > 1:
         fully_shard(model, mesh=mesh["fsdp"])
-    optimizer = optimizer_of(model)
-    train(model, optimizer, range(STEPS))
-    rate(optimizer)
+    optimizer = train_first(model)
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    dcp.save(
-        called(*get_state_dict(model, optimizer, options=options)), checkpoint_id=root / source
-    )
+    state = called(*get_state_dict(model, optimizer, options=options))
+    dcp.save(state, checkpoint_id=root / source)
 
 
 @pytest.fixture(scope="module")
@@ -119,18 +106,15 @@ def saved(four, tmp_path_factory):
 
 def go_on(root, layout, stage, sources):
     """Return the losses of two more steps from each source."""
-    dp, pp, cp, tp = layout
-    manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
-    found = {}
+    manager, found = grid(layout), {}
     for source in sources:
         model = parallelize(build(8, 32, source == "tied"), manager, rehearse=False)
         optimizer = optimizer_of(model, lr=9.0)
         if stage:
             shard_optimizer(optimizer, model, stage=stage)
         import_dcp(model, root / source, optimizer)
-        found[source] = []
-        for step in range(STEPS, STEPS + 2):
-            found[source].append(train_on(model, optimizer, manager, step))
+        steps = range(STEPS, STEPS + 2)
+        found[source] = [train_on(model, optimizer, manager, step) for step in steps]
     destroy_process_group_manager()
     return found
 
@@ -149,85 +133,96 @@ def test_training_goes_on_in_layouts_of_ours(four, saved, layout, stage):
             assert losses == pytest.approx(uninterrupted(source == "tied"), rel=0, abs=BOUND)
 
 
-# What is refused, on every rank, with nothing changed.
+# Refused on every rank, with nothing changed.
 
 
 def plain_state(tied=False, layers=2):
     model = build(3, 32, tied, layers)
     optimizer = optimizer_of(model)
     train(model, optimizer, range(1))
-    return get_state_dict(model, optimizer)
+    return dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
 
 
-def spoil_state(state, kind):
-    model, optim = state["model"], state["optim"]
-    if kind == "moment":
-        del optim["state"]["layers.1.mlp.up_proj.weight"]["exp_avg_sq"]
-    elif kind == "class":  # as of SGD
-        for group in optim["param_groups"]:
-            group["dampening"] = 0.0
-    elif kind == "number":
-        optim["state"] = dict(enumerate(optim["state"].values()))
-    elif kind == "twice":
-        state["average"] = model
-    elif kind == "untied":
-        model["lm_head.weight"] = model["lm_head.weight"] + 1
-    elif kind == "elsewhere":
-        state["model"] = {f"body.{name}x": tensor for name, tensor in model.items()}
-    elif kind == "groups":
-        decay, rest = optim["param_groups"]
-        rest["params"].append(decay["params"].pop())
-    elif kind == "model alone":
-        state.pop("optim")
-    else:
-        state.update(model=plain_state(layers={"larger": 3, "smaller": 1}[kind])[0])
+def lose_a_moment(state):
+    del state["optim"]["state"]["layers.1.mlp.up_proj.weight"]["exp_avg_sq"]
+
+
+def regroup(state):
+    decay, rest = state["optim"]["param_groups"]
+    rest["params"].append(decay["params"].pop())
+
+
+def add_dampening(state):  # as of SGD
+    for group in state["optim"]["param_groups"]:
+        group["dampening"] = 0.0
+
+
+def number(state):
+    state["optim"]["state"] = dict(enumerate(state["optim"]["state"].values()))
+
+
+def untie(state):
+    state["model"]["lm_head.weight"] = state["model"]["lm_head.weight"] + 1
+
+
+def rename(state):
+    state["model"] = {f"body.{name}x": tensor for name, tensor in state["model"].items()}
+
+
+def resize(layers):
+    return lambda state: state.update(model=plain_state(layers=layers)["model"])
 
 
 STATES = {
-    "moment": "no exp_avg_sq of the optimizer for layers.1.mlp.up_proj.weight",
-    "groups": "another one, or has other groups.*AdamW",
-    "class": "another one.*dampening",
-    "number": r"no exp_avg, exp_avg_sq, step of the optimizer for .*get_state_dict",
-    "twice": r"more than once, as \['average.', 'model.'\]: save it once",
-    "untied": "other values for model.lm_head.weight",
-    "elsewhere": "has another model",
-    "model alone": "saved without an optimizer",
-    "larger": "no layers.2.",
-    "smaller": "has no layers.1.",
+    "moment": (lose_a_moment, "no exp_avg_sq of the optimizer for layers.1.mlp.up_proj.weight"),
+    "groups": (regroup, "another optimizer or other groups.*AdamW"),
+    "class": (add_dampening, "another optimizer.*dampening"),
+    "number": (number, r"no exp_avg, exp_avg_sq, step of the optimizer for .*get_state_dict"),
+    "twice": (
+        lambda state: state.update(average=state["model"]),
+        r"more than once, as \['average.', 'model.'\]: save it once",
+    ),
+    "untied": (untie, "different values for model.lm_head.weight"),
+    "elsewhere": (rename, "checkpoint of another model"),
+    "model alone": (lambda state: state.pop("optim"), "saved without an optimizer"),
+    "larger": (resize(3), "no layers.2."),
+    "smaller": (resize(1), "has no layers.1."),
 }
 
 
-def spoil_metadata(folder, change):
+def change_metadata(folder, change):
     found = pickle.loads((folder / ".metadata").read_bytes())
-    change(found)
+    change(found, {index.fqn: index for index in found.storage_data})
     (folder / ".metadata").write_bytes(pickle.dumps(found))
 
 
-def move_a_chunk(found):
+def move_a_chunk(found, indices):
     key = "model.norm.weight"
     (chunk,) = found.state_dict_metadata[key].chunks
-    at = next(index for index in found.storage_data if index.fqn == key)
-    info = found.storage_data.pop(at)
+    info = found.storage_data.pop(indices[key])
     chunk.offsets = torch.Size([8])
     found.storage_data[dcp.metadata.MetadataIndex(key, chunk.offsets)] = info
 
 
-def swap_bytes(found):
+def swap_bytes(found, indices):
     """Let two tensors of other shapes have each other's bytes."""
-    one, other = (
-        next(index for index in found.storage_data if index.fqn == f"model.{name}.weight")
-        for name in ("norm", "layers.0.self_attn.q_proj")
-    )
     data = found.storage_data
+    one, other = (indices[f"model.{name}.weight"] for name in ("norm", "layers.0.self_attn.q_proj"))
     data[one], data[other] = data[other], data[one]
 
 
+def leave_the_folder(found, indices):
+    info = found.storage_data[indices["model.norm.weight"]]
+    info.relative_path = f"../number/{info.relative_path}"
+
+
 def flip(folder):
+    def change(found, indices):
+        info = found.storage_data[indices["model.norm.weight"]]
+        data[info.offset + info.length // 2] ^= 1
+
     data = bytearray((folder / "__0_0.distcp").read_bytes())
-    found = pickle.loads((folder / ".metadata").read_bytes())
-    at = next(info for index, info in found.storage_data.items()
-              if index.fqn == "model.norm.weight")  # fmt: skip
-    data[at.offset + at.length // 2] ^= 1
+    change_metadata(folder, change)
     (folder / "__0_0.distcp").write_bytes(data)
 
 
@@ -237,53 +232,44 @@ class Evil:
 
 
 FILES = {
-    "offset": (
-        lambda f: spoil_metadata(f, move_a_chunk),
-        "chunks of model.norm.weight do not",
-    ),
-    "bytes": (lambda f: spoil_metadata(f, swap_bytes), "which is not that of model"),
-    "flipped": (flip, "checksum is another|cannot be read at byte"),
+    "offset": (lambda f: change_metadata(f, move_a_chunk), "of model.norm.weight do not cover"),
+    "bytes": (lambda f: change_metadata(f, swap_bytes), "which is not that of model"),
+    "outside": (lambda f: change_metadata(f, leave_the_folder), "outside the folder"),
+    "flipped": (flip, "checksum does not|cannot be read at byte"),
     "truncated": (lambda f: os.truncate(f / "__0_0.distcp", 9000), "cannot be read at byte"),
     "no file": (lambda f: (f / "__0_0.distcp").unlink(), "cannot be read"),
     "no metadata": (lambda f: (f / ".metadata").unlink(), "one finished checkpoint"),
-    "evil": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil())), "names .*system"),
+    "evil": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil())), "refers to .*system"),
 }
+WORDS = {name: words for name, (_, words) in (STATES | FILES).items()}
 
 
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory):
-    """Folders that are refused, and the words."""
-    root, words = tmp_path_factory.mktemp("spoiled"), {}
-    states = {tied: dict(zip(("model", "optim"), plain_state(tied), strict=True))
-              for tied in (False, True)}  # fmt: skip
-    for name, said in STATES.items():
+    """A folder with a checkpoint that is refused for each of `WORDS`."""
+    root = tmp_path_factory.mktemp("spoiled")
+    states = {tied: plain_state(tied) for tied in (False, True)}
+    for name in WORDS:
         state = copy.deepcopy(states[name == "untied"])
-        spoil_state(state, name)
-        save_alone(state, root / name)
-        words[name] = said
-    for name, (change, said) in FILES.items():
-        save_alone(states[False], root / name)
-        change(root / name)
-        words[name] = said
-    return root, words
+        if name in STATES:
+            STATES[name][0](state)
+        with warnings.catch_warnings(action="ignore"):
+            dcp.save(state, checkpoint_id=root / name, no_dist=True)
+        if name in FILES:
+            FILES[name][0](root / name)
+    return root
 
 
-def save_alone(state, folder):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
-
-
-def refuse(root, words, sizes):
-    manager = setup_process_group_manager(**sizes)
+def refuse(root, names, layout):
+    manager = grid(layout)
     models = {}
     for tied in (False, True):
         model = parallelize(build(8, 32, tied), manager, rehearse=False)
         models[tied] = model, optimizer_of(model)
-    for name, said in words.items():
+    for name in names:
         model, optimizer = models[name == "untied"]
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        with pytest.raises(CheckpointError, match=said) as caught:
+        with pytest.raises(CheckpointError, match=WORDS[name]) as caught:
             import_dcp(model, root / name, optimizer)
         assert isinstance(caught.value, DamagedCheckpointError) == (name in FILES), name
         torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before)
@@ -292,10 +278,9 @@ def refuse(root, words, sizes):
     destroy_process_group_manager()
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(four, spoiled):
-    four.run(refuse, *spoiled, {"pp_size": 2, "tp_size": 2})
+def test_folders_that_do_not_fit_are_refused_on_every_rank(four, spoiled):
+    four.run(refuse, spoiled, [*WORDS], (1, 2, 1, 2))
 
 
-def test_what_does_not_fit_is_refused_in_one_process(spoiled):
-    root, words = spoiled
-    refuse(root, {name: words[name] for name in ("moment", "smaller", "flipped", "number")}, {})
+def test_folders_that_do_not_fit_are_refused_in_one_process(spoiled):
+    refuse(spoiled, ("moment", "smaller", "flipped", "number"), (1, 1, 1, 1))

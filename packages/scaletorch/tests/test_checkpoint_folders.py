@@ -1,18 +1,18 @@
-"""Checkpoints' folders: programs that are killed or interrupted, other names, what is removed."""
+"""Checkpoints' folders: killed programs, other jobs, other names and files, what is removed."""
 
+import gc
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import patch
 
 import pytest
-import torch
 from torch import nn
 
-from scaletorch import checkpoint
 from scaletorch.checkpoint import (
     CheckpointError,
     DamagedCheckpointError,
@@ -23,9 +23,14 @@ from scaletorch.checkpoint import (
 )
 from scaletorch.checkpoint.format import folders, safetensors_files
 from scaletorch.checkpoint.format.folders import LOCK
-from scaletorch.dist import RankFailedError, get_rank, launch
-from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.pg_manager import setup_process_group_manager
+from scaletorch.dist import RankFailedError, RankPool, launch
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+preload("torch.distributed.checkpoint")
 
 
 def filled(value):
@@ -34,22 +39,28 @@ def filled(value):
     return model
 
 
+def value_of(model):
+    (value,) = model.weight.unique().tolist()
+    return value
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
-def write_slowly(monkeypatch, seconds):
-    write = checkpoint.storage.write_tensor
+def write_slowly(seconds):
+    """Return a `write_tensor` that takes its time for weights."""
+    write = safetensors_files.write_tensor
 
     def slow(file, tensor):
         time.sleep(seconds if tensor.numel() == 4 else 0)
         return write(file, tensor)
 
-    monkeypatch.setattr(checkpoint.storage, "write_tensor", slow)
+    return slow
 
 
 def test_ctrl_c_while_a_save_waits_leaves_the_one_before_whole(tmp_path, monkeypatch):
-    write_slowly(monkeypatch, 1)
+    monkeypatch.setattr(safetensors_files, "write_tensor", write_slowly(1))
     model = filled(1.0)
     first = save(tmp_path, model, step=1, asynchronous=True)
     nn.init.constant_(model.weight, 2.0)
@@ -69,20 +80,33 @@ def test_ctrl_c_while_a_save_waits_leaves_the_one_before_whole(tmp_path, monkeyp
     assert first.done()
     for step in (1, 2):
         load(tmp_path / f"step-{step:08d}", model)
-        assert model.weight.unique().tolist() == [step]
+        assert value_of(model) == step
 
 
-def test_names_of_a_folder_are_flushed(tmp_path):
-    with patch.object(os, "fsync", side_effect=lambda fd: seen.append(os.fstat(fd).st_ino)):
-        seen = []
-        safetensors_files.flush_folder(tmp_path)
-        with (tmp_path / "file").open("wb") as file:
-            safetensors_files.flush(file)
-    assert seen == [path.stat().st_ino for path in (tmp_path, tmp_path / "file")]
+def save_and_return(root):
+    folders.executor = ThreadPoolExecutor(1)  # left open: its worker is not waited for
+    folders.executor.submit(os.getpid).result()
+    setup_process_group_manager(dp_size=2)
+    safetensors_files.write_tensor = write_slowly(0.3)
+    save(root, filled(4.0), step=1, asynchronous=True)
+
+
+def test_ranks_that_return_finish_the_writing_first(tmp_path):
+    launch(save_and_return, 2, tmp_path)
+    model = filled(0.0)
+    assert load(tmp_path, model).step == 1
+    assert value_of(model) == 4
+
+
+def test_names_of_a_folder_are_flushed(tmp_path, monkeypatch):
+    flushed, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (flushed.append(os.fstat(fd).st_ino), fsync(fd)))
+    folder = save(tmp_path, filled(1.0), step=1).wait()
+    assert {path.stat().st_ino for path in (tmp_path, folder, *folder.iterdir())} == {*flushed}
 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
-    write_slowly(monkeypatch, 0.1)
+    monkeypatch.setattr(safetensors_files, "write_tensor", write_slowly(0.1))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     saving = save("run", filled(1.0), step=1, asynchronous=True)
@@ -101,17 +125,29 @@ def test_a_checkpoint_by_another_name(tmp_path, monkeypatch):
     for name in (tmp_path / "best", tmp_path / "copy", "."):
         model = filled(0.0)
         assert load(name, model).step == 3
-        assert model.weight.unique().tolist() == [3]
-    with pytest.raises(CheckpointError, match="is a file; pass the folder"):
+        assert value_of(model) == 3
+    with pytest.raises(CheckpointError, match="is a file: pass the folder"):
         load(folder / "metadata.json", model)
 
 
-def test_the_checkpoint_just_saved_is_kept(tmp_path):
+def test_only_old_checkpoints_of_ours_are_removed(tmp_path):
     model = filled(1.0)
-    for step in (9, 10, 20, 30):
+    (tmp_path / "step-00000000").mkdir()
+    (tmp_path / "step-00000000" / "precious").write_text("not ours")
+    (tmp_path / "step-00000007").write_text("a file")
+    for step in (1, 2, 3, 4, 9):
         save(tmp_path, model, step=step)
-    assert save(tmp_path, model, step=11, keep=2).wait().is_dir()
-    assert names(tmp_path) == [f"step-{step:08d}" for step in (10, 11, 20, 30)]
+    (tmp_path / "step-00000002" / "mine.txt").touch()
+    save(tmp_path, model, step=5, keep=2)
+    assert names(tmp_path) == [
+        "step-00000000", "step-00000002.removed", "step-00000004", "step-00000005",
+        "step-00000007", "step-00000009",  # saved by a run that went on from here
+    ]  # fmt: skip
+    assert names(tmp_path / "step-00000002.removed") == ["mine.txt"]
+    with pytest.raises(CheckpointError, match="is no checkpoint; it stays"):
+        save(tmp_path, model, step=0)
+    save(tmp_path, model, step=5, keep=1)  # again: in the place of the first
+    assert names(tmp_path)[2:] == ["step-00000005", "step-00000007", "step-00000009"]
 
 
 def dying(folder, rename):
@@ -131,21 +167,20 @@ def dying(folder, rename):
 
 
 def die(folder, rename):
+    save(folder, filled(1.0), step=5)
     with pytest.raises(RankFailedError, match="SIGKILL"):
         run_ranks(dying, 1, folder, rename, init=False)
 
 
 def test_killed_between_the_renames_of_a_step_saved_twice(tmp_path):
-    save(tmp_path, filled(1.0), step=5)
     die(tmp_path, 2)
     assert names(tmp_path) == ["step-00000005.removed", "step-00000005.unfinished"]
     model = filled(0.0)
     assert load(tmp_path, model).step == 5
-    assert model.weight.unique().tolist() == [7]
+    assert value_of(model) == 7
 
 
-def test_what_killed_programs_left_is_removed(tmp_path):
-    save(tmp_path, filled(1.0), step=5)
+def test_files_of_killed_programs_are_removed(tmp_path):
     die(tmp_path, 3)
     assert names(tmp_path) == ["step-00000005", "step-00000005.removed"]
     for step, file in ((6, "rank-00000.safetensors"), (7, "notes"), (9, "rank-00000.safetensors")):
@@ -159,14 +194,6 @@ def test_what_killed_programs_left_is_removed(tmp_path):
     assert names(tmp_path / "step-00000007.unfinished") == ["notes"]
 
 
-def test_a_description_too_deep_to_read_is_damage(tmp_path):
-    folder = save(tmp_path, filled(1.0), step=1).wait()
-    text = '{"format":"scaletorch-checkpoint","extra":' + "[" * 100_000
-    (folder / "metadata.json").write_text(text)
-    with pytest.raises(DamagedCheckpointError, match="RecursionError"):
-        load(folder, filled(1.0))
-
-
 def test_extra_is_checked_before_anything_changes(tmp_path):
     save(tmp_path, filled(1.0), step=1, extra={"data": "a"})
     model = filled(0.0)
@@ -176,17 +203,17 @@ def test_extra_is_checked_before_anything_changes(tmp_path):
 
     with pytest.raises(ValueError, match="of a"):
         load(tmp_path, model, check=check)
-    assert not model.weight.any()
+    assert value_of(model) == 0
 
 
-def test_an_export_that_was_killed_is_not_there_and_is_not_in_the_way(tmp_path, monkeypatch):
+def test_an_export_that_was_killed_does_not_count_and_is_not_in_the_way(tmp_path, monkeypatch):
     model = nn.Linear(2, 2)
 
     def die(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.weights_export, "write_tensor", die)
+        patched.setattr(safetensors_files, "write_tensor", die)
         with pytest.raises(KeyboardInterrupt):
             export_safetensors(model, tmp_path)
     assert names(tmp_path) == ["model.safetensors.unfinished"]
@@ -198,54 +225,108 @@ def test_an_export_that_was_killed_is_not_there_and_is_not_in_the_way(tmp_path, 
     import_safetensors(model, tmp_path)
 
 
-def save_and_return(root):
-    checkpoint.executor = ThreadPoolExecutor(1)  # left open: its worker is not waited for
-    checkpoint.executor.submit(get_rank).result()
-    setup_process_group_manager(dp_size=2)
-    write = checkpoint.storage.write_tensor
-
-    def slow(*arguments):
-        time.sleep(0.3)
-        return write(*arguments)
-
-    checkpoint.storage.write_tensor = slow
-    save(root, filled(4.0), step=1, asynchronous=True)
-
-
-def test_ranks_that_return_finish_the_writing_first(tmp_path):
-    launch(save_and_return, 2, tmp_path)
-    model = filled(0.0)
-    assert load(tmp_path, model).step == 1
-    assert torch.equal(model.weight, filled(4.0).weight)
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         (".metadata", "torch.distributed.checkpoint .*import_dcp"),
         ("step-100/__0_0.distcp", "torch.distributed.checkpoint .*step-100.*import_dcp"),
         ("model-00001-of-00002.safetensors", "save_pretrained .*import_safetensors"),
-        ("checkpoint-500/pytorch_model.bin", "no log .*pytorch_model.bin.*library that wrote it"),
-        ("global_step10/mp_rank_00_model_states.pt", "no log .*mp_rank_00_model_states.pt"),
-        ("logs/state.npz", "no log .*logs/state.npz.*before parallelize"),
+        ("checkpoint-500/pytorch_model.bin", "pytorch_model.bin.*library that wrote it"),
+        ("global_step10/mp_rank_00_model_states.pt", "no log.*mp_rank_00_model_states.pt"),
+        ("logs/state.npz", "no log.*logs/state.npz.*before parallelize"),
         ("latest", "no log"),
     ],
 )
 def test_a_folder_of_other_files_is_no_empty_one(tmp_path, name, words):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
-    with pytest.raises(CheckpointError, match=f"has no checkpoint that .*{words}"):
+    with pytest.raises(CheckpointError, match=f"has no checkpoint of .*{words}"):
         load(tmp_path, filled(1.0))
     save(tmp_path, filled(2.0), step=3)  # beside ours it does no harm
     assert load(tmp_path, filled(1.0)).step == 3
 
 
-def test_a_first_run_may_have_logs_and_what_killed_saves_left(tmp_path):
+def test_a_first_run_may_have_logs_and_files_of_killed_saves(tmp_path):
     assert load(tmp_path / "new", filled(1.0)) is None
-    assert load(tmp_path, filled(1.0)) is None
     for name in ("train.log", "config.json", "tensorboard/events.out.tfevents.1.host.2", LOCK,
                  "step-00000001.unfinished/rank-00000.safetensors", ".gitignore"):  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert load(tmp_path, filled(1.0)) is None
     assert names(tmp_path / "step-00000001.unfinished") == ["rank-00000.safetensors"]
+
+
+# Other jobs.
+
+JOB = """
+import sys, torch
+from scaletorch.checkpoint import save
+save(sys.argv[1], model := torch.nn.Linear(2, 2), step=1)
+print("saved", flush=True)
+sys.stdin.read()
+"""
+
+
+def refused(root, sizes, process):
+    setup_process_group_manager(**sizes)
+    model = nn.Linear(2, 2)
+    words = rf"{root} is being written by process {process} on host {os.uname().nodename} since"
+    for asynchronous in (False, True):
+        with pytest.raises(CheckpointError, match=words):
+            save(root, model, step=2, asynchronous=asynchronous)
+    assert load(root, model).step == 1  # reading needs no lock
+    destroy_process_group_manager()
+
+
+def saves(root, sizes, step):
+    setup_process_group_manager(**sizes)
+    model = nn.Linear(2, 2)
+    for asynchronous in (False, True, True):
+        step += 1
+        saving = save(root, model, step=step, keep=2, asynchronous=asynchronous)
+    saving.wait()
+    destroy_process_group_manager()
+
+
+def test_a_second_job_is_refused_on_every_rank_until_the_first_is_killed(tmp_path):
+    command = [sys.executable, "-c", JOB, str(tmp_path)]
+    pipes, sizes = (
+        {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
+        {"dp_size": 2, "tp_size": 2},
+    )
+    with subprocess.Popen(command, text=True, **pipes) as job, RankPool(4, seed=0) as four:
+        assert job.stdout.readline() == "saved\n"
+        four.run(refused, tmp_path, sizes, job.pid)
+        with pytest.raises(CheckpointError, match=f"by process {job.pid} on host"):
+            save(tmp_path, nn.Linear(2, 2), step=2)
+        job.kill()
+        job.wait(20)
+        assert f"process {job.pid} " in (tmp_path / LOCK).read_text()
+        four.run(saves, tmp_path, sizes, 1)
+        four.run(saves, tmp_path, sizes, 4)
+        save(tmp_path, nn.Linear(2, 2), step=8)  # the ranks' models are gone
+
+
+def test_a_wrapper_that_ends_after_its_save_keeps_the_folder_locked(tmp_path):
+    (tmp_path / LOCK).write_text("process 7 on host elsewhere since Sun\n")  # of a job that ended
+    model = nn.Linear(2, 2)
+    save(tmp_path, nn.Sequential(model), step=1)
+    gc.collect()
+    command = [sys.executable, "-c", JOB, str(tmp_path)]
+    other = subprocess.run(command, input="", capture_output=True, text=True, timeout=60)
+    assert f"is being written by process {os.getpid()} on host" in other.stderr
+    assert f"process {os.getpid()} " in (tmp_path / LOCK).read_text()  # closing it ends the lock
+
+
+def test_a_lock_of_another_user_is_not_ignored(tmp_path, monkeypatch):
+    (tmp_path / LOCK).touch()
+    opens = os.open
+
+    def denied(path, *arguments):  # root, who may run this, is denied nothing
+        if str(path).endswith(LOCK):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opens(path, *arguments)
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(CheckpointError, match=rf"{LOCK} cannot be opened for writing, so another"):
+        save(tmp_path, nn.Linear(2, 2), step=1)

@@ -58,8 +58,8 @@ def trained(layout, manager, when, graphs):
         return graph
 
     def compile_layers(model):
-        for part in [model] if when == "whole" else model.layers:
-            part.compile(backend=noting)
+        for module in [model] if when == "whole" else model.layers:
+            module.compile(backend=noting)
 
     model = built(layout)
     if when == "before":

@@ -1,13 +1,17 @@
-"""The norm over the grid counts each element of the plain model once, whole or in shards."""
+"""The norm over the grid counts each element once, and clipping by it is one process's."""
 
+import functools
 import math
+import warnings
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_decoder import CP, DP, PLAN, PP, TP, V, batch, made
 from sweeps import today
 from torch import distributed, nn
+from training import in_one_process, llama, tokens, train_and_compare
 
 from scaletorch.compose import (
     clip_grad_norm_,
@@ -20,8 +24,8 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist import NonFiniteError
-from scaletorch.dist.testing import run_ranks
-from scaletorch.models import Llama, LlamaConfig
+from scaletorch.dist.errors import MismatchError
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks
 from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -33,28 +37,20 @@ ORDERS = (2.0, 1.0, math.inf)
 CLIP = 0.25
 
 
+def with_momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
 def build(tied):
-    torch.manual_seed(3)
-    sizes = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
-        num_kv_heads=1, tie_embeddings=tied,
-    )  # fmt: skip
-    model = Llama(sizes).double()
+    model = llama(3, num_kv_heads=1, tie_embeddings=tied).double()
     for parameter in model.parameters():  # the usual 0.02 leaves attention nearly uniform
         parameter.data.mul_(6.0 if parameter.ndim == 2 else 1.0)
     return model
 
 
-def global_batch():
-    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-
-def plain_gradients(tied):
-    model, batch = build(tied), global_batch()
-    logits = model(batch["input_ids"])
-    F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
-    return {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
+@functools.cache
+def one_process(tied):
+    return in_one_process(build(tied), [tokens(), tokens()], with_momentum, clip=CLIP)
 
 
 def norms_of(tensors):
@@ -72,7 +68,7 @@ def stepped(layout, tied, zero=False):
     model = parallelize(build(tied), manager, bucket_size=900, rehearse=False)
     if zero:
         shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
-    train_step(model, shard_global_batch(global_batch(), 2, manager), manager)
+    train_step(model, shard_global_batch(tokens(), 2, manager), manager)
     return manager, model
 
 
@@ -104,8 +100,9 @@ LAYOUTS = [  # and whether embeddings are tied
 
 @pytest.mark.parametrize(("layout", "tied"), today(LAYOUTS, 4))
 def test_layouts_have_one_process_s_norm(layout, tied):
-    gradients = plain_gradients(tied)
-    expected = norms_of(gradients.values())
+    gradients = one_process(tied).gradients[0]
+    kept = [g for name, g in gradients.items() if not (tied and name.startswith("lm_head"))]
+    expected = norms_of(kept)
     _, pp, _, tp = layout
     results = run_ranks(clipped, math.prod(layout), layout, tied, timeout=200)
     for norms, calls, after, found in results:
@@ -118,50 +115,16 @@ def test_layouts_have_one_process_s_norm(layout, tied):
             torch.testing.assert_close(gradient, part, rtol=1e-5, atol=1e-9)
 
 
-def clipped_training(layout, stage):
-    """Two clipped steps of a sharded optimizer; returns norms and whole weights."""
-    manager = grid(layout)
-    model = parallelize(build(tied=True), manager, bucket_size=900, rehearse=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    shard_optimizer(optimizer, model, stage=stage)
-    norms = []
-    for _ in range(2):
-        train_step(model, shard_global_batch(global_batch(), 2, manager), manager)
-        norms.append(measure(model, manager)[0])
-        assert clip_grad_norm_(model, CLIP, manager).item() == norms[-1][0]
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = full_state_dict(model, manager)
-    destroy_process_group_manager()
-    return norms, weights
-
-
-def plain_clipped_training():
-    model, batch, norms = build(tied=True), global_batch(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    for _ in range(2):
-        logits = model(batch["input_ids"])
-        F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
-        norms.append(norms_of([p.grad for p in model.parameters()]))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, model.state_dict()
-
-
 @pytest.mark.parametrize(
     ("layout", "stage"),
     today([((2, 2, 1, 1), 1), ((2, 1, 1, 2), 2), ((1, 1, 2, 2), 1), ((1, 2, 2, 1), 2)], 4),
 )
 def test_sharded_optimizers_are_clipped_as_one_process(layout, stage):
-    norms, weights = plain_clipped_training()
-    results = run_ranks(clipped_training, 4, layout, stage)
-    for found_norms, found in results:
-        assert [each[0] for each in found_norms] == [each[0] for each in results[0][0]]
-        for ours, theirs in zip(found_norms, norms, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-10)
-        for name, weight in weights.items():
-            torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-11)
+    sizes = dict(zip(("dp_size", "pp_size", "cp_size", "tp_size"), layout, strict=True))
+    given = one_process(True), functools.partial(build, True), sizes, [tokens(), tokens()]
+    options, bounds = {"bucket_size": 900}, {"bound": 1e-9}
+    how = {"micro_batches": 2, "stage": stage, "clip": CLIP, "options": options, "bounds": bounds}
+    train_and_compare(*given, with_momentum, **how)
 
 
 class Packed(nn.Module):
@@ -180,7 +143,7 @@ class Packed(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2))
 
 
-PLAN = {"": Divide("num_heads"), "qkv": Fused("column", (12, 3, 3)), "out": "row"}
+PACKED = {"": Divide("num_heads"), "qkv": Fused("column", (12, 3, 3)), "out": "row"}
 
 
 def packed(parallel):
@@ -188,7 +151,7 @@ def packed(parallel):
     model = Packed().double()
     manager = grid((2, 1, 1, 2)) if parallel else None
     if manager is not None:
-        apply_tensor_parallel(model, PLAN, manager.tp_group)
+        apply_tensor_parallel(model, PACKED, manager.tp_group)
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     model(x).sin().sum().backward()  # alike over dp
     if manager is None:
@@ -240,3 +203,88 @@ def test_what_is_not_finite_somewhere_is_named_everywhere(layout, name, places, 
     for found, message, _ in results:
         assert found == [(name, place) for place in guilty]
         assert f"{name} on {', '.join(guilty)}. Skip the step" in message
+
+
+def theirs(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def ours(model):
+    clip_grad_norm_(model, 0.01)
+
+
+def values(model):
+    chosen = [p for name, p in model.named_parameters() if name == "embed.weight"]
+    if chosen:  # a stage may have none
+        nn.utils.clip_grad_value_(chosen, 0.01)
+
+
+def nothing(_):
+    pass
+
+
+def plain_steps(change, sparse=False):
+    model = made()
+    model.embed.sparse = sparse
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for step in range(2):
+        given = batch(step)
+        logits = model(given["input_ids"])
+        F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()).backward()
+        if change is ours:
+            grads = [p.grad.to_dense() for p in model.parameters()]
+            norm = nn.utils.get_total_norm(grads)
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
+        else:
+            change(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def train(change, sizes, sparse=False, **options):
+    """Return what was warned of, and the largest error of a weight."""
+    manager = setup_process_group_manager(**sizes)
+    if manager.tp_size > 1:
+        options["plan"] = {n: s for n, s in PLAN.items() if not (sparse and n == "embed")}
+    plain = made()
+    plain.embed.sparse = sparse
+    model = parallelize(plain, manager, **options, rehearse=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(2):
+            train_step(model, shard_global_batch(batch(step), 2, manager))
+            change(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    now, wanted = full_state_dict(model), plain_steps(change, sparse)
+    destroy_process_group_manager()
+    error = max(float(relative_error(now[name], value)) for name, value in wanted.items())
+    return [str(each.message) for each in said], error
+
+
+@distributed_test(2, timeout=200)
+def test_torchs_clipping_is_refused_where_ranks_have_other_norms():
+    v = dict([V])
+    for sizes, options in ((TP, {}), (PP, {}), (PP, v)):
+        with pytest.raises(MismatchError, match=r"use scaletorch.compose.clip_grad_norm_\(model,"):
+            train(theirs, sizes, **options)
+        destroy_process_group_manager()
+        for change in (values, nothing):
+            said, error = train(change, sizes, **options)
+            assert not said, (change, sizes, said)
+            assert error < 1e-12, (change, sizes, error)
+    for sizes, options in ((DP, {}), (CP, {})):  # gradients are whole there
+        said, error = train(theirs, sizes, **options)
+        assert not said, (sizes, said)
+        assert error < 1e-12, (sizes, options, error)
+
+
+@distributed_test(2, timeout=200)
+def test_sparse_gradients_are_clipped_by_the_norm_of_the_whole():
+    for sizes, options in ((TP, {}), (PP, {}), (PP, dict([V]))):
+        for change in (ours, nothing):
+            said, error = train(change, sizes, sparse=True, **options)
+            assert not said
+            assert error < 1e-12, (sizes, change, error)

@@ -17,7 +17,7 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist.errors import MismatchError, NonFiniteError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -30,13 +30,13 @@ UNCHECKED = {"data_parallel": {"init_sync": "none"}, "rehearse": False}
 class Job:
     """A small training on a layout."""
 
-    def __init__(self, layout, zero=0, seed=0, lr=0.1, tied=False, **options):
+    def __init__(self, layout, zero=0, seed=0, tied=False, **options):
         self.manager = setup_process_group_manager(**layout)
         model = llama(seed)
         if tied:
             model.lm_head.weight = model.embed_tokens.weight
         self.model = parallelize(model, self.manager, **options)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         if zero:
             shard_optimizer(self.optimizer, self.model, stage=zero, overlap=True)
 
@@ -63,28 +63,6 @@ class Job:
         destroy_process_group_manager()
 
 
-def healthy(layouts):
-    for layout, zero, options in layouts:
-        with Job(layout, zero, **options) as job:
-            for step in range(2):
-                job.backward(step)
-                job.check(step, values={"batch": job.tokens, "text": "same", "none": None})
-                job.update()
-
-
-LAYOUTS = [
-    ({"dp_size": 4}, 2, {}),
-    ({"tp_size": 4}, 0, {"sequence_parallel": True}),
-    ({"tp_size": 2, "dp_size": 2}, 1, {}),
-    ({"pp_size": 2, "cp_size": 2}, 0, {"tied": True}),
-]
-
-
-def test_a_healthy_training_is_left_alone():
-    run_ranks(healthy, 1, [({}, 0, {})])
-    run_ranks(healthy, 4, LAYOUTS)
-
-
 def flip(tensor):
     """Change the last bit of one element."""
     bits = tensor.detach().view(-1).view(torch.int32)
@@ -92,7 +70,7 @@ def flip(tensor):
 
 
 def run_faults(faults):
-    """Let one rank go astray at step 2."""
+    """Let one rank go astray at step 2, after two steps in which nothing is found."""
     for fault, layout, guilty, zero, text in faults:
         kind = NonFiniteError if fault == "nan" else MismatchError
         job = Job(layout, zero, tied="pp_size" in layout)
@@ -152,7 +130,8 @@ def test_a_rank_that_goes_astray_is_named(ranks):
     run_ranks(run_faults, ranks, own, timeout=200)
 
 
-def changed():
+@distributed_test(2)
+def test_models_that_differ_from_the_start_or_change_later():
     """Begin with other weights, and change the model on one rank."""
     with Job({"dp_size": 2}, seed=c10d.get_rank(), **UNCHECKED) as job:
         job.backward(0)
@@ -169,7 +148,3 @@ def changed():
         flip(job.parameter("norm.weight")) if c10d.get_rank() else None
         with pytest.raises(MismatchError, match=r"parameter norm.weight"):
             job.check(2)
-
-
-def test_models_that_differ_from_the_start_or_change_later():
-    run_ranks(changed, 2)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from training import llama, tokens
+from training import grid, in_one_process, llama, tokens
 
 from scaletorch.compose import (
     clip_grad_norm_,
@@ -15,44 +15,48 @@ from scaletorch.compose import (
 )
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import GradScaler, parameter_shards, shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 STEPS = 3
 SCALE = 2.0**10
 
 
-def build(half):
-    model = llama()
-    if half:  # around forward alone: backward must not run under autocast
-        model.__dict__["forward"] = torch.autocast("cpu", torch.float16)(model.forward)
-    return model
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
-def train(layout, scale, half=False, poison=None, interval=2000):
-    """Train with a loss scale, or None; returns losses, norms, scales and whole weights."""
-    dp, pp, cp, tp = layout
-    manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
-    model = parallelize(build(half), manager, rehearse=not half)  # has a forward of its own
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scaler = GradScaler("cpu", scale or 1.0, growth_interval=interval, enabled=scale is not None)
+def train(layout, scale, half="", poison=None, interval=2000, clip=1.0):
+    """Train with a loss scale, or None; return losses, norms, scales and whole weights.
+
+    With `half` forwards run under autocast, or float16 parameters have float32 masters in shards.
+    The rank `poison` gets an infinite gradient in the first step.
+    """
+    sizes = dict(zip(("dp_size", "pp_size", "cp_size", "tp_size"), layout, strict=True))
     losses, norms, scales = [], [], []
-    for step in range(STEPS):
-        micro_batches = shard_global_batch(tokens(step), 2, manager)
-        losses.append(train_step(model, micro_batches, scaler=scaler).item())
-        if step == 0 and str(manager.grid.coordinates(manager.global_rank)) == poison:
-            next(model.parameters()).grad.view(-1)[0] = math.inf
-        scaler.unscale_(optimizer)
-        norms.append(clip_grad_norm_(model, 1.0).item())
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    weights = full_state_dict(model)
-    destroy_process_group_manager()
-    return losses, norms, scales, weights
+    with grid(sizes) as manager:
+        plain = llama().half() if half == "masters" else llama()
+        if half == "autocast":  # around forward alone: backward must not run under it
+            plain.__dict__["forward"] = torch.autocast("cpu", torch.float16)(plain.forward)
+        model = parallelize(plain, manager, rehearse=not half)
+        optimizer = sgd(model)
+        if half == "masters":
+            shard_optimizer(optimizer, model)
+        scaler = GradScaler(
+            "cpu", scale or 1.0, growth_interval=interval, enabled=scale is not None
+        )
+        for step in range(STEPS):
+            micro_batches = shard_global_batch(tokens(step), 2, manager)
+            losses.append(train_step(model, micro_batches, scaler=scaler).item())
+            gradients = [s.tensor.grad for s in parameter_shards(model)]
+            assert {g.dtype for g in gradients} == {torch.float32}
+            if step == 0 and str(manager.grid.coordinates(manager.global_rank)) == poison:
+                gradients[0].view(-1)[-1] = math.inf
+            scaler.unscale_(optimizer)
+            norms.append(clip_grad_norm_(model, clip).item())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return losses, norms, scales, full_state_dict(model)
 
 
 LAYOUTS = [(1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 1)]
@@ -69,7 +73,7 @@ def test_scaled_training_has_the_bits_of_unscaled(layout):
 
 @pytest.mark.parametrize("poison", ["dp0 pp1 cp0 tp0", "dp0 pp0 cp0 tp1"])
 def test_overflow_on_one_stage_or_shard_skips_everywhere(poison):
-    initial = build(half=False).state_dict()
+    initial = llama().state_dict()
     results = run_ranks(train, 4, (1, 2, 1, 2), SCALE, poison=poison, interval=1)
     for losses, norms, scales, weights in results:
         assert scales == [SCALE / 2, SCALE, SCALE * 2]
@@ -84,7 +88,7 @@ def test_overflow_on_one_stage_or_shard_skips_everywhere(poison):
 
 def test_float16_overflows_by_itself_and_recovers():
     """A scale beyond float16 makes gradients of logits infinite on the last stage first."""
-    results = run_ranks(train, 4, (1, 2, 1, 2), 2.0**22, half=True)
+    results = run_ranks(train, 4, (1, 2, 1, 2), 2.0**22, "autocast")
     exact = train((1, 1, 1, 1), None)
     for losses, _, scales, weights in results:
         assert scales == results[0][2]
@@ -93,44 +97,13 @@ def test_float16_overflows_by_itself_and_recovers():
         assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
-def masters(layout, scale, poison):
-    """Train a float16 model with float32 masters in shards; return the scales and the weights."""
-    dp, pp, cp, tp = layout
-    manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
-    model = parallelize(build(half=False).half(), manager, rehearse=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    shard_optimizer(optimizer, model)
-    scaler = GradScaler("cpu", scale)
-    scales = []
-    for step in range(STEPS):
-        train_step(model, shard_global_batch(tokens(step), 2, manager), scaler=scaler)
-        assert {s.tensor.grad.dtype for s in parameter_shards(model)} == {torch.float32}
-        if step == 0 and str(manager.grid.coordinates(manager.global_rank)) == poison:
-            parameter_shards(model)[0].tensor.grad[-1] = math.nan
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    weights = full_state_dict(model)
-    destroy_process_group_manager()
-    return scales, weights
-
-
 @pytest.mark.parametrize("layout", [(2, 1, 1, 2), (2, 1, 2, 1)])
 def test_float32_shards_of_float16_parameters(layout):
     """One bad shard skips the first step everywhere; then steps are those of one process."""
-    results = run_ranks(masters, 4, layout, SCALE, "dp1 pp0 cp0 tp0")
-    model = build(half=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(1, STEPS):
-        batch = tokens(step)
-        logits = model(batch["input_ids"])
-        torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch["labels"].flatten()
-        ).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for scales, weights in results:
+    poison = "dp1 pp0 cp0 tp0"
+    results = run_ranks(train, 4, layout, SCALE, "masters", poison=poison, clip=math.inf)
+    expected = in_one_process(llama(), [tokens(step) for step in range(1, STEPS)], sgd)
+    for _, _, scales, weights in results:
         assert scales == [SCALE / 2] * STEPS
-        for name, weight in model.state_dict().items():
+        for name, weight in expected.weights.items():
             torch.testing.assert_close(weights[name].float(), weight, rtol=2e-2, atol=2e-3)

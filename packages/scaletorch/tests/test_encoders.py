@@ -1,17 +1,13 @@
 """Models of torch's own encoder layers, and pointwise ones, on every layout of 4 ranks."""
 
 import functools
-import re
 
 import pytest
 import torch
 from sweeps import today
 from test_any_batch import POSITIONS, Denoiser, noises, of_noise
 from torch import nn
-from training import cross_entropy, in_one_process, on_a_layout, sgd, train_and_compare
-
-from scaletorch.dist.errors import ScaletorchError
-from scaletorch.dist.testing import run_ranks
+from training import cross_entropy, in_one_process, sgd, train_and_compare
 
 SIZE, WORDS, ROWS = 16, 32, 4
 
@@ -95,34 +91,6 @@ def denoiser():
     return model
 
 
-class ByHand(nn.Module):
-    """Attention that calls none of torch's."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(SIZE, SIZE) for _ in range(3))
-
-    def forward(self, x):
-        return x + (self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x)
-
-
-class Layers(Tokens):
-    def within(self, x):
-        for layer in self.between:
-            x = layer(x)
-        return x
-
-
-class Sums(nn.Module):
-    def forward(self, x):
-        return x.cumsum(1)
-
-
-class Slides(nn.Conv1d):
-    def forward(self, x):
-        return super().forward(x.transpose(1, 2)).transpose(1, 2)
-
-
 def mlp():
     return nn.Sequential(nn.Linear(SIZE, 24), nn.GELU(), nn.Linear(24, SIZE), nn.LayerNorm(SIZE))
 
@@ -134,10 +102,7 @@ MODELS = {
     "bare": Bare,
     "patches": Patches,
     "denoiser": denoiser,
-    "by hand": lambda: Layers(nn.ModuleList(ByHand() for _ in range(2))),
     "pointwise": lambda: Tokens(mlp()),
-    "sums": lambda: Tokens(nn.Sequential(mlp(), Sums())),
-    "slides": lambda: Tokens(nn.Sequential(mlp(), Slides(SIZE, SIZE, 3, padding=1))),
 }
 DENOISER = {
     "blocks.*.attention.inner": "attention",
@@ -206,7 +171,6 @@ CASES = [
     ("denoiser", CP[1], SPREAD),
     ("pointwise", CP[1], {}),
 ]
-MIXES = "computes something else"
 REHEARSED = "pointwise", "bare"  # the others would take twice as long
 
 
@@ -222,31 +186,3 @@ def test_layouts_train_as_one_process(name, sizes, options):
         cut={"sequence_dims": POSITIONS if name == "denoiser" else None},
         **({"loss_fn": LOSSES[name]} if name in LOSSES else {}),
     )  # fmt: skip
-
-
-# The model, the layout, whether it rehearses; and what is said.
-REFUSED = [
-    ("sums", CP[0], True, MIXES),
-    ("slides", CP[1], True, MIXES),
-    ("by hand", {"cp_size": 2, "pp_size": 2}, False, f"called no F.scaled_dot|{MIXES}"),
-    ("by hand", CP[1], True, MIXES),
-]
-
-
-def refused():
-    """Return what this rank is told in each case."""
-    said = []
-    for name, sizes, rehearses, _ in REFUSED:
-        build = functools.partial(built, name)
-        try:
-            on_a_layout(build, sizes, [batch_of(name, 0)], micro_batches=2, rehearse=rehearses)
-            said.append("")
-        except ScaletorchError as error:
-            said.append(str(error))
-    return said
-
-
-def test_what_mixes_positions_is_refused_with_and_without_a_rehearsal():
-    for case, said in zip(REFUSED, zip(*run_ranks(refused, 4), strict=True), strict=True):
-        assert all(said), case
-        assert any(re.search(case[-1], text) for text in said), (case, said)

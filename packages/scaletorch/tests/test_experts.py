@@ -22,59 +22,31 @@ transformers = pytest.importorskip("transformers")
 
 STEPS, BOUND = 2, 1e-11
 SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-    "attn_implementation": "eager",
-    "pad_token_id": None,
-    "use_cache": False,
-}
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 12,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "num_experts_per_tok": 2, "attn_implementation": "eager",
+    "pad_token_id": None, "use_cache": False,
+}  # fmt: skip
 # What 8 ranks can share, on any axis; the layers are as many as a pipeline's stages.
 WIDE = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 4,
-    "moe_intermediate_size": 16,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-}
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 4, "moe_intermediate_size": 16,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8,
+}  # fmt: skip
+SHARED = {
+    "n_routed_experts": 8, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
 FAMILIES = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen3Moe": {"num_experts": 4, "decoder_sparse_step": 1, "norm_topk_prob": True},
     "Olmoe": {"num_experts": 4, "num_key_value_heads": 4},
     "DeepseekV3": {
-        "n_routed_experts": 8,
-        "n_group": 2,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-        "head_dim": 4,
-        "num_key_value_heads": 4,
-        "routed_scaling_factor": 1.5,
+        **SHARED, "n_group": 2, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4, "v_head_dim": 8, "head_dim": 4, "num_key_value_heads": 4,
     },
     "GptOss": {"num_local_experts": 4, "sliding_window": 4},
-    "Glm4Moe": {
-        "n_routed_experts": 8,
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.5,
-    },
-}
+    "Glm4Moe": {**SHARED, "n_group": 1},
+}  # fmt: skip
 
 
 def build(family, layers=0, skewed=False, **options):
@@ -131,7 +103,7 @@ def trained(ranks, family, sizes, options=None, micro_batches=1, stage=0, layers
 
 
 SEQUENCES, RECOMPUTED = {"sequence_parallel": True}, {"recompute": True}
-NAMED = {"plan": {"**.mlp.experts": Stacked({"gate_up_proj": Slices(1, parts=2), "down_proj": 2})}}
+NAMED = {"plan": {"**.mlp.experts": Stacked({"gate_up_proj": Slices(1, packed=2), "down_proj": 2})}}
 DP_TP, CP_TP = {"dp_size": 2, "tp_size": 2}, {"cp_size": 2, "tp_size": 2}
 BOTH = {"ep_size": 2, "etp_size": 2}  # each expert's width is divided too
 # Family, sizes, options of `parallelize`, micro-batches, ZeRO stage.

@@ -9,7 +9,7 @@ from torch import nn
 
 from scaletorch import compose
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -143,14 +143,11 @@ def test_biases_move_as_in_one_process(sizes, options, micro_batches, length):
     assert seen == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
-def refuse():
+@distributed_test(world_size=2)
+def test_a_model_without_such_biases_is_refused():
     model = compose.parallelize(
         build("Mixtral"), setup_process_group_manager(dp_size=2), rehearse=False
     )
     with pytest.raises(InvalidArgumentError, match=r"has a bias 'gate\.e_score"):
         compose.count_routing(model)
     destroy_process_group_manager()
-
-
-def test_a_model_without_such_biases_is_refused():
-    run_ranks(refuse, 2)

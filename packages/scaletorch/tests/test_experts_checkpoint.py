@@ -1,9 +1,11 @@
 """Experts' weights and moments on another layout, in one process, and in transformers' files."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from sweeps import today
-from training import adamw, in_one_process
+from training import adamw, in_one_process, ranks_of
 
 from scaletorch import compose
 from scaletorch.checkpoint import export_safetensors, import_safetensors, load, save
@@ -74,26 +76,26 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("number", today(range(len(LAYOUTS)), 7))
-def test_training_goes_on_on_another_layout(tmp_path, number):
-    (one, stage), (other, later) = LAYOUTS[number], LAYOUTS[(number + 1) % len(LAYOUTS)]
-    run_ranks(begin, 4, str(tmp_path), one, stage, timeout=200)
-    run_ranks(go_on, 4, reference(FAMILY), str(tmp_path), other, later, timeout=200)
+def train(folder, family, first, second):
+    """Train on one layout, and go on on another one."""
+    folder, expected = str(folder), reference(family)
+    run_ranks(begin, ranks_of(first[0]), folder, *first, family, timeout=200)
+    run_ranks(go_on, ranks_of(second[0]), expected, folder, *second, family, timeout=200)
 
 
-def test_one_process_takes_over_and_hands_back(tmp_path):
-    run_ranks(begin, 4, str(tmp_path / "a"), *LAYOUTS[1], timeout=200)
-    run_ranks(go_on, 1, reference(FAMILY), str(tmp_path / "a"), {}, 0, timeout=200)
-    run_ranks(begin, 1, str(tmp_path / "b"), {}, 0, timeout=200)
-    run_ranks(go_on, 4, reference(FAMILY), str(tmp_path / "b"), *LAYOUTS[2], timeout=200)
+ALONE = ({}, 0)
+CASES = [
+    *((FAMILY, *pair) for pair in pairwise([*LAYOUTS, LAYOUTS[0]])),
+    (FAMILY, LAYOUTS[1], ALONE),
+    (FAMILY, ALONE, LAYOUTS[2]),
+    ("GptOss", LAYOUTS[4], ALONE),  # with biases that are added once
+    ("GptOss", LAYOUTS[4], LAYOUTS[5]),
+]
 
 
-def test_biases_that_are_added_once(tmp_path):
-    run_ranks(begin, 4, str(tmp_path), *LAYOUTS[4], "GptOss", timeout=200)
-    run_ranks(go_on, 1, reference("GptOss"), str(tmp_path), {}, 0, "GptOss", timeout=200)
-    run_ranks(
-        go_on, 4, reference("GptOss"), str(tmp_path), {"tp_size": 4}, 0, "GptOss", timeout=200
-    )
+@pytest.mark.parametrize(("family", "first", "second"), today(CASES, 4))
+def test_training_goes_on_on_another_layout(tmp_path, family, first, second):
+    train(tmp_path, family, first, second)
 
 
 def imported(folder, sizes):
@@ -131,43 +133,44 @@ def build_uneven():
     return uneven().double()
 
 
-def step_of_uneven(model, optimizer, step):
-    step_on(model, optimizer, step)
-    return compose.full_state_dict(model)
-
-
-def saved_uneven(folder, sizes):
-    model = compose.parallelize(
-        build_uneven(), setup_process_group_manager(**sizes), rehearse=False
-    )
-    optimizer = shard_optimizer(adamw(model), model)
-    before = step_of_uneven(model, optimizer, 0)
-    save(folder, model, optimizer, step=1)
-    then = step_of_uneven(model, optimizer, 1)
-    destroy_process_group_manager()
-    return before, then
-
-
-def loaded_uneven(folder, sizes):
+def parallel_uneven(sizes):
     manager = setup_process_group_manager(**sizes)
     model = compose.parallelize(build_uneven(), manager, rehearse=False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
     optimizer = adamw(model)
     if manager.cp_dp_size > 1:
         shard_optimizer(optimizer, model, stage=2)
-    load(folder, model, optimizer)
+    return model, optimizer
+
+
+def then(model, optimizer):
+    """Return the weights before and after a step."""
     before = compose.full_state_dict(model)
-    then = step_of_uneven(model, optimizer, 1)
+    step_on(model, optimizer, 1)
+    after = compose.full_state_dict(model)
     destroy_process_group_manager()
-    return before, then
+    return before, after
+
+
+def saved_uneven(folder, sizes):
+    model, optimizer = parallel_uneven(sizes)
+    step_on(model, optimizer, 0)
+    save(folder, model, optimizer, step=1)
+    return then(model, optimizer)
+
+
+def loaded_uneven(folder, sizes):
+    model, optimizer = parallel_uneven(sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    load(folder, model, optimizer)
+    return then(model, optimizer)
 
 
 def test_stacks_of_which_ranks_have_unequal_shares_go_on_on_other_layouts(tmp_path):
-    before, then = run_ranks(saved_uneven, 4, tmp_path / "one", {"dp_size": 4, "ep_size": 2})[0]
+    before, expected = run_ranks(saved_uneven, 4, tmp_path / "one", {"dp_size": 4, "ep_size": 2})[0]
     for ranks, sizes in ((1, {}), (2, {"dp_size": 2, "ep_size": 2}), (4, LAYOUTS[3][0])):
         after, later = run_ranks(loaded_uneven, ranks, tmp_path / "one", sizes)[0]
         assert after.keys() == before.keys()
         assert all(torch.equal(after[name], each) for name, each in before.items())
-        assert max(relative_error(later[name], each) for name, each in then.items()) < BOUND
+        assert max(relative_error(later[name], each) for name, each in expected.items()) < BOUND

@@ -2,37 +2,29 @@
 
 import pytest
 import torch
+from small_models import small_mixture
+from training import tokens
 
 from scaletorch import compose
 from scaletorch.dist import NonFiniteError, get_rank
 from scaletorch.dist.testing import relative_error, run_ranks
-from scaletorch.models import Mixture, MixtureConfig
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
 
-CONFIG = MixtureConfig(
-    vocab_size=16, hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=2,
-    num_experts=4,
-)  # fmt: skip
 CHECKED = {"check_finite": True}
 
 
 def built():
     torch.manual_seed(2)
-    return Mixture(CONFIG).double()
-
-
-def batch():
-    tokens = torch.randint(16, (8, 7), generator=torch.Generator().manual_seed(5))
-    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
+    return small_mixture().double()
 
 
 def refused(sizes, guilty, name):
     manager = setup_process_group_manager(**sizes)
     try:
-        whole, plain = batch(), built()
+        whole, plain = tokens(rows=8), built()
         logits = plain(whole["input_ids"]).flatten(0, 1)
         torch.nn.functional.cross_entropy(logits, whole["labels"].flatten()).backward()
         model = compose.parallelize(built(), manager, data_parallel=CHECKED, rehearse=False)

@@ -13,7 +13,7 @@ from training import adamw, in_one_process, train_and_compare
 from scaletorch import compose
 from scaletorch.compose.experts import count_experts
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test
 from scaletorch.models import Mixture, MixtureConfig
 from scaletorch.parallel.pg_manager import (
     Grid,
@@ -139,7 +139,8 @@ REFUSED = (
 )
 
 
-def refused():
+@distributed_test(world_size=2)
+def test_they_are_not_divided_nor_their_choices_counted_in_silence():
     for sizes, options in DIVIDED:
         manager = setup_process_group_manager(**sizes)
         with pytest.raises(InvalidArgumentError, match=REFUSED):
@@ -152,10 +153,6 @@ def refused():
     with pytest.raises(InvalidArgumentError, match=r"\(ModuleList\) has no forward, and is"):
         compose.count_routing(model, "gate.bias")
     destroy_process_group_manager()
-
-
-def test_they_are_not_divided_nor_their_choices_counted_in_silence():
-    run_ranks(refused, 2)
 
 
 def built():

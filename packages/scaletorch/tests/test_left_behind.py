@@ -33,12 +33,8 @@ from scaletorch.plan import Cut, describe
 TASKS = Path("/proc/self/task")
 EARLIER, STEPS = 2, 3  # before anything is counted, as caches fill; and of which none may add
 SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 8,
-    "num_heads": 4,
-    "num_kv_heads": 4,
-}
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 8, "num_heads": 4, "num_kv_heads": 4,
+}  # fmt: skip
 EXPERTS = {"dp_size": 2, "pp_size": 2, "ep_size": 2}
 
 
@@ -62,13 +58,8 @@ LAYOUTS = {
         {"sequence_parallel": True, "loss_parallel": True, "recompute": "selective"},
         0,
     ),
-    "heads": (
-        llama,
-        {"cp_size": 2},
-        {"cp_method": "ulysses", "recompute": "offload"},
-        1,
-    ),
-    "parted": (
+    "heads": (llama, {"cp_size": 2}, {"cp_method": "ulysses", "recompute": "offload"}, 1),
+    "split backwards": (
         deep_llama,
         {"pp_size": 2, "dp_size": 2},
         {"schedule": "zb_v", "bucket_size": 500, "data_parallel": {"check_finite": True}},
@@ -157,15 +148,21 @@ def leave(*layout):
         return left(*layout)
 
 
-def left(kind, sizes, options, stage):
-    """Return that, and whether the model lives when nobody names it."""
+def made(kind, sizes, options, stage):
+    """Return the arguments of `step` on a layout."""
     manager = setup_process_group_manager(**sizes)
     torch.manual_seed(0)
     model = compose.parallelize(kind(), manager, **options, rehearse=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if stage:
         shard_optimizer(optimizer, model, stage=stage)
-    garbage, more = counted(partial(step, model, optimizer, 4 if manager.pp_size > 1 else 1))
+    return model, optimizer, 4 if manager.pp_size > 1 else 1
+
+
+def left(*layout):
+    """Return that, and whether the model lives when nobody names it."""
+    model, optimizer, micro_batches = made(*layout)
+    garbage, more = counted(partial(step, model, optimizer, micro_batches))
     living = weakref.ref(model), weakref.ref(optimizer)
     del model, optimizer
     gc.collect()
@@ -185,19 +182,10 @@ def test_steps_leave_nothing_behind(layout):
         assert not alive
 
 
-def end(kind, sizes, options, stage):
+def end(*layout):
     """Train under a launcher's variables; return the threads of groups that outlive their end."""
-
-    def train():
-        init_dist(backend="gloo")
-        manager = setup_process_group_manager(**sizes)
-        model = compose.parallelize(kind(), manager, **options, rehearse=False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        if stage:
-            shard_optimizer(optimizer, model, stage=stage)
-        step(model, optimizer, 4 if manager.pp_size > 1 else 1)
-
-    train()
+    init_dist(backend="gloo")
+    step(*made(*layout))
     cleanup_dist()
     return [name for path in TASKS.glob("*/comm") if "gloo" in (name := path.read_text())]
 

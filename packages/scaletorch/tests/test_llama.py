@@ -1,6 +1,6 @@
 """The built-in models are a Llama and a Mixtral: another library's have their logits."""
 
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,23 +15,36 @@ SIZES = LlamaConfig(
 )
 THETA = 2.0**16  # transformers has the frequencies in float32: with 4 elements a head, 1 and 2**-8
 NAMES = {
-    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "rope_theta": "rope_theta",
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_kv_heads": "num_key_value_heads",
     "intermediate_size": "intermediate_size", "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
-    "norm_eps": "rms_norm_eps", "tie_embeddings": "tie_word_embeddings",
+    "num_heads": "num_attention_heads", "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
 }  # fmt: skip
 
 
-def of_transformers(config, state):
+def both(model, config, family, **options):
+    """Return a model with weights that all matter, and that of transformers with the same ones."""
     transformers = pytest.importorskip("transformers")
-    sizes = {NAMES[name]: value for name, value in asdict(config).items()}
-    sizes["rope_parameters"] = {"rope_theta": sizes.pop("rope_theta"), "rope_type": "default"}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, use_cache=False))
-    named = {
-        name if name.startswith("lm_head") else f"model.{name}": t for name, t in state.items()
-    }
-    model.double().load_state_dict(named)
-    return model
+    model.double()
+    for parameter in model.parameters():  # the usual 0.02 leaves attention nearly uniform
+        parameter.data += torch.randn_like(parameter) * 0.2
+    sizes = {theirs: getattr(config, ours) for ours, theirs in NAMES.items()}
+    sizes["rope_parameters"] = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    other = getattr(transformers, f"{family}Config")(**sizes, **options, use_cache=False)
+    other = getattr(transformers, f"{family}ForCausalLM")(other).double()
+    state = model.state_dict()
+    other.load_state_dict({n if "lm_head" in n else f"model.{n}": t for n, t in state.items()})
+    return model, other
+
+
+def require_same(model, other, ours, theirs):
+    """Compare logits and gradients; each model has its own options."""
+    ids, labels = torch.randint(48, (2, 2, 11))
+    logits, gradients = trained(model, ids, labels, **ours)
+    expected, wanted = trained(other, ids, labels, **theirs)
+    assert relative_error(logits, expected) < 1e-12
+    assert set(gradients) == set(wanted)
+    assert worst(relative_error(gradients[name], wanted[name]) for name in wanted) < 1e-11
 
 
 def trained(model, ids, labels, **options):
@@ -47,46 +60,21 @@ def trained(model, ids, labels, **options):
 @pytest.mark.parametrize("positions", [None, [3, 4, 5, 9, 10, 200, 201, 2, 0, 1, 40]])
 def test_logits_and_gradients_are_those_of_transformers(tied, positions):
     torch.manual_seed(0)
-    config = LlamaConfig(**{**asdict(SIZES), "tie_embeddings": tied, "rope_theta": THETA})
-    model = Llama(config).double()
-    for parameter in model.parameters():  # the usual 0.02 leaves attention nearly uniform
-        parameter.data += torch.randn_like(parameter) * 0.2
-    other = of_transformers(config, model.state_dict())
-    ids, labels = torch.randint(48, (2, 2, 11))
-    options = {}
-    if positions is not None:
-        options = {"position_ids": torch.tensor([positions, positions])}
-    logits, gradients = trained(model, ids, labels, **options)
+    config = replace(SIZES, tie_embeddings=tied, rope_theta=THETA)
+    model, other = both(Llama(config), config, "Llama")
+    options = {} if positions is None else {"position_ids": torch.tensor([positions, positions])}
     # Without a mask, transformers guesses documents from positions.
     mask = torch.ones(2, 1, 11, 11, dtype=torch.bool).tril()
-    expected, wanted = trained(other, ids, labels, attention_mask=mask, **options)
-    assert relative_error(logits, expected) < 1e-12
-    assert set(gradients) == set(wanted)
-    assert worst(relative_error(gradients[name], wanted[name]) for name in wanted) < 1e-11
+    require_same(model, other, options, {"attention_mask": mask, **options})
+
+
+def test_the_mixture_has_logits_and_gradients_of_mixtral():
+    torch.manual_seed(0)
+    config = MixtureConfig(48, 32, 24, 2, 8, 2, THETA, num_experts=5, top_k=2)
+    model, other = both(Mixture(config), config, "Mixtral", num_local_experts=5)
+    other.set_experts_implementation("eager")
+    require_same(model, other, {}, {})
 
 
 def test_the_model_that_is_verified_is_this_one():
     assert type(default_model()) is Llama
-
-
-def test_the_mixture_has_logits_and_gradients_of_mixtral():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = MixtureConfig(48, 32, 24, 2, 8, 2, THETA, num_experts=5, top_k=2)
-    model = Mixture(config).double()
-    for parameter in model.parameters():
-        parameter.data += torch.randn_like(parameter) * 0.2
-    sizes = {NAMES[n]: getattr(config, n) for n in NAMES if n != "rope_theta"}
-    sizes |= {"num_local_experts": 5, "num_experts_per_tok": 2, "use_cache": False}
-    sizes["rope_parameters"] = {"rope_theta": THETA, "rope_type": "default"}
-    other = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).double()
-    other.set_experts_implementation("eager")
-    other.load_state_dict(
-        {n if n.startswith("lm_head") else f"model.{n}": t for n, t in model.state_dict().items()}
-    )
-    ids, labels = torch.randint(48, (2, 2, 11))
-    logits, gradients = trained(model, ids, labels)
-    expected, wanted = trained(other, ids, labels)
-    assert relative_error(logits, expected) < 1e-12
-    assert set(gradients) == set(wanted)
-    assert worst(relative_error(gradients[name], wanted[name]) for name in wanted) < 1e-11

@@ -1,6 +1,5 @@
 """What a loss reads beside the output: parameters, words of other ranks, shares of tokens."""
 
-import math
 import re
 from itertools import product
 
@@ -9,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from sweeps import today
 from torch import nn
+from training import grid, ranks_of
 
 from scaletorch.compose import (
     full_gradients,
@@ -18,13 +18,8 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist import RankPool
-from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import relative_error
 from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 WORDS, WIDTH = 32, 8
 SHARED, SHARDS = {"sequence_parallel": True}, {"loss_parallel": True}
@@ -53,30 +48,28 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(4))
         self.head = nn.Linear(WIDTH, WORDS)
 
-    def forward(self, input_ids):
+    def hidden(self, input_ids):
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        return x
+
+    def forward(self, input_ids):
+        return self.head(self.hidden(input_ids))
 
 
 class Tied(Net):
     """Computes logits by the embedding's weight, without a layer."""
 
     def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.linear(x, self.embed.weight)
+        return F.linear(self.hidden(input_ids), self.embed.weight)
 
 
 class Aux(Net):
     """Returns a value of each token beside the logits."""
 
     def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
+        x = self.hidden(input_ids)
         return self.head(x), x.square().mean(-1)
 
 
@@ -114,16 +107,13 @@ def penalty(parameters):
 
 
 def penalized(sizes, options, zero):
-    manager = setup_process_group_manager(**sizes)
-    try:
+    with grid(sizes) as manager:
         model = parallelize(net(), manager, **options, rehearse=False)
         if zero:
             shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, stage=zero)
         loss_fn = penalty(list(model.parameters()))
         loss = train_step(model, shard_global_batch(batch(), 2, model=model), loss_fn=loss_fn)
         return loss.item(), full_gradients(model) if zero < 2 else {}
-    finally:
-        destroy_process_group_manager()
 
 
 RIGHT = [  # sizes, options, ZeRO
@@ -153,20 +143,18 @@ def test_a_penalty_is_right_where_ranks_have_whole_parameters(pools):
 
 def attempt(sizes, options, make, kind=Net, plan=PLAN):
     """Train a step, and another by tokens alone; return what was said, and the first loss."""
-    manager = setup_process_group_manager(**sizes)
     try:
-        tp = {"plan": plan} if manager.tp_size > 1 else {}
-        plain = net(kind, "sequence_parallel" not in options)
-        whole = list(plain.parameters())
-        model = parallelize(plain, manager, **tp, **options, rehearse=False)
-        given = whole if make is over_what_was_kept else model
-        own = {} if make is None else {"loss_fn": make(given)}
-        parts = shard_global_batch(batch(), 4, model=model)
-        return "", train_step(model, parts, **own).item()
+        with grid(sizes) as manager:
+            tp = {"plan": plan} if manager.tp_size > 1 else {}
+            plain = net(kind, "sequence_parallel" not in options)
+            whole = list(plain.parameters())
+            model = parallelize(plain, manager, **tp, **options, rehearse=False)
+            given = whole if make is over_what_was_kept else model
+            own = {} if make is None else {"loss_fn": make(given)}
+            parts = shard_global_batch(batch(), 4, model=model)
+            return "", train_step(model, parts, **own).item()
     except Exception as error:
         return f"{type(error).__name__}: {error}", 0.0
-    finally:
-        destroy_process_group_manager()
 
 
 def over_parameters(model):
@@ -211,17 +199,13 @@ READS = (
 )
 
 
-def world(sizes):
-    return math.prod(sizes.values())
-
-
 def test_a_penalty_is_refused_where_parameters_are_cut(pools):
     # Each way to read them on some layouts: over tp, over stages, and over both.
     others = [over_one_layer, over_what_was_kept, by_norms]
     cases = [(over_parameters, *layout) for layout in CUT]
     cases += [(make, *layout) for make in others for layout in (CUT[0], CUT[3])]
     for make, sizes, options in cases:
-        for said, _ in pools[world(sizes)].run(attempt, sizes, options, make):
+        for said, _ in pools[ranks_of(sizes)].run(attempt, sizes, options, make):
             assert re.search(READS, said), (make, sizes, options, said)
 
 
@@ -239,7 +223,7 @@ def only_looks(model):
 
 def test_what_does_not_train_by_parameters_is_not_refused(pools):
     for sizes, options in today(CUT, len(CUT)):
-        losses = pools[world(sizes)].run(attempt, sizes, options, only_looks)
+        losses = pools[ranks_of(sizes)].run(attempt, sizes, options, only_looks)
         assert {said for said, _ in losses} == {""}, (sizes, options, losses)
 
 
@@ -259,10 +243,7 @@ class Headless(Net):
         self.warmth = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return self.hidden(input_ids)
 
 
 def headless(model):
@@ -273,18 +254,13 @@ def headless(model):
 
 
 def with_head(sizes, options):
-    manager = setup_process_group_manager(**sizes)
-    try:
+    with grid(sizes) as manager:
         whole = net(Headless)
         tp = {"plan": {n: s for n, s in PLAN.items() if n != "head"}} if manager.tp_size > 1 else {}
         asked = manager.pp_size == 1  # else only the last stage has the head
         model = parallelize(whole, manager, **tp, **options, rehearse=asked)
         parts = shard_global_batch(batch(), 4, model=model)
-        return "", train_step(model, parts, loss_fn=headless(whole)).item(), full_gradients(model)
-    except ScaletorchError as error:
-        return str(error), 0.0, {}
-    finally:
-        destroy_process_group_manager()
+        return train_step(model, parts, loss_fn=headless(whole)).item(), full_gradients(model)
 
 
 def test_a_head_in_the_loss_is_right(pools):
@@ -293,8 +269,7 @@ def test_a_head_in_the_loss_is_right(pools):
     (loss / count).backward()
     for sizes, options in today(CUT, len(CUT)):
         own = {k: v for k, v in options.items() if k != "sequence_parallel"}
-        for said, found, theirs in pools[world(sizes)].run(with_head, sizes, own):
-            assert not said, (sizes, own)
+        for found, theirs in pools[ranks_of(sizes)].run(with_head, sizes, own):
             assert found == pytest.approx(loss.item() / count, rel=1e-12)
             grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
             errors = {n: relative_error(theirs[n], g) for n, g in grads.items()}
@@ -338,21 +313,18 @@ def with_aux(model):
 def test_a_value_of_each_token_is_a_share_under_sequence_parallelism(pools):
     for sizes in ({"tp_size": 2}, {"tp_size": 2, "dp_size": 2}):
         for options, words in ({}, "^$"), ({"sequence_parallel": True}, "share of the tokens"):
-            for said, _ in pools[world(sizes)].run(attempt, sizes, options, with_aux, Aux):
+            for said, _ in pools[ranks_of(sizes)].run(attempt, sizes, options, with_aux, Aux):
                 assert re.search(words, said), (sizes, options, said)
 
 
 def steps(sizes, options, dtype, own):
     """Train a step in a dtype."""
-    manager = setup_process_group_manager(**sizes)
-    try:
+    with grid(sizes) as manager:
         whole = net(attends="sequence_parallel" not in options).to(dtype)
         model = parallelize(whole, manager, plan=PLAN, **options, rehearse=False)
         parts = shard_global_batch(batch(), 2, model=model)
         given = {"loss_fn": tokens} if own else {}
         train_step(model, parts, **given)
-    finally:
-        destroy_process_group_manager()
 
 
 def tokens(output, mb):

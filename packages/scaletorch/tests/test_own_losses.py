@@ -20,6 +20,7 @@ from own_losses import (
     tokens,
 )
 from sweeps import today
+from training import grid
 
 from scaletorch.compose import (
     eval_step,
@@ -28,11 +29,8 @@ from scaletorch.compose import (
     shard_global_batch,
     train_step,
 )
-from scaletorch.dist.testing import relative_error, run_ranks, worst
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
+from scaletorch.parallel.data_parallel import GradScaler
 
 LAYOUTS = {
     "dp2": ({"dp_size": 2}, {}),
@@ -53,24 +51,23 @@ def expected():
 
 def every_loss(sizes, options):
     """Return the loss, its eval and all gradients of every example, each of one step."""
-    manager = setup_process_group_manager(**sizes)
     found = {}
-    for name, (build, loss_fn, count_fn, second) in LOSSES.items():
-        own = dict(options)
-        if name == "reward":  # its head is whole on every rank, on whole sequences
-            own = {n: v for n, v in options.items() if n == "schedule"}
-        elif name == "classes":
-            own.pop("loss_parallel", None)
-        # A teacher's outputs are of the whole micro-batch; what two ranks rehearse, eight need not.
-        own["rehearse"] = second is None and manager.world_size == 2
-        model = parallelize(build(), manager, **own)
-        micro_batches = shard_global_batch(batch(), 2, model=model)
-        if second is not None:
-            prepare(parallelize(teacher(), manager, **own), *second, micro_batches)
-        seen = eval_step(model, micro_batches, loss_fn=loss_fn)
-        loss = train_step(model, micro_batches, loss_fn=loss_fn, count_fn=count_fn)
-        found[name] = loss.item(), seen.item(), full_gradients(model)
-    destroy_process_group_manager()
+    with grid(sizes) as manager:
+        for name, (build, loss_fn, count_fn, second) in LOSSES.items():
+            own = dict(options)
+            if name == "reward":  # its head is whole on every rank, on whole sequences
+                own = {n: v for n, v in options.items() if n == "schedule"}
+            elif name == "classes":
+                own.pop("loss_parallel", None)
+            # A teacher's outputs are of the whole micro-batch; eight ranks need not rehearse too.
+            own["rehearse"] = second is None and manager.world_size == 2
+            model = parallelize(build(), manager, **own)
+            micro_batches = shard_global_batch(batch(), 2, model=model)
+            if second is not None:
+                prepare(parallelize(teacher(), manager, **own), *second, micro_batches)
+            seen = eval_step(model, micro_batches, loss_fn=loss_fn)
+            loss = train_step(model, micro_batches, loss_fn=loss_fn, count_fn=count_fn)
+            found[name] = loss.item(), seen.item(), full_gradients(model)
     return found
 
 
@@ -89,18 +86,14 @@ def test_every_loss_is_one_process_s(layout, expected):
 
 def accumulated(sizes):
     """Two steps whose gradients add up in no_sync, with a loss scale."""
-    from scaletorch.parallel.data_parallel import GradScaler
-
-    manager = setup_process_group_manager(**sizes)
-    model = parallelize(language(), manager, rehearse=False)
-    micro_batches = shard_global_batch(batch(), 2, model=model)
-    scaler = GradScaler("cpu", 2.0**8)
-    with model.no_sync():
-        train_step(model, micro_batches, loss_fn=smoothed, scaler=scaler)
-    loss = train_step(model, micro_batches, loss_fn=smoothed, scaler=scaler)
-    gradients = full_gradients(model)
-    destroy_process_group_manager()
-    return loss.item(), gradients
+    with grid(sizes) as manager:
+        model = parallelize(language(), manager, rehearse=False)
+        micro_batches = shard_global_batch(batch(), 2, model=model)
+        scaler = GradScaler("cpu", 2.0**8)
+        with model.no_sync():
+            train_step(model, micro_batches, loss_fn=smoothed, scaler=scaler)
+        loss = train_step(model, micro_batches, loss_fn=smoothed, scaler=scaler)
+        return loss.item(), full_gradients(model)
 
 
 def test_no_sync_and_a_loss_scale(expected):
@@ -121,16 +114,14 @@ def text():
 
 
 def perplexity(sizes, options):
-    manager = setup_process_group_manager(**sizes)
-    model = parallelize(language(), manager, **options, rehearse=False)
-    model.train()
     inside = set()
-    for module in model.modules():
-        module.register_forward_hook(lambda this, *_: inside.add(this.training))
-    loss = eval_step(model, shard_global_batch(text(), 2, model=model))
-    modes = {module.training for module in model.modules()}
-    destroy_process_group_manager()
-    return loss.exp().item(), loss.dtype, inside, modes
+    with grid(sizes) as manager:
+        model = parallelize(language(), manager, **options, rehearse=False)
+        for module in model.train().modules():
+            module.register_forward_hook(lambda this, *_: inside.add(this.training))
+        loss = eval_step(model, shard_global_batch(text(), 2, model=model))
+        modes = {module.training for module in model.modules()}
+        return loss.exp().item(), loss.dtype, inside, modes
 
 
 @pytest.mark.parametrize("layout", today(["all8", "data8"], 2))
@@ -166,33 +157,24 @@ def counted(count_fn):
 
 
 # A loss, or what is said to `train_step`, and in which words it is refused.
+SUM = "must return .sum of the losses"
 WRONG = {
-    "no pair": (
-        lambda output, _: output.sum(),
-        "must return .sum of the losses, .* returned a tensor of",
-    ),
-    "no number": (
-        lambda output, _: (output.sum(), math.nan),
-        "finite number of at least 0, got na",
-    ),
+    "no pair": (lambda output, _: output.sum(), f"{SUM}, .* returned a tensor of"),
+    "no number": (lambda output, _: (output.sum(), math.nan), "number of at least 0, got na"),
     "no scalar": (
         lambda output, batch: (output.sum(-1), tokens(batch)),
         "one floating-point element; .* returned a tensor of shape",
     ),
     "detached": (
-        lambda output, batch: (output.detach().sum(), tokens(batch)),
-        "the sum of loss_fn has no gradient",
+        lambda output, batch: (output.detach().sum(), tokens(batch)), "loss_fn has no gradient",
     ),
     "no one count": (
         lambda output, _: (output.sum(), torch.ones(2)),
         r"their number.; it returned .*; a tensor of shape \[2\]",
     ),
-    "half": (
-        lambda output, batch: (output.logsumexp(-1).sum(), tokens(batch)),
-        "differ in tp alone",
-    ),
+    "half": (lambda output, batch: (output.logsumexp(-1).sum(), tokens(batch)), "in tp alone"),
     "fails": (fails, "nothing of that name"),
-    "on one rank": (on_one_rank, "must return .sum of the losses.* returned str"),
+    "on one rank": (on_one_rank, f"{SUM}.* returned str"),
     "unlike": (unlike, "on rank 3 and .* on rank 2.* in tp alone: .*vocabulary_sums"),
     "miscounted": (
         {"loss_fn": lambda o, b: (o.sum(), tokens(b) + 1), "count_fn": tokens},
@@ -202,23 +184,22 @@ WRONG = {
     "nothing": (counted(lambda _: 0), "have anything that the loss counts"),
     "a string": ("mse", "loss_fn must be a function, got str"),
     "count alone": ({"count_fn": tokens}, "count_fn counts the losses of a loss_fn"),
-}
+}  # fmt: skip
 
 
 def refused(sizes, options, names):
-    manager = setup_process_group_manager(**sizes)
     heard = {}
-    for name in names:
-        own, _ = WRONG[name]
-        model = parallelize(language(), manager, **options, rehearse=False)
-        heard[name], told = [], own if isinstance(own, dict) else {"loss_fn": own}
-        for wrong in (told, {"loss_fn": smoothed}):  # afterwards a step goes well
-            try:
-                train_step(model, shard_global_batch(batch(), 2, model=model), **wrong)
-                heard[name].append("")
-            except Exception as error:
-                heard[name].append(f"{type(error).__name__}: {error}")
-    destroy_process_group_manager()
+    with grid(sizes) as manager:
+        for name in names:
+            own, _ = WRONG[name]
+            model = parallelize(language(), manager, **options, rehearse=False)
+            heard[name], told = [], own if isinstance(own, dict) else {"loss_fn": own}
+            for wrong in (told, {"loss_fn": smoothed}):  # afterwards a step goes well
+                try:
+                    train_step(model, shard_global_batch(batch(), 2, model=model), **wrong)
+                    heard[name].append("")
+                except Exception as error:
+                    heard[name].append(f"{type(error).__name__}: {error}")
     return heard
 
 
@@ -230,29 +211,15 @@ def test_what_a_loss_returns_is_refused_on_every_rank():
             assert second == "", (name, second)
 
 
-def on_one_rank_only(sizes):
-    manager = setup_process_group_manager(**sizes)
-    model = parallelize(language(), manager, rehearse=False)
-    own = {"loss_fn": smoothed} if manager.global_rank else {}
-    with pytest.raises(Exception, match=r"rank 0 differs.*|a loss_fn of its own"):
-        train_step(model, shard_global_batch(batch(), 2, model=model), **own)
-    destroy_process_group_manager()
-
-
-def test_a_loss_on_some_ranks_alone():
-    run_ranks(on_one_rank_only, 2, {"dp_size": 2})
-
-
-def wrong_entries(sizes):
-    manager = setup_process_group_manager(**sizes)
-    model = parallelize(language(), manager, rehearse=False)
-    with pytest.raises(ValueError, match=r"loss_last has shape .* the 8 rows of the batch"):
-        shard_global_batch({**batch(), "loss_last": torch.zeros(3)}, 2, model=model)
-    micro_batches = shard_global_batch(batch(), 2, model=model)
-    with pytest.raises(ValueError, match="token_losses takes the micro-batch that loss_fn"):
-        smoothed(torch.zeros(1, 1, 1), micro_batches[0])
-    destroy_process_group_manager()
-
-
-def test_entries_of_a_loss_and_helpers_without_one():
-    run_ranks(wrong_entries, 1, {})
+@distributed_test(2)
+def test_a_loss_on_some_ranks_alone_and_its_entries():
+    with grid({"dp_size": 2}) as manager:
+        model = parallelize(language(), manager, rehearse=False)
+        micro_batches = shard_global_batch(batch(), 2, model=model)
+        own = {"loss_fn": smoothed} if manager.global_rank else {}
+        with pytest.raises(Exception, match=r"rank 0 differs.*|a loss_fn of its own"):
+            train_step(model, micro_batches, **own)
+        with pytest.raises(ValueError, match=r"loss_last has shape .* the 8 rows of the batch"):
+            shard_global_batch({**batch(), "loss_last": torch.zeros(3)}, 2, model=model)
+        with pytest.raises(ValueError, match="token_losses takes the micro-batch that loss_fn"):
+            smoothed(torch.zeros(1, 1, 1), micro_batches[0])

@@ -72,10 +72,7 @@ def compare(model, loss, results, bound=1e-11):
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [
-        ({"cp_size": 2}, {}),
-        ({"tp_size": 2, "cp_size": 2, "pp_size": 2}, {"loss_parallel": True}),
-    ],
+    [({"cp_size": 2}, {}), ({"tp_size": 2, "cp_size": 2, "pp_size": 2}, {"loss_parallel": True})],
 )
 def test_packed_pairs(sizes, options):
     model, whole = llama(), packed()

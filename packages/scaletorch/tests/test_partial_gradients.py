@@ -10,15 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from training import grid
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks
 from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 
 HIDDEN, WORDS = 8, 16
@@ -141,26 +138,25 @@ def steps_add_up(how, layouts):
     for sizes, options, micro_batches, zero in layouts:
         if how == "late" and "pp_size" in sizes:
             continue  # the stage before would have to know
-        manager = setup_process_group_manager(**sizes)
-        net = made()
-        for layer in net.layers:
-            if how == "compiled":
-                layer.compile(backend="eager")
-        model = parallelize(net, manager, plan=PLAN, **options, rehearse=False)
-        if zero:
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            shard_optimizer(optimizer, model, stage=zero)
-        for number in range(2):
-            net.late = how == "late" and number > 0
-            made_of = shard_global_batch(batch(number), micro_batches, model=model)
-            if how == "no_sync" and number == 0:
-                with model.no_sync():
+        with grid(sizes) as manager:
+            net = made()
+            for layer in net.layers:
+                if how == "compiled":
+                    layer.compile(backend="eager")
+            model = parallelize(net, manager, plan=PLAN, **options, rehearse=False)
+            if zero:
+                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                shard_optimizer(optimizer, model, stage=zero)
+            for number in range(2):
+                net.late = how == "late" and number > 0
+                made_of = shard_global_batch(batch(number), micro_batches, model=model)
+                if how == "no_sync" and number == 0:
+                    with model.no_sync():
+                        train_step(model, made_of)
+                else:
                     train_step(model, made_of)
-            else:
-                train_step(model, made_of)
-        error = far(full_gradients(model), expected(2, late=how == "late"))
-        assert error < 1e-11, (how, sizes, options, zero, error)
-        destroy_process_group_manager()
+            error = far(full_gradients(model), expected(2, late=how == "late"))
+            assert error < 1e-11, (how, sizes, options, zero, error)
 
 
 @pytest.mark.parametrize("how", ["as usual", *today(["no_sync", "late", "compiled"], 4)])
@@ -169,35 +165,19 @@ def test_steps_that_add_up_on_four_ranks(how):
     run_ranks(steps_add_up, 4, how, layouts.get(how, LAYOUTS[::2]), timeout=200)
 
 
-def refused_where_hidden():
-    for sizes, options, micro_batches, _ in LAYOUTS[::2]:
-        manager = setup_process_group_manager(**sizes)
-        net = made()
-        for layer in net.layers:
-            layer.__class__ = LayerRunAgain
-        model = parallelize(net, manager, plan=PLAN, **options, rehearse=False)
-        with pytest.raises(InvalidArgumentError, match=r"layers.\d.scale.* does not show.*\.Again"):
-            train_step(model, shard_global_batch(batch(0), micro_batches, model=model))
-        destroy_process_group_manager()
-
-
-def test_layers_that_a_function_runs_again_are_refused():
-    run_ranks(refused_where_hidden, 4, timeout=200)
-
-
 def uneven():
     """Three tp ranks have other shards, and so other ranges of what all of them have."""
-    manager = setup_process_group_manager(tp_size=3, dp_size=2)
-    plan = {"layers.*.up": "column", "layers.*.down": "row", "head": "column_gather"}
-    ranges = set()
-    for bucket_size in (400, 2**24):
-        model = parallelize(made(), manager, plan=plan, bucket_size=bucket_size, rehearse=False)
-        shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, stage=1)
-        train_step(model, shard_global_batch(batch(0), 1, model=model))
-        assert far(full_gradients(model), expected(1)) < 1e-11, bucket_size
-        shards = parameter_shards(model)
-        ranges |= {(bucket_size, s.name, s.start, s.stop) for s in shards if "scale" in s.name}
-    return manager.dp_rank, ranges
+    with grid({"tp_size": 3, "dp_size": 2}) as manager:
+        plan = {"layers.*.up": "column", "layers.*.down": "row", "head": "column_gather"}
+        ranges = set()
+        for bucket_size in (400, 2**24):
+            model = parallelize(made(), manager, plan=plan, bucket_size=bucket_size, rehearse=False)
+            shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, stage=1)
+            train_step(model, shard_global_batch(batch(0), 1, model=model))
+            assert far(full_gradients(model), expected(1)) < 1e-11, bucket_size
+            shards = parameter_shards(model)
+            ranges |= {(bucket_size, s.name, s.start, s.stop) for s in shards if "scale" in s.name}
+        return manager.dp_rank, ranges
 
 
 def test_ranges_that_differ_between_tp_ranks():
@@ -215,28 +195,29 @@ def whole_of(model):
     }
 
 
-def in_own_loops():
+@distributed_test(4, timeout=200)
+def test_loops_of_ones_own():
     """A backward of one's own sums by itself: thawed parameters and parts divided before, too."""
-    manager = setup_process_group_manager(tp_size=2, dp_size=2)
-    wanted = {n: g for n, g in expected(1).items() if n in whole_of_names()}
-    for options in ({}, SHARED):
-        model = apply_tensor_parallel(made(), PLAN, manager.tp_group, **options)
-        model.layers[0].scale.requires_grad_(False)
-        model.layers[1].norm.requires_grad_(False)
-        loss_of(model, 1).backward()
-        model.zero_grad()
-        model.layers[0].scale.requires_grad_(True)
-        model.layers[1].norm.requires_grad_(True)
+    with grid({"tp_size": 2, "dp_size": 2}) as manager:
+        wanted = {n: g for n, g in expected(1).items() if n in whole_of_names()}
+        for options in ({}, SHARED):
+            model = apply_tensor_parallel(made(), PLAN, manager.tp_group, **options)
+            model.layers[0].scale.requires_grad_(False)
+            model.layers[1].norm.requires_grad_(False)
+            loss_of(model, 1).backward()
+            model.zero_grad()
+            model.layers[0].scale.requires_grad_(True)
+            model.layers[1].norm.requires_grad_(True)
+            loss_of(model, 0).backward()
+            assert far(whole_of(model), wanted) < 1e-11, options
+        model = made()
+        inner = {"up": "column", "down": "row"}
+        apply_tensor_parallel(model.layers[0], inner, manager.tp_group)
+        rest = {n: s for n, s in PLAN.items() if n not in ("layers.*.up", "layers.*.down")}
+        rest |= {"layers.1.up": "column", "layers.1.down": "row"}
+        apply_tensor_parallel(model, rest, manager.tp_group)
         loss_of(model, 0).backward()
-        assert far(whole_of(model), wanted) < 1e-11, options
-    model = made()
-    inner = {"up": "column", "down": "row"}
-    apply_tensor_parallel(model.layers[0], inner, manager.tp_group)
-    rest = {n: s for n, s in PLAN.items() if n not in ("layers.*.up", "layers.*.down")}
-    rest |= {"layers.1.up": "column", "layers.1.down": "row"}
-    apply_tensor_parallel(model, rest, manager.tp_group)
-    loss_of(model, 0).backward()
-    assert far(whole_of(model), wanted) < 1e-11, "a part was divided before"
+        assert far(whole_of(model), wanted) < 1e-11, "a part was divided before"
 
 
 def whole_of_names():
@@ -245,30 +226,23 @@ def whole_of_names():
     return whole_of(model)
 
 
-def test_loops_of_ones_own():
-    run_ranks(in_own_loops, 4, timeout=200)
-
-
-def under_fsdp():
-    manager = setup_process_group_manager(tp_size=2, dp_size=2)
-    wanted = {n: g for n, g in expected(2).items() if n in whole_of_names()}
-    for options in ({}, SHARED):
-        model = apply_tensor_parallel(made(), PLAN, manager.tp_group, **options)
-        mesh = DeviceMesh.from_group(manager.dp_group, "cpu")
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-        rows = slice(manager.dp_rank * 4, manager.dp_rank * 4 + 4)
-        for number in range(2):
-            loss_of(model, number, rows).backward()
-        assert far(whole_of(model), wanted) < 1e-11, options
-
-
+@distributed_test(4, timeout=200)
 def test_fully_sharded_parameters():
-    run_ranks(under_fsdp, 4, timeout=200)
+    with grid({"tp_size": 2, "dp_size": 2}) as manager:
+        wanted = {n: g for n, g in expected(2).items() if n in whole_of_names()}
+        for options in ({}, SHARED):
+            model = apply_tensor_parallel(made(), PLAN, manager.tp_group, **options)
+            mesh = DeviceMesh.from_group(manager.dp_group, "cpu")
+            for module in (*model.layers, model):
+                fully_shard(module, mesh=mesh)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
+            rows = slice(manager.dp_rank * 4, manager.dp_rank * 4 + 4)
+            for number in range(2):
+                loss_of(model, number, rows).backward()
+            assert far(whole_of(model), wanted) < 1e-11, options
 
 
 class Hidden(torch.autograd.Function):
@@ -284,14 +258,21 @@ class Hidden(torch.autograd.Function):
         return gradient, None
 
 
-def refused():
-    manager = setup_process_group_manager(tp_size=2, dp_size=2)
-    net = made()
-    net.layers[0].register_forward_hook(lambda _m, _i, x: Hidden.apply(x, manager.tp_group))
-    model = parallelize(net, manager, plan=PLAN, rehearse=False)
-    with pytest.raises(InvalidArgumentError, match="Hidden, which holds the process group of tens"):
-        train_step(model, shard_global_batch(batch(0), 1, model=model))
+def refused(sizes, options, micro_batches, runs_again, words):
+    with grid(sizes) as manager:
+        net = made()
+        for layer in net.layers if runs_again else ():
+            layer.__class__ = LayerRunAgain
+        if not runs_again:
+            net.layers[0].register_forward_hook(lambda _m, _i, x: Hidden.apply(x, manager.tp_group))
+        model = parallelize(net, manager, plan=PLAN, **options, rehearse=False)
+        with pytest.raises(InvalidArgumentError, match=words):
+            train_step(model, shard_global_batch(batch(0), micro_batches, model=model))
 
 
-def test_a_function_that_may_communicate_is_refused():
-    run_ranks(refused, 4, timeout=200)
+@distributed_test(4, timeout=200)
+def test_functions_that_run_layers_again_or_may_communicate_are_refused():
+    for sizes, options, micro_batches, _ in LAYOUTS[::2]:
+        words = r"not show.*layers\.\d\.scale.*\.Again"
+        refused(sizes, options, micro_batches, True, words)
+    refused(*LAYOUTS[0][:3], False, "Hidden, which holds the process group of tens")

@@ -18,7 +18,8 @@ from scaletorch.compose import (
     shard_global_batch,
     train_step,
 )
-from scaletorch.dist import InvalidArgumentError, RankPool
+from scaletorch.dist import InvalidArgumentError
+from scaletorch.dist.testing import run_ranks, worst
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -120,13 +121,12 @@ def plain(kind, register):
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def compared(sizes, options, micro_batches, names):
-    """Return the largest relative error of each case; hooks come after `parallelize`."""
+def compared(sizes, options, micro_batches):
+    """Compare each case with one process; hooks come after `parallelize`."""
     warnings.filterwarnings("ignore", message="Full backward hook is firing")  # in one process too
-    manager, found = setup_process_group_manager(**sizes), {}
+    manager = setup_process_group_manager(**sizes)
     plan = {"plan": PLAN} if manager.tp_size > 1 else {}
-    for name in names:
-        kind, register = CASES[name]
+    for name, (kind, register) in CASES.items():
         expected, gradients = plain(kind, register)
         torch.manual_seed(0)
         model = parallelize(kind().double(), manager, **plan, **options, rehearse=False)
@@ -136,12 +136,11 @@ def compared(sizes, options, micro_batches, names):
             handle.remove()
         own = full_gradients(model)
         errors = [((own[k] - g).norm() / g.norm()).item() for k, g in gradients.items()]
-        found[name] = max(abs(loss.item() / expected - 1), *errors)
+        assert worst([abs(loss.item() / expected - 1), *errors]) < 1e-12, name
     destroy_process_group_manager()
-    return found
 
 
-def mixed(sizes, micro_batches):
+def mixed(sizes):
     """Stages of different dtypes, gradients of an embedding that are sparse, and calls by name."""
     manager = setup_process_group_manager(**sizes)
     for dtype, dense in ((torch.float64, True), (torch.complex64, True), (torch.float32, False)):
@@ -149,22 +148,18 @@ def mixed(sizes, micro_batches):
         for wide in (False, True):
             torch.manual_seed(0)
             net = Net()
-            net.embed = Cast(
-                nn.Embedding(VOCAB, WIDTH, dtype=torch.float32, sparse=not dense), dtype
-            )
+            net.embed = Cast(nn.Embedding(VOCAB, WIDTH, sparse=not dense), dtype)
             model = parallelize(net, manager, rehearse=False)
-            pieces = shard_global_batch(BATCH, micro_batches, model=model)
+            pieces = shard_global_batch(BATCH, 2, model=model)
             loss = train_step(model, pieces, loss_fn=wide_loss if wide else None)
             assert loss.dtype == (torch.float64 if wide else torch.float32)
             norm = clip_grad_norm_(model, 0.1, error_if_nonfinite=True)
             torch.testing.assert_close(global_grad_norm(model).item(), 0.1, rtol=1e-3, atol=0)
             assert norm > 0.1
             assert not nonfinite_gradients(model)
-    if manager.pp_size == 1:
-        assert model(input_ids=pieces[0]["input_ids"]).shape[-1] == VOCAB
-    else:
-        with pytest.raises(InvalidArgumentError, match=r"0 by place, input_ids by name\). Call on"):
-            model(input_ids=pieces[0]["input_ids"])
+    text = r"with 0 positional arguments and input_ids by name\. .* Call on every rank train_step"
+    with pytest.raises(InvalidArgumentError, match=text):
+        model(input_ids=pieces[0]["input_ids"])
     destroy_process_group_manager()
 
 
@@ -182,15 +177,8 @@ class Cast(nn.Module):
 
 
 def wide_loss(output, batch):
-    losses = F.cross_entropy(
-        output.double().flatten(0, 1), batch["labels"].flatten(), reduction="sum"
-    )
-    return losses, batch["labels"].numel()
-
-
-def require_right(ranks):
-    for found in ranks:
-        assert not {case: error for case, error in found.items() if not error < 1e-12}
+    logits, labels = output.double().flatten(0, 1), batch["labels"].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum"), labels.numel()
 
 
 BESIDE = [
@@ -201,16 +189,16 @@ BESIDE = [
 ]
 
 
-def test_pipelines_beside_other_axes():
-    with RankPool(4, timeout=200) as pool:
-        for sizes, options in today(BESIDE, 4):
-            require_right(pool.run(compared, sizes, options, 2, [*CASES]))
-        pool.run(mixed, {"pp_size": 2, "dp_size": 2}, 2)
+@pytest.mark.parametrize(("sizes", "options"), today(BESIDE, 4))
+def test_pipelines_beside_other_axes(sizes, options):
+    run_ranks(compared, 4, sizes, options, 2, timeout=200)
 
 
-def test_pipelines_of_two_ranks():
-    with RankPool(2, timeout=200) as pool:
-        require_right(pool.run(compared, {"dp_size": 2}, {}, 2, ["on the model", "everywhere"]))
-        require_right(pool.run(compared, {"pp_size": 2}, {"recompute": True}, 4, [*CASES]))
-        pool.run(mixed, {"pp_size": 2}, 2)
-        pool.run(mixed, {"dp_size": 2}, 2)
+@pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"pp_size": 2}])
+def test_two_ranks(sizes):
+    run_ranks(compared, 2, sizes, {"recompute": True}, 4, timeout=200)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_stages_of_several_dtypes(dp_size):
+    run_ranks(mixed, 2 * dp_size, {"pp_size": 2, "dp_size": dp_size})

@@ -1,36 +1,31 @@
 """The command: from a model to a plan, and what it says of what cannot be planned."""
 
 import json
-import sys
 
 import pytest
+import torch
+from small_models import small_model
+from torch import nn
 
 from scaletorch.plan.__main__ import main
 
-MODELS = """
-import torch
-from torch import nn
-
-from scaletorch.models import Llama, LlamaConfig
-
-
-def model():
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
-    return Llama(LlamaConfig(**sizes, num_layers=2, num_heads=4, num_kv_heads=2))
-
 
 def with_data():
-    return model().load_state_dict(torch.load("weights.pt"))
+    return small_model().load_state_dict(torch.load("weights.pt"))
 
 
 def with_values():
-    found = model()
+    found = small_model()
     assert found.embed_tokens.weight.sum().item() == 0
     return found
 
 
 def text():
     return "a model"
+
+
+def flat():
+    return nn.Linear(2, 2)
 
 
 class Block(nn.Module):
@@ -69,6 +64,7 @@ def broken():
 
 
 CUT = {"layers.*.up": "column", "layers.*.down": "row"}
+NUMBER = 3
 
 
 def of_images(rows):
@@ -80,21 +76,20 @@ def without_ids(rows):
     return {"pixels": torch.zeros(rows, 16)}
 
 
-NUMBER = 3
-"""
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
 }  # fmt: skip
 
 
-MODEL = "--ranks 4 --rows 8 --length 16 --tp 1 2 --cp 1 --model plannable"
+ONE = "--ranks 1 --rows 8 --length 16 --model"
+MODEL = "--ranks 4 --rows 8 --length 16 --tp 1 2 --cp 1 --model"
+SMALL = f"{MODEL} small_models:small_model"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("plan")
-    (made / "plannable.py").write_text(MODELS)
     (made / "failing.py").write_text("1 / 0")
     for name, config in {
         "tiny": CONFIG, "odd": CONFIG | {"hidden_size": "wide"}, "seeing": {"model_type": "vit"},
@@ -104,15 +99,13 @@ def folder(tmp_path_factory):
     link = {"ranks": 2, "latency": 3e-6, "bandwidth": 300e9}
     short = {"ranks": 4, "device": "H100-SXM", "links": [link]}
     (made / "short.json").write_text(json.dumps(short))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(made))
-        yield made
-    sys.modules.pop("plannable", None)
+    return made
 
 
 @pytest.fixture
 def run(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
 
     def call(words, code=0):
         assert main(words.split()) == code
@@ -123,7 +116,7 @@ def run(folder, monkeypatch, capsys):
 
 
 def test_a_plan_in_all_its_forms(run, folder):
-    said = run(f"{MODEL}:model --memory 2GiB --json p.json --html p.html")
+    said = run(f"{SMALL} --memory 2GiB --json p.json --html p.html")
     assert "Llama: 8 rows of 16 tokens a step on 4 x A100-SXM-80GB, 2 GiB each" in said
     assert "note: No --device and no --cluster: figures are those of A100-SXM-80GB." in said
     content = json.loads((folder / "p.json").read_text())
@@ -133,65 +126,59 @@ def test_a_plan_in_all_its_forms(run, folder):
     assert all(each["fits"] and each["peak"] < 2**31 for each in content["estimates"])
     assert "1x4x1x1" in str(content["refused"])  # it has 2 layers
     assert (folder / "p.html").read_text().startswith("<!doctype html>")
-
-
-def test_what_if(run, folder):
-    run(f"{MODEL}:model --tp 2 --pp 1 2 --zero 2 --recompute full --dtype bfloat16 --json p.json")
-    content = json.loads((folder / "p.json").read_text())
-    layouts = [e["layout"] for e in content["estimates"]]
-    assert {each["grid"]["tp"] for each in layouts} == {2}
+    run(f"{SMALL} --tp 2 --pp 1 2 --zero 2 --recompute full --dtype bfloat16 --json p.json")
+    layouts = [e["layout"] for e in json.loads((folder / "p.json").read_text())["estimates"]]
+    assert {(each["grid"]["tp"], each["recompute"]) for each in layouts} == {(2, "full")}
     assert {each["grid"]["pp"] for each in layouts} == {1, 2}
     assert {each["zero"] for each in layouts if each["grid"]["dp"] > 1} == {2}
-    assert {each["recompute"] for each in layouts} == {"full"}
 
 
 def test_one_in_full_and_none_that_fits(run):
-    said = run(f"{MODEL}:model --dp 2 --tp 2 --micro-rows 1 --top 1")
+    said = run(f"{SMALL} --dp 2 --tp 2 --micro-rows 1 --top 1")
     assert "DP x PP x CP x TP 2x1x1x2" in said
     assert "GiB of rank  parameters" in said
-    assert "none fits in 1 KiB" in run(f"{MODEL}:model --memory 1KiB", code=1)
-    assert "none is there: sizes of dp" in run(f"{MODEL}:model --ep 3", code=1)
-    few = "--ranks 4 --rows 7 --length 16 --dp 4 --tp 1 --cp 1 --model plannable:model"
+    assert "no layout fits in 1 KiB" in run(f"{SMALL} --memory 1KiB", code=1)
+    assert "no layout is possible: dp x pp" in run(f"{SMALL} --ep 3", code=1)
+    few = "--ranks 4 --rows 7 --length 16 --dp 4 --tp 1 --cp 1 --model small_models:small_model"
     assert "7 rows are no multiple of dp 4" in run(few, code=1)
 
 
 def test_a_model_with_a_plan_of_ones_own(run):
     """Its code may not run on shards; then that layout is refused."""
-    assert "code fails" not in run(f"{MODEL}:Own --sequence-parallel off")  # a forward suggests one
-    assert "code fails" not in run(f"{MODEL}:Own --plan plannable:CUT --sequence-parallel off")
-    said = run(f"{MODEL}:fixed --plan plannable:CUT --sequence-parallel off")
+    for plan in ("", f"--plan {__name__}:CUT"):  # suggested, or given
+        assert "code fails" not in run(f"{MODEL} {__name__}:Own {plan} --sequence-parallel off")
+    said = run(f"{MODEL} {__name__}:fixed --plan {__name__}:CUT --sequence-parallel off")
     assert "with tp 2 its code fails: RuntimeError: shape '[" in said
 
 
 def test_a_config_of_transformers(run):
     pytest.importorskip("transformers")
-    words = "--ranks 4 --rows 8 --length 16 --tp 1 --cp 1 --dtype bfloat16 --device H100-SXM"
-    assert "tiny: 8 rows of 16 tokens" in run(f"{words} --model tiny")
+    assert "tiny: 8 rows of 16 tokens" in run(f"{ONE} tiny --dtype bfloat16 --device H100-SXM")
 
 
-ONE = "--ranks 1 --rows 8 --length 16 --model"
 WRONG = {
     f"{ONE} nowhere/Llama-3-8B": "nothing is downloaded: get its config.json first",
-    f"{ONE} plannable:nothing": "'plannable:nothing' is not package.module:name",
-    f"{ONE} plannable:NUMBER": "makes nothing: it is a int",
-    f"{ONE} plannable:text": "has to return a plain nn.Module, and returned str",
-    f"{ONE} plannable:with_data": "cannot be built on the meta device, where it is described",
-    f"{ONE} plannable:with_values": "loads nothing and moves it nowhere",
-    f"{ONE} plannable:model --plan plannable:nothing": "'plannable:nothing' is not package",
-    f"{ONE} plannable:Own --batch plannable:of_images": "has pixels, and the forward of Own",
-    f"{ONE} plannable:Own --batch plannable:without_ids": "and the batch has pixels: name",
-    f"{ONE} plannable:broken": "the model cannot run on the batch: RuntimeError: ",
-    f"{ONE} plannable:model --dtype bfloat17": "dtype 'bfloat17' is none of torch's",
-    f"{ONE} plannable:model --dtype int8": "dtype 'int8' is none of torch's of floats",
-    f"{ONE} plannable:model --plan plannable:NUMBER": "has to name a Mapping, and names a int",
-    f"{ONE} plannable:model --batch plannable:NUMBER": "has to name a Callable, and names",
+    f"{ONE} {__name__}:nothing": f"{__name__}:nothing' is not package.module:name",
+    f"{ONE} {__name__}:NUMBER": "must be a function of the model, got int",
+    f"{ONE} {__name__}:text": "must return a plain nn.Module, got str",
+    f"{ONE} {__name__}:flat": "expected one nn.ModuleList",
+    f"{ONE} {__name__}:with_data": "cannot be built on the meta device, where it is described",
+    f"{ONE} {__name__}:with_values": "without loading data or moving it",
+    f"{ONE} small_models:small_model --plan {__name__}:nothing": "nothing' is not package",
+    f"{ONE} {__name__}:Own --batch {__name__}:of_images": "has pixels, and the forward of Own",
+    f"{ONE} {__name__}:Own --batch {__name__}:without_ids": "and the batch has pixels: name",
+    f"{ONE} {__name__}:broken": "the model cannot run on the batch: RuntimeError: ",
+    f"{ONE} small_models:small_model --dtype bfloat17": "dtype 'bfloat17' is not a floating-point",
+    f"{ONE} small_models:small_model --dtype int8": "dtype 'int8' is not a floating-point dtype",
+    f"{ONE} small_models:small_model --plan {__name__}:NUMBER": "must name a Mapping, got a int",
+    f"{ONE} small_models:small_model --batch {__name__}:NUMBER": "must name a Callable, got a int",
     f"{ONE} failing:model": "'failing:model' cannot be imported: ZeroDivisionError",
     f"{ONE} odd": "has no config of transformers: Validation error for field 'hidden_size':",
     f"{ONE} seeing": "ValueError: Unrecognized configuration class",
-    f"{MODEL}:model --memory 80GiBi": "with a unit of B, kB, ",
-    f"{MODEL}:model --cluster short.json": "links miss a level: 4 ranks",
-    f"{MODEL}:model --cluster short.json --device H200": "leave out --device",
-    f"{MODEL}:model --cluster nowhere.json": "nowhere.json cannot be read: No such file",
+    f"{SMALL} --memory 80GiBi": "with a unit of B, kB, ",
+    f"{SMALL} --cluster short.json": "the links join 2 of 4 ranks: add one",
+    f"{SMALL} --cluster short.json --device H200": "--device does not combine with --cluster",
+    f"{SMALL} --cluster nowhere.json": "nowhere.json cannot be read: No such file",
 }
 
 
@@ -205,10 +192,8 @@ def test_what_is_wrong_is_said(run, words):
 
 @pytest.mark.parametrize(
     "words",
-    [
-        "--rows 8 --length 16 --model plannable:model", f"{MODEL}:model --ranks 0",
-        f"{MODEL}:model --recompute some", f"{MODEL}:model --device H100",
-    ],
+    [f"{ONE} a:b --length 0", f"{SMALL} --ranks 0", f"{SMALL} --recompute some", "--ranks 4",
+     f"{SMALL} --device H100"],
 )  # fmt: skip
 def test_what_the_parser_refuses(words):
     with pytest.raises(SystemExit) as end:

@@ -10,9 +10,9 @@ from scaletorch.plan import Layout
 
 # Parameters and states of few bytes: other dtypes, experts, uneven and tied stages.
 HOLDING = [
-    Case("mixture", 5, False, "float32", 16,
+    Case("small mixture", 5, False, "float32", 16,
          Layout(Grid(dp=4, ep=2), zero=2, micro_rows=2, micro_batches=3), sum_item=8),
-    Case("llama", 5, True, "bfloat16", 16,
+    Case("small", 5, True, "bfloat16", 16,
          Layout(Grid(pp=2, dp=2), zero=2, schedule="dualpipe_v", chunks=2, micro_batches=5),
          sum_item=4),
 ]  # fmt: skip
@@ -31,6 +31,12 @@ PEAKS = [  # pipelines; activations, buckets or shards at the peak; experts; tie
     Case("large", 8, False, "float32", 64,
          Layout(Grid(pp=2, dp=2), zero=2, recompute="full", micro_rows=2, micro_batches=4,
                 schedule="zb_v", chunks=2)),
+    Case("large mixture", 8, False, "float32", 64,
+         Layout(Grid(pp=2, dp=2), zero=2, recompute="full", micro_rows=4, micro_batches=2,
+                schedule="zb_h1")),
+    Case("large", 8, True, "float32", 64,
+         Layout(Grid(pp=2, dp=2), zero=2, recompute="selective", micro_rows=3,
+                schedule="dualpipe_v", chunks=2)),
 ]  # fmt: skip
 GATHERING = [
     Case("wide", 3, False, "float32", 64,

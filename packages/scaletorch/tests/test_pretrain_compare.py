@@ -11,9 +11,10 @@ from mutants.patch import patched
 
 from scaletorch.dist import RankPool
 from scaletorch.dist.errors import StateError
-from scaletorch.models import LlamaConfig
-from scaletorch.pretrain import PretrainConfig, pretrain, train
+from scaletorch.models import LlamaConfig, MixtureConfig
+from scaletorch.pretrain import PretrainConfig, train
 from scaletorch.pretrain.__main__ import as_one_process, main, summary
+from scaletorch.pretrain.progress import flops_per_token
 from scaletorch.pretrain.run import GROWTH, LARGEST, Result, loss_bounds, one_process_losses
 
 NAN = float("nan")
@@ -21,26 +22,15 @@ SOUND = [5.5, 5.4, 5.3, 5.2]
 MODEL = LlamaConfig(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2)
 
 
-@pytest.mark.parametrize(
-    ("whose", "places", "bad"),
-    [
-        ("losses", (0,), NAN),
-        ("reference", (3,), NAN),
-        ("both", (0, 1, 2, 3), NAN),
-        ("losses", (1, 2, 3), math.inf),
-        ("both", (3,), math.inf),
-    ],
-)
-def test_losses_that_are_not_finite_are_not_as_one_process(places, whose, bad):
+@pytest.mark.parametrize("bad", [NAN, math.inf])
+@pytest.mark.parametrize("places", [(0,), (1, 2, 3), (0, 1, 2, 3)])
+def test_losses_that_are_not_finite_are_not_as_one_process(places, bad):
     diverged = [bad if i in places else loss for i, loss in enumerate(SOUND)]
-    result = Result(
-        SOUND if whose == "reference" else diverged,
-        Path(),
-        SOUND if whose == "losses" else diverged,
-    )
-    assert result.worst_difference() == math.inf
-    assert not as_one_process(PretrainConfig(), result)
-    assert "NOT AS ONE PROCESS" in summary(PretrainConfig(), result, 1.0)
+    for losses, reference in ((SOUND, diverged), (diverged, SOUND), (diverged, diverged)):
+        result = Result(losses, Path(), reference)
+        assert result.worst_difference() == math.inf
+        assert not as_one_process(PretrainConfig(), result)
+        assert "NOT AS ONE PROCESS" in summary(PretrainConfig(), result, 1.0)
 
 
 def test_rounding_is_as_one_process():
@@ -87,14 +77,20 @@ def test_the_command_has_nothing_to_compare_after_a_finished_run(arguments, caps
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_a_resumed_run_is_compared_with_the_last_steps_of_one_process(tmp_path):
-    config = PretrainConfig(
-        model=MODEL, steps=3, seq_len=16, batch_size=2, micro_batches=1, out=tmp_path / "run"
-    )
-    losses = pretrain(config).losses
-    assert one_process_losses(config, 3) == losses
-    assert one_process_losses(replace(config, compare=True), 1) == losses[2:]
-    assert one_process_losses(config, 0) == []
+def test_experts_are_compared_too(arguments, capsys):
+    arguments += ["--experts", "4", "--top-k", "2", "--ep", "2", "--dp", "2"]
+    assert main() == 0
+    said = capsys.readouterr().out
+    assert "TP(1)-CP(1)-PP(1)-DP(2)-EP(2): loss" in said
+    assert "\nas one process: largest relative difference of 3 losses" in said
+
+
+def test_flops_count_the_matrices_that_a_token_goes_through():
+    mlp = 3 * 128 * 384
+    dense = flops_per_token(LlamaConfig(), 128)
+    assert dense == 6 * (4 * (128 * 128 * 3 + mlp) + 128 * 256) + 6 * 4 * 128 * 128
+    sizes = MixtureConfig(num_experts=8, top_k=2)
+    assert flops_per_token(sizes, 128) == dense + 6 * 4 * (mlp + 8 * 128)
 
 
 def one_token_more(config):

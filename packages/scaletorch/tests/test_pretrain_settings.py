@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,13 @@ from pretrained import settings
 from scaletorch.dist import RankFailedError
 from scaletorch.dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from scaletorch.models import LlamaConfig
-from scaletorch.pretrain import pretrain, resume, train
+from scaletorch.pretrain import pretrain, train
 from scaletorch.pretrain.__main__ import main, one_line
 from scaletorch.pretrain.progress import logged_losses
 from scaletorch.pretrain.train import learning_rate
 
 steps = sys.modules["scaletorch.pretrain.train"]
+NOT_FINITE = r"step 3: the loss is \d.*finite: norm\.weight on dp0 pp0 cp0 tp0;"
 
 
 @pytest.fixture
@@ -93,50 +95,37 @@ def test_ranks_that_fail_alike_with_an_error_of_ours_are_one_line():
     assert one_line(unlike) == "RankFailedError: long"
 
 
-def spoil(monkeypatch, at, value):
-    """Let the loss be something else from a step on."""
-    original = steps.train_step
-    calls = []
-
-    def spoiled(model, *rest):
-        loss = original(model, *rest)
-        calls.append(loss)
-        if len(calls) == at:
-            dict(model.named_parameters())["norm.weight"].grad[3] = value
-        return loss
-
-    monkeypatch.setattr(steps, "train_step", spoiled)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_stops_before_anything_is_saved(config, monkeypatch, value):
-    spoil(monkeypatch, 3, value)
-    config = replace(config, save_every=1, keep=1)
-    with pytest.raises(
-        NonFiniteError, match=r"step 3: the loss is \d.*finite: norm.weight on dp0 pp0 cp0 tp0;"
-    ):
-        train(config)
-    kept = [path.name for path in (config.out / "checkpoints").glob("step-*")]
-    assert kept == ["step-00000002"]
-    assert list(logged_losses(config.out)) == [1, 2]
-
-
-def test_weights_that_are_not_finite_are_not_saved(config, monkeypatch):
-    original = steps.optimizer_step
+def spoil(monkeypatch, name, change):
+    """Let the third call of a function of the loop end with a change of its model."""
+    original, calls = getattr(steps, name), []
 
     def spoiled(*arguments):
-        values = original(*arguments)
-        if arguments[-1] == 2:
-            with torch.no_grad():
-                next(iter(arguments[1].parameters())).view(-1)[0] = math.nan
-        return values
+        calls.append(found := original(*arguments))
+        if len(calls) == 3:
+            model = next(each for each in arguments if isinstance(each, torch.nn.Module))
+            change(dict(model.named_parameters())["norm.weight"])
+        return found
 
-    monkeypatch.setattr(steps, "optimizer_step", spoiled)
+    monkeypatch.setattr(steps, name, spoiled)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("train_step", lambda weight: weight.grad[3:4].fill_(math.nan), NOT_FINITE),
+        ("train_step", lambda weight: weight.grad[3:4].fill_(math.inf), NOT_FINITE),
+        ("optimizer_step", lambda weight: weight.data[:1].fill_(math.nan),
+         r"after step 3 the weight norm\.weight is not finite"),
+    ],
+)  # fmt: skip
+def test_what_is_not_finite_stops_before_it_is_saved(config, monkeypatch, name, change, message):
+    spoil(monkeypatch, name, change)
     config = replace(config, save_every=1, keep=1)
-    with pytest.raises(NonFiniteError, match=r"after step 3 the weight \S+ is not finite"):
+    with pytest.raises(NonFiniteError, match=message):
         train(config)
     kept = [path.name for path in (config.out / "checkpoints").glob("step-*")]
     assert kept == ["step-00000002"]
+    assert len(logged_losses(config.out)) == (2 if name == "train_step" else 3)
 
 
 def test_no_run_writes_over_another(config):
@@ -178,19 +167,7 @@ def test_a_finished_run_goes_on_at_its_lowest_rate(config):
     assert rate == learning_rate(replace(config, steps=8), 6) > lowest
 
 
-def test_a_checkpoint_without_the_length_of_its_rate_asks_for_it(config, monkeypatch):
-    config = replace(config, save_every=2, steps=2)
-    known = resume.identity
-    monkeypatch.setattr(resume, "identity", lambda *given: known(*given) | {"decay_steps": None})
-    train(config)
-    with pytest.raises(StateError, match=r"does not say in how many steps .* as --decay-steps$"):
-        train(replace(config, steps=4, resume="auto"))
-    assert len(train(replace(config, steps=4, decay_steps=2, resume="auto"))) == 2
-
-
 def test_ctrl_c_says_how_to_go_on(config, monkeypatch, capsys):
-    import signal
-
     original = steps.optimizer_step
 
     def interrupted(*arguments):
@@ -199,8 +176,8 @@ def test_ctrl_c_says_how_to_go_on(config, monkeypatch, capsys):
         return original(*arguments)
 
     monkeypatch.setattr(steps, "optimizer_step", interrupted)
-    monkeypatch.setattr("scaletorch.pretrain.__main__.parse", lambda _: replace(config, steps=50,
-                                                                    save_every=2))  # fmt: skip
+    settings = replace(config, steps=50, save_every=2)
+    monkeypatch.setattr("scaletorch.pretrain.__main__.parse", lambda _: settings)
     assert main([]) == 130
     text = capsys.readouterr().err.strip().splitlines()
     assert text[-1] == (
@@ -220,8 +197,6 @@ def test_help_says_what_the_program_does(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "Train a small Llama, or Mixtral with --experts, on text, on any layout of ranks." in said
-    )
+    assert "Train a small Llama, or Mixtral with --experts, on text, on any layout" in said
     assert "``" not in said
     assert "hatch run train" in said

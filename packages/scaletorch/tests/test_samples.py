@@ -40,12 +40,8 @@ EP = {"dp_size": 4, "ep_size": 2}
 SHARED = {"sequence_parallel": True}
 V = {"schedule": "zb_v"}
 LAYOUTS = [  # sizes, ZeRO, options
-    (TP, 0, {}),
-    (TP, 1, SHARED),
-    (TP, 2, SHARED),
-    ({"cp_size": 2, "dp_size": 2}, 0, {}),
-    (PP, 1, V),
-    ({"tp_size": 2, "pp_size": 2}, 0, {**SHARED, "recompute": True}),
+    (TP, 0, {}), (TP, 1, SHARED), (TP, 2, SHARED), ({"cp_size": 2, "dp_size": 2}, 0, {}),
+    (PP, 1, V), ({"tp_size": 2, "pp_size": 2}, 0, {**SHARED, "recompute": True}),
     (EP, 0, {"mixture": True}),
     ({"tp_size": 2, "dp_size": 2, "ep_size": 2}, 1, {"mixture": True, **SHARED}),
 ]  # fmt: skip
@@ -110,7 +106,7 @@ class Job:
         raise AssertionError(f"{most} steps, and nothing was said")
 
 
-def on_every_layout(check, layouts=LAYOUTS):
+def on_every_layout(check, layouts):
     """Check layouts one after another, with samples in every second step."""
     for sizes, zero, options in layouts:
         try:
@@ -303,44 +299,36 @@ def test_clipping_by_the_norm_of_a_rank_is_refused_in_the_next_step():
     run_ranks(on_every_layout, 4, clipped, today(OF_FOUR, 5), timeout=200)
 
 
-def norms_of_shards(job):
-    for each in job.model.parameters():
-        each.grad.div_(each.grad.norm())
+def on_all(kind, change):
+    """Return what changes the gradients or weights of a job one after another, by name."""
+
+    @torch.no_grad()
+    def changed(job):
+        for name, each in job.model.named_parameters():
+            change(name, each.grad if kind == "gradient" else each)
+
+    return changed
 
 
-def means_of_gradients(job):
-    for each in job.model.parameters():
-        each.grad.sub_(each.grad.mean())
-
-
-@torch.no_grad()
-def norms_of_weights(job):
-    for each in job.model.parameters():
-        each.div_(each.norm())
-
-
-@torch.no_grad()
-def means_of_weights(job):
-    for each in job.model.parameters():
-        each.data.sub_(each.data.mean())
+WRONG = [  # by statistics of shards
+    ("gradient", lambda _, x: x.div_(x.norm())),
+    ("gradient", lambda _, x: x.sub_(x.mean())),
+    ("weight", lambda _, x: x.div_(x.norm())),
+    ("weight", lambda _, x: x.data.sub_(x.data.mean())),
+]
 
 
 def of_shards(sizes, zero, options):
     """Change gradients and weights by statistics of shards, from the third step on."""
-    of_gradients, of_weights = (
-        (norms_of_shards, means_of_gradients),
-        (norms_of_weights, means_of_weights),
-    )
-    for change in (*of_gradients, *of_weights):
-        job = Job(sizes, zero, prepare=untied, **options)
+    for kind, change in WRONG:
+        job, changed = Job(sizes, zero, prepare=untied, **options), on_all(kind, change)
         job.train(2)
-        if change in of_gradients:
-            count, text = job.steps_until_told(4, partial(scaled_before, job, change))
+        if kind == "gradient":
+            count, text = job.steps_until_told(4, partial(scaled_before, job, changed))
         else:
-            change(job)
+            changed(job)
             count, text = job.steps_until_told(2)
-        kind = "gradient" if change in of_gradients else "weight"
-        assert count == (2 if change in of_gradients else 1), text
+        assert count == (2 if kind == "gradient" else 1), text
         said = (
             rf"the {kind} \S+ was changed differently on tp ranks, .*: times \S+ plus \S+ on rank"
         )
@@ -354,67 +342,36 @@ def test_statistics_of_shards_are_refused_on_every_layout_with_tp():
     run_ranks(on_every_layout, 4, of_shards, today(layouts, 4), timeout=200)
 
 
-def alike(job):
-    for each in job.model.parameters():
-        each.grad.mul_(0.37)
+def whole_rows(name):
+    return "q_proj" in name or "gate_proj" in name  # of which each rank has whole rows
 
 
-def by_value(job):
-    nn.utils.clip_grad_value_(job.model.parameters(), 1e-4)
-
-
-def by_kind(job):
-    for name, each in job.model.named_parameters():
-        each.grad.mul_(0.5 if "mlp." in name else 0.9)
-
-
-def normalized(job):
-    for each in job.model.parameters():
-        if job.manager.tp_size == 1:
-            each.grad.div_(each.grad.norm() + 1e-12)
-
-
-def centralized(job):
-    for name, each in job.model.named_parameters():
-        if "q_proj" in name or "gate_proj" in name:  # whose rows are whole on each rank
-            each.grad.sub_(each.grad.mean(1, keepdim=True))
-
-
-def none_at_all(job):
-    job.optimizer.zero_grad()
-
-
-@torch.no_grad()
-def weights_alike(job):
-    for each in job.model.parameters():
-        each.mul_(0.9).add_(0.01).clamp_(-0.05, 0.05)
-
-
-@torch.no_grad()
-def rows_normalized(job):
-    for name, each in job.model.named_parameters():
-        if "q_proj" in name or "gate_proj" in name:
-            each.div_(each.norm(dim=1, keepdim=True))
-
-
-@torch.no_grad()
-def scaled_and_shifted(job):
-    for each in job.model.parameters():
-        each.mul_(0.9).add_(0.01)
+RIGHT = [
+    ("gradient", lambda _, x: x.mul_(0.37)),
+    ("gradient", lambda _, x: x.clamp_(-1e-4, 1e-4)),
+    ("gradient", lambda name, x: x.mul_(0.5 if "mlp." in name else 0.9)),
+    ("gradient", lambda name, x: whole_rows(name) and x.sub_(x.mean(1, keepdim=True))),
+    ("weight", lambda _, x: x.mul_(0.9).add_(0.01).clamp_(-0.05, 0.05)),
+    ("weight", lambda name, x: whole_rows(name) and x.div_(x.norm(dim=1, keepdim=True))),
+    ("weight", lambda _, x: x.mul_(0.9).add_(0.01)),
+]
 
 
 def changed_rightly(sizes, zero, options):
-    """Let gradients be changed as is right on every rank."""
+    """Let gradients and weights be changed as is right on every rank."""
     job = Job(sizes, zero, prepare=untied, **options)
-    changes = [alike, by_value, by_kind, normalized, none_at_all, centralized]
-    for change in [] if zero else changes:
-        scaled_before(job, change)
-        job.step()
-    for change in [] if zero else [weights_alike, rows_normalized, scaled_and_shifted]:
-        change(job)
+    whole = [("gradient", lambda _, x: x.div_(x.norm() + 1e-12))] * (job.manager.tp_size == 1)
+    for kind, change in () if zero else (*RIGHT, *whole):
+        if kind == "gradient":
+            scaled_before(job, on_all(kind, change))
+        else:
+            on_all(kind, change)(job)
         job.step()
     scaled_before(job, lambda job: clip_grad_norm_(job.model, 0.01))
     job.step()
+    if not zero:
+        scaled_before(job, lambda job: job.optimizer.zero_grad())
+        job.step()
 
 
 def test_changes_of_gradients_that_are_right_are_left_alone():
@@ -425,13 +382,9 @@ def one_of_four():
     """The minority is named, and the cause is the optimizer."""
     job = Job({"dp_size": 4}, lr=0.02 if c10d.get_rank() == 2 else 0.01)
     _, text = job.steps_until_told(samples.PERIOD + 2)
-    first, second, *_ = text.splitlines()
-    assert re.match(r"rank \d \(.*\): ranks that should hold the same do not\.$", first)
-    apart = r" \(up to .* of the largest value apart\)"
-    there = rf"rank 2 \(dp2 pp0 cp0 tp0\){apart}"
-    said = rf"  parameter .*: on {there} not as on the other 3 of 4$"
-    assert re.match(said, second), second
-    assert "and 16 more\nOptimizers have other settings" in text
+    said = r"\n  parameter .*: on rank 2 \(dp2 pp0 cp0 tp0\) .* not as on the other 3 of 4\n"
+    assert re.search(said, text), text
+    assert "Optimizers have other settings" in text
 
 
 def test_the_rank_of_another_learning_rate_is_named():
@@ -506,10 +459,3 @@ def rounded():
 
 def test_rounding_of_accelerators_is_no_mistake_over_tp():
     run_ranks(leaving_nothing, 2, rounded, period=4)
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 1000])
-def test_weights_add_up_to_nothing(count):
-    weights = samples._weights(count, count)
-    assert sum(weights) % samples.MODULUS == 0
-    assert len({*weights}) == count

@@ -14,11 +14,8 @@ from scaletorch.verify.problem import Subject
 from scaletorch.verify.runner import run_case
 from scaletorch.verify.verify import Task, run_all, save_reference
 
-# Each axis is in one layout of either list.
-ALONE = ["2x1x1x2", "1x2x2x1"]  # here every value of every option is tried beside defaults
-TOGETHER = ["2x2x1x1", "1x1x2x2"]  # here each is, too, in cases that have several
-DRAWN = 4  # combinations of all options, of each layout
-ROWS = 8  # cases in which every value comes, as many as the longest option has, and one
+LAYOUTS = ["2x1x1x2", "1x2x2x1", "2x2x1x1", "1x1x2x2"]  # each axis is in two
+DRAWN = 8  # combinations of all options, of each layout
 NESTED = {"sequence_parallel": "on", "recompute": "layers", "data_parallel": "zero2"}
 
 
@@ -35,30 +32,13 @@ def cases_of(layout, chosen):
     return list(dict.fromkeys(cases))
 
 
-def alone(random):
-    """Every value of every option once beside the others' defaults, and drawn combinations."""
-    chosen = [{name: value} for name, values in OPTIONS.items() for value in values]
-    return chosen + [drawn(random) for _ in range(DRAWN)]
-
-
-def drawn(random):
-    return {name: random.choice(values) for name, values in OPTIONS.items()}
-
-
-def together(random):
-    """All defaults, and rows in which every value comes once, and defaults in what is left."""
-    columns = []
-    for values in OPTIONS.values():
-        columns.append([*values, *values[:1] * (ROWS - len(values))])
-        random.shuffle(columns[-1])
-    return [{}, *(dict(zip(OPTIONS, row, strict=True)) for row in zip(*columns, strict=True))]
-
-
 def every_value(layout):
-    """Cases that have every value of every option that can matter to a layout."""
-    cases = cases_of(layout, (alone if layout in ALONE else together)(Random(layout)))
-    assert len(cases) > ROWS
-    for name, values in OPTIONS.items():
+    """Every value of every option once beside the others' defaults, and drawn combinations."""
+    random, items = Random(layout), OPTIONS.items()
+    chosen = [{name: value} for name, values in items for value in values]
+    chosen += [{name: random.choice(values) for name, values in items} for _ in range(DRAWN)]
+    cases = cases_of(layout, chosen)
+    for name, values in items:
         tried = {getattr(case, name) for case in cases}
         assert len(tried) == 1 or tried == set(values)
     return cases
@@ -73,14 +53,12 @@ def arguments_of(model, folder):
 def every_case():
     """Return each model with its cases: all values of options, shares of sequences, experts."""
     found = []
-    for layout in ALONE + TOGETHER:
+    for layout in LAYOUTS:
         models = dict(zip(("off", "on"), of_length(layout), strict=True))
         found += [(models[case.sequence_parallel], case) for case in every_value(layout)]
-    shares = {"sequence_parallel": "on"}
+    shares = {"sequence_parallel": "on", "recompute": "layers", "loss_parallel": "on"}
     for layout in ("1x1x1x2", "1x3x1x2", "2x1x1x2", "1x1x2x2"):
-        chosen = [shares | {"recompute": "layers", "loss_parallel": "on"}]
-        chosen += [shares] * (layout not in ALONE)  # where that is a case of every value
-        found += [(of_length(layout)[1], case) for case in cases_of(layout, chosen)]
+        found += [(of_length(layout)[1], case) for case in cases_of(layout, [shares])]
     for layout in ("2x1x1x2-ep2", "1x2x1x2-ep2", "1x1x2x2-ep4"):
         # Options alone where that is quickest, everywhere none of them and all together.
         single = [{name: value} for name, value in NESTED.items()] * (layout == "2x1x1x2-ep2")

@@ -1,11 +1,22 @@
 """Unmodified models of transformers train on every layout as in one process."""
 
+from math import prod
+
 import pytest
 import torch
 from sweeps import today
+from tiny_transformers import tiny
 from torch import nn
+from training import tokens
 
-from scaletorch.parallel.pg_manager import Grid
+from scaletorch.compose import parallelize, shard_global_batch, train_step
+from scaletorch.dist.errors import ScaletorchError
+from scaletorch.dist.testing import distributed_test
+from scaletorch.parallel.pg_manager import (
+    Grid,
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 from scaletorch.verify import default_batch, every_layout, verify
 from scaletorch.verify.cases import OPTIONS
 from scaletorch.verify.problem import sharpened
@@ -15,16 +26,10 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(300)  # each rank imports transformers
 
 SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "use_cache": False,  # a cache would be of whole sequences
-    "attn_implementation": "sdpa",
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64,
+    "use_cache": False, "attn_implementation": "sdpa",
+}  # fmt: skip
 
 
 def llama() -> nn.Module:
@@ -69,59 +74,10 @@ def recomputed_qwen3() -> nn.Module:
     return model
 
 
-def test_every_layout_trains_like_one_process():
-    layouts = today(every_layout(4), 5)
-    report = verify(llama, layouts=layouts, dtype="float64")
-    assert len(report.results) == len(layouts)
-    assert report.passed, str(report)
+def sliding_mistral() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
 
-
-# `tools/families` has other families; here is what these have beside them.
-CASES = [
-    (tied_qwen3, "float64", [Grid(tp=2, pp=2)]),
-    (recomputed_qwen3, "float64", [Grid(tp=2, cp=2)]),
-    (qwen3, "float64", [Grid(tp=4), Grid(tp=2, dp=2)]),
-    (qwen3, "float32", [Grid(tp=2, cp=2), Grid(pp=2, cp=2)]),
-    (three_key_heads, "float64", [Grid(tp=4)]),
-    # It takes shapes from ids: a later stage gives it hidden states by their own name.
-    (gpt2, "float64", [Grid(tp=3), Grid(tp=2, pp=2), Grid(tp=2, cp=2)]),
-]
-
-
-@pytest.mark.parametrize(("model_fn", "dtype", "grids"), today(CASES, 6))
-def test_a_layout_trains_like_one_process(model_fn, dtype, grids):
-    report = verify(model_fn, layouts=grids, dtype=dtype)
-    assert len(report.results) == len(grids)
-    assert report.passed, str(report)
-
-
-SCHEDULES = {
-    llama: OPTIONS["schedule"],
-    tied_qwen3: ("interleaved_1f1b", "zb_v", "dualpipe_v"),  # with both ends on a rank, and apart
-    recomputed_qwen3: ("zb_h1", "looped_bfs", "zb_v"),  # with halves of backwards, and whole ones
-}
-
-
-@pytest.mark.parametrize("model_fn", today([*SCHEDULES], 3))
-def test_every_schedule_trains_like_one_process(model_fn):
-    options = {"schedule": SCHEDULES[model_fn]}
-    report = verify(model_fn, layouts=[Grid(pp=2)], dtype="float64", options=options)
-    assert len(report.results) == len(SCHEDULES[model_fn])
-    assert report.passed, str(report)
-
-
-MIXED = [Grid(tp=2, cp=2), Grid(tp=2, pp=2)]
-
-
-@pytest.mark.parametrize(
-    ("model_fn", "mixed"),
-    # Between stages of a pipeline GPT-2's own code would reshape shares by the whole length.
-    today([(llama, MIXED), (qwen3, MIXED), (gpt2, [Grid(tp=2, cp=2), Grid(tp=3)])], 3),
-)
-def test_sequence_parallelism(model_fn, mixed):
-    options = {"sequence_parallel": ["on"]}
-    report = verify(model_fn, layouts=mixed, dtype="float64", options=options)
-    assert report.passed, str(report)
+    return sharpened(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)))
 
 
 def packed_batch(step):
@@ -135,10 +91,47 @@ def packed_batch(step):
     return {**batch, "labels": labels, **told}
 
 
-def sliding_mistral() -> nn.Module:
-    from transformers import MistralConfig, MistralForCausalLM
+def test_every_layout_trains_like_one_process():
+    layouts = today(every_layout(4), 5)
+    report = verify(llama, layouts=layouts, dtype="float64")
+    assert len(report.results) == len(layouts)
+    assert report.passed, str(report)
 
-    return sharpened(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)))
+
+MIXED = [Grid(tp=2, cp=2), Grid(tp=2, pp=2)]
+SHARED = {"sequence_parallel": ["on"]}
+# `tools/families` has other families; here is what these have beside them.
+CASES = [
+    (tied_qwen3, [Grid(tp=2, pp=2)], {}),
+    (recomputed_qwen3, [Grid(tp=2, cp=2)], {}),
+    (qwen3, [Grid(tp=4), Grid(tp=2, dp=2)], {}),
+    (three_key_heads, [Grid(tp=4)], {}),
+    # It takes shapes from ids: a later stage gives it hidden states by their own name.
+    (gpt2, [Grid(tp=3), Grid(tp=2, pp=2), Grid(tp=2, cp=2)], {}),
+    (llama, [Grid(pp=2)], {"schedule": OPTIONS["schedule"]}),
+    # With both ends on a rank, and apart; with halves of backwards, and whole ones.
+    (tied_qwen3, [Grid(pp=2)], {"schedule": ("interleaved_1f1b", "zb_v", "dualpipe_v")}),
+    (recomputed_qwen3, [Grid(pp=2)], {"schedule": ("zb_h1", "looped_bfs", "zb_v")}),
+    (llama, MIXED, SHARED),
+    (qwen3, MIXED, SHARED),
+    # Between stages of a pipeline its own code would reshape shares by the whole length.
+    (gpt2, [Grid(tp=2, cp=2), Grid(tp=3)], SHARED),
+]
+
+
+def check(model_fn, *batch_fn, grids, options, dtype="float64"):
+    report = verify(model_fn, *batch_fn, layouts=grids, dtype=dtype, options=options)
+    assert len(report.results) == len(grids) * prod(map(len, options.values()))
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize(("model_fn", "grids", "options"), today(CASES, 6))
+def test_a_layout_trains_like_one_process(model_fn, grids, options):
+    check(model_fn, grids=grids, options=options)
+
+
+def test_a_layout_trains_like_one_process_in_float32():
+    check(qwen3, grids=[Grid(tp=2, cp=2), Grid(pp=2, cp=2)], options={}, dtype="float32")
 
 
 # Each model has half of the pairs of both options, and each method half of the grids.
@@ -154,14 +147,22 @@ PAIRS = [
 
 @pytest.mark.parametrize(("model_fn", "recompute", "cp_method"), today(PAIRS, 4))
 def test_packed_documents_of_any_length_train_like_one_process(model_fn, recompute, cp_method):
-    grids = GRIDS[cp_method]
     options = {"recompute": (recompute,), "cp_method": (cp_method,)}
-    report = verify(model_fn, packed_batch, layouts=grids, dtype="float64", options=options)
-    assert len(report.results) == len(grids)
-    assert report.passed, str(report)
+    check(model_fn, packed_batch, grids=GRIDS[cp_method], options=options)
 
 
 def test_gpt2_reshapes_by_whole_sequences_which_stages_do_not_pass_on():
     options = {"sequence_parallel": ["on"]}
     report = verify(gpt2, layouts=[Grid(tp=2, pp=2)], dtype="float64", options=options)
     assert "does not fit this rank's share of the tokens" in str(report)
+
+
+@distributed_test(world_size=2)
+def test_roberta_is_told_where_its_positions_begin():
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    manager = setup_process_group_manager(cp_size=2)
+    roberta = tiny("Roberta", "ForMaskedLM", **drops, pad_token_id=1)
+    model = parallelize(roberta, manager, rehearse=False)
+    with pytest.raises(ScaletorchError, match="counts its positions from its padding index on"):
+        train_step(model, shard_global_batch(tokens(0), 1, manager), manager)
+    destroy_process_group_manager()

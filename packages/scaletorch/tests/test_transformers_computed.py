@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as c10d
 from refused_calls import require_words, words_of
+from tiny_transformers import tiny
 
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.context_parallel import ShardedSequences, apply_context_parallel
@@ -15,10 +16,8 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(300)
 LENGTH = 16
 SIZES = {
-    "vocab_size": 32, "hidden_size": 32, "n_embd": 32, "d_model": 32, "num_hidden_layers": 2,
-    "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_attention_heads": 4, "n_head": 4,
-    "n_heads": 4, "num_heads": 4, "intermediate_size": 48, "max_position_embeddings": 32,
-    "is_decoder": True, "use_cache": False,
+    "n_embd": 32, "d_model": 32, "n_layer": 2, "n_layers": 2, "num_layers": 2, "n_head": 4,
+    "n_heads": 4, "num_heads": 4, "is_decoder": True, "use_cache": False,
 }  # fmt: skip
 FAMILIES = {
     "Bloom": {},
@@ -29,18 +28,17 @@ FAMILIES = {
         "index_head_dim": 8, "index_topk": 4,
     },
     "Bart": {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
-    "Doge": {"num_key_value_heads": 2},
+    "Doge": {},
     "Falcon": {"alibi": True, "new_decoder_architecture": False},
 }  # fmt: skip
-SUFFIX = {"OpenAIGPT": "LMHeadModel"}
 
 
 def _step(name):
     """Return a call that makes a family context parallel, and runs it."""
 
     def step(batch):
-        config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES[name])
-        plain = getattr(transformers, f"{name}{SUFFIX.get(name, 'ForCausalLM')}")(config)
+        kind = "LMHeadModel" if name == "OpenAIGPT" else "ForCausalLM"
+        plain = tiny(name, kind, **SIZES | FAMILIES[name])
         model = apply_context_parallel(plain, c10d.group.WORLD, layout="contiguous")
         model(batch["input_ids"], position_ids=batch["position_ids"])
 
@@ -48,8 +46,14 @@ def _step(name):
 
 
 def _pools(_):
-    config = transformers.LlamaConfig(**SIZES)
-    apply_context_parallel(transformers.LlamaForSequenceClassification(config), c10d.group.WORLD)
+    apply_context_parallel(tiny("Llama", "ForSequenceClassification"), c10d.group.WORLD)
+
+
+def _convolves(_):
+    sizes = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "num_mel_bins": 8}
+    speech = transformers.WhisperConfig(encoder_ffn_dim=16, max_source_positions=16, **sizes)
+    encoder = transformers.models.whisper.modeling_whisper.WhisperEncoder(speech)
+    apply_context_parallel(encoder, c10d.group.WORLD)
 
 
 def _sees(batch):
@@ -58,7 +62,7 @@ def _sees(batch):
     vision = {**sizes, "intermediate_size": 16, "image_size": 8, "patch_size": 4}
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**vision),
-        text_config=transformers.LlamaConfig(**SIZES),
+        text_config=tiny("Llama", use_cache=False).config,
         image_token_index=3,
     )
     model = transformers.LlavaForConditionalGeneration(config)
@@ -77,6 +81,7 @@ REFUSED = {
     _step("Falcon"): "attn_mask must be None",
     _step("Doge"): "the model changes its attention mask by",
     _pools: "LlamaForSequenceClassification pools over the sequence",
+    _convolves: "WhisperEncoder takes input_features, and cp divides the positions",
     _sees: "CLIPVisionModel is run, and text alone can be divided",
 }
 

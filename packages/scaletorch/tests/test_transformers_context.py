@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as c10d
 import torch.nn.functional as F
-from exactly import compute_exactly
+from tiny_transformers import tiny
 
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
-from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
 from scaletorch.parallel.context_parallel import (
     ShardedSequences,
     apply_context_parallel,
@@ -27,64 +27,41 @@ pytestmark = pytest.mark.timeout(300)  # each rank imports transformers
 
 LENGTH = 24
 PACKED = (0, 5, 12, 12, 24)  # 12 is where shards of two ranks meet
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,  # the usual one leaves attention nearly uniform
-}
 SPECIAL = {
     "Qwen3": {"head_dim": 4},
     "DeepseekV3": {
-        "num_key_value_heads": 8,
-        "first_k_dense_replace": 2,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 4,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 4,
+        "num_key_value_heads": 8, "first_k_dense_replace": 2, "q_lora_rank": 8, "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
     },
     "Mistral": {"sliding_window": 7},
     "Gemma2": {"head_dim": 4, "sliding_window": 7, "attn_logit_softcapping": 0.7},
     "Falcon": {"new_decoder_architecture": False, "multi_query": False},
     "GptOss": {
-        "head_dim": 4,
-        "sliding_window": 7,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "experts_implementation": "eager",
+        "head_dim": 4, "sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1,
     },
     "Llama4Text": {
-        "head_dim": 4,
-        "moe_layers": [],
-        "intermediate_size_mlp": 24,
-        "attention_chunk_size": 5,
-        "no_rope_layers": [1, 0],
-        "layer_types": ["chunked_attention", "full_attention"],
+        "head_dim": 4, "moe_layers": [], "intermediate_size_mlp": 24, "attention_chunk_size": 5,
+        "no_rope_layers": [1, 0], "layer_types": ["chunked_attention", "full_attention"],
     },
     "Qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "ModernBert": {"local_attention": 6, "pad_token_id": 0},
-}
+    "Mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
+    "Qwen3Next": {
+        "layer_types": ["linear_attention", "full_attention"], "head_dim": 8,
+        **{f"linear_{each}_head_dim": 8 for each in ("key", "value")},
+        **{f"linear_num_{each}_heads": 4 for each in ("key", "value")},
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+}  # fmt: skip
+EXACT = ("Gemma2", "Mamba2", "Qwen3Next")  # they compute some of it in float32
 
 
 def _build(name, **options):
-    import transformers
-
-    torch.manual_seed(1)
-    if name == "GPT2":
-        sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 64}
-        pdrop = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-        tokens = {"bos_token_id": 0, "eos_token_id": 1}
-        config = transformers.GPT2Config(**sizes, **pdrop, **tokens, initializer_range=0.3)
-        return transformers.GPT2LMHeadModel(config).double()
+    heads = {} if name == "GPT2" else {"num_attention_heads": 8, "num_key_value_heads": 4}
     kind = "ForMaskedLM" if name.endswith("Bert") else "ForCausalLM"
-    config = getattr(transformers, f"{name}Config")(**SIZES | SPECIAL.get(name, {}) | options)
-    model = getattr(transformers, f"{name.removesuffix('Text')}{kind}")(config).double()
-    return compute_exactly(model) if name == "Gemma2" else model  # its softmax is in float32
+    options = {**heads, **SPECIAL.get(name, {}), **options}
+    return tiny(name, kind, exact=name in EXACT, **options)
 
 
 def _tokens(rows=2, length=LENGTH):
@@ -94,7 +71,9 @@ def _tokens(rows=2, length=LENGTH):
 def _token_losses(model, batch, **told):
     """Return the sum of the losses of targets that are shifted already."""
     # Without a cache transformers guesses documents from positions; shards must not mislead it.
-    out = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **told)
+    if type(model).__name__ != "Mamba2ForCausalLM":  # which takes no positions
+        told["position_ids"] = batch["position_ids"]
+    out = model(batch["input_ids"], use_cache=False, **told)
     return F.cross_entropy(out.logits.mT, batch["labels"], reduction="sum")
 
 
@@ -165,6 +144,10 @@ CASES = [
     ("GptOss", "stripe", "all_gather", PACKED),
     ("Llama4Text", "zigzag", "ring"),
     ("Llama4Text", "contiguous", "ulysses", PACKED, "inside"),
+    ("Mamba2", "zigzag", "auto"),  # its layers pass a state along the sequence
+    ("Mamba2", "contiguous", "auto"),
+    ("Qwen3Next", "zigzag", "auto"),
+    ("Qwen3Next", "contiguous", "auto"),
 ]
 
 
@@ -243,7 +226,8 @@ def test_a_padded_zigzag_shard_needs_no_more_than_its_name():
     assert worst(run_ranks(_padded_by_name, 2)) < 1e-12
 
 
-def _faces():
+@distributed_test(world_size=2)
+def test_other_models_and_copies_are_not_touched():
     """Check what else changes, and what does not."""
     world = c10d.group.WORLD
     plain = _build("Llama")
@@ -274,10 +258,6 @@ def _faces():
         borrower.model.layers[0].self_attn(
             torch.ones(1, 4, 32).double(), (torch.ones(1, 4, 4), torch.ones(1, 4, 4))
         )
-
-
-def test_other_models_and_copies_are_not_touched():
-    run_ranks(_faces, 2)
 
 
 def test_one_process_is_left_as_it_is_outside_of_sequences():
@@ -321,12 +301,9 @@ def _calls(**given):
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 ONES = torch.ones(2, 12, dtype=torch.long)
 TOLD = torch.tensor(PACKED)
-REFUSED = {
+REFUSED = {  # a call and what is said of it; the family and its options, if it is no Llama
     "padding": (_calls(attention_mask=ONES.tril()), "attention_mask must hold no zeros"),
-    "whole mask": (
-        _calls(attention_mask=ONES.repeat(1, 2)),
-        r"must be .* shard, .B, 12.,",
-    ),
+    "whole mask": (_calls(attention_mask=ONES.repeat(1, 2)), r"must be .* shard, .B, 12.,"),
     "4-d mask": (_calls(attention_mask=torch.zeros(2, 1, 12, 12)), "attention_mask must be None"),
     "cache": (_decode, "12 queries from position 12 on and 24 keys: neither decoding"),
     "attentions": (_calls(output_attentions=True), "for output_attentions, which cannot"),
@@ -338,13 +315,10 @@ REFUSED = {
     "end": (_calls(cu_seq_lens_q=torch.tensor([0, 12])), "end with .* 24; it ends with 12"),
     "2-d": (_calls(cu_seq_lens_q=TOLD[None]), r"1-d tensor of integers; it is .* \[1, 5\]"),
     "twice": (_inside, r"cu_seq_lens_q are \(0, 6, 24\), and the sequences .* \(0, 5, 12"),
-    "restart": (_packed, "tell the documents, as cu_seq_lens_q"),
+    "restart": (_packed, "pass the documents as cu_seq_lens_q"),
     "layout": (_other_layout, "not those of this rank's zigzag shard"),
     "dropout": (
-        _calls(),
-        "attention dropout must be 0, and is 0.5",
-        "Llama",
-        {"attention_dropout": 0.5},
+        _calls(), "attention dropout must be 0, and is 0.5", "Llama", {"attention_dropout": 0.5},
     ),
     "labels": (_calls(labels=torch.zeros(2, 12, dtype=torch.long)), "was given labels, which it"),
     "uncounted": (lambda model, batch: model(batch["input_ids"]), "called without position_ids"),
@@ -353,12 +327,11 @@ REFUSED = {
         "attention_mask must hold no zeros|rank 1 cannot take part in",
     ),
     "counted": (
-        _calls(),
-        "scales its queries by positions that it counts itself.* from 24 on .floor_scale.",
-        "Llama4Text",
-        {"floor_scale": 24},
+        _calls(), "scales its queries by positions that it counts itself.* from 24 on .floor_sc",
+        "Llama4Text", {"floor_scale": 24},
     ),
-}
+    "a state": (_calls(cu_seq_lens_q=TOLD), "one packed document to the next", "Qwen3Next", {}),
+}  # fmt: skip
 
 
 def _refuse():
@@ -387,11 +360,3 @@ def test_models_with_other_layers_are_refused():
     with pytest.raises(InvalidArgumentError, match="rotary embeddings of type dynamic"), inside:
         pass
     assert model.config._attn_implementation == before
-
-
-def test_documents_are_refused_on_one_rank_where_a_state_would_pass_on():
-    model = apply_context_parallel(_build("Lfm2", layer_types=["conv", "full_attention"]))
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-    packed = ShardedSequences(8, cu_seqlens=(0, 3, 8)).inside(model)
-    with pytest.raises(InvalidArgumentError, match="one packed document to the next"), packed:
-        model(_tokens(1, 8), position_ids=positions, use_cache=False)

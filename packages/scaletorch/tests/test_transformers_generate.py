@@ -4,28 +4,23 @@ import copy
 
 import pytest
 import torch
+from tiny_transformers import tiny
 
 from scaletorch.compose import parallelize
 from scaletorch.dist.errors import StateError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import distributed_test, preload, run_ranks
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
 
 pytest.importorskip("transformers")
+preload("transformers.models.llama.modeling_llama", "transformers.generation.utils")
 
-SIZES = {
-    "vocab_size": 67,  # no two ranks divide it
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "initializer_range": 0.3,  # the usual one leaves all tokens nearly alike
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+SIZES = {  # no two ranks divide the vocabulary
+    "vocab_size": 67, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 WAYS = {
     "greedy": {"do_sample": False},
     "without a cache": {"do_sample": False, "use_cache": False},
@@ -35,17 +30,8 @@ WAYS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def llama_in_the_server():
-    preload("transformers.models.llama.modeling_llama")
-    preload("transformers.generation.utils")
-
-
 def build():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).double().eval()
+    return tiny("Llama", **SIZES).eval()
 
 
 def prompts():
@@ -56,54 +42,49 @@ def prompts():
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def tokens(model, way):
-    torch.manual_seed(2)
-    drawn = model.generate(**prompts(), max_new_tokens=12, **WAYS[way])
-    return drawn.tolist()
+def every_way(model):
+    """Return the tokens that each way draws."""
+    found = []
+    for how in WAYS.values():
+        torch.manual_seed(2)
+        found.append(model.generate(**prompts(), max_new_tokens=12, **how).tolist())
+    return found
 
 
-def drawn_on_ranks(sizes):
-    """Return what each way gives."""
-    manager = setup_process_group_manager(**sizes)
-    model = parallelize(build(), manager, rehearse=False).eval()
-    drawn = [tokens(model, way) for way in WAYS]
-    destroy_process_group_manager()
-    return drawn
-
-
-def layouts(every):
-    return [drawn_on_ranks(sizes) for sizes in every]
+def drawn_on_ranks():
+    found = []
+    for sizes in ({"tp_size": 2}, {"dp_size": 2}):
+        manager = setup_process_group_manager(**sizes)
+        found.append(every_way(parallelize(build(), manager, rehearse=False).eval()))
+        destroy_process_group_manager()
+    return found
 
 
 def test_sharded_layers_draw_the_tokens_of_one_process():
-    expected = [tokens(build(), way) for way in WAYS]
+    expected = every_way(build())
     assert len({str(each) for each in expected[:3]}) == 1
     assert expected[0] != expected[-1]
-    for found in run_ranks(layouts, 2, [{"tp_size": 2}, {"dp_size": 2}]):
+    for found in run_ranks(drawn_on_ranks, 2):
         assert found == [expected] * 2
-
-
-def refused(sizes):
-    """Let every holder of the model's `generate` refuse, without a call of its forward."""
-    manager = setup_process_group_manager(**sizes)
-    plain = build()
-    whole = plain.generate(**prompts(), max_new_tokens=2)
-    parallel = parallelize(plain, manager, rehearse=False)
-    calls = []
-    plain.register_forward_pre_hook(lambda *_: calls.append(1))
-    for model in (parallel, plain, copy.deepcopy(plain)):
-        with pytest.raises(StateError, match=REFUSED) as caught:
-            model.generate(**prompts(), max_new_tokens=2)
-    destroy_process_group_manager()
-    assert whole.shape == (2, 9)
-    assert not calls
-    return str(caught.value)
 
 
 REFUSED = r"LlamaForCausalLM\.generate calls .* tensor and data .*cp_size=1, pp_size=1.* or export"
 WHY = {"cp_size": "its shard of a sequence", "pp_size": "its stages of the pipeline alone"}
 
 
-def test_divided_sequences_and_layers_refuse_with_the_way_out():
-    for axis, why in WHY.items():
-        assert all(why in message for message in run_ranks(refused, 2, {axis: 2}))
+@pytest.mark.parametrize("axis", WHY)
+@distributed_test(world_size=2)
+def test_divided_sequences_and_layers_refuse_with_the_way_out(axis):
+    """Every holder of the model's `generate` refuses, without a call of its forward."""
+    manager = setup_process_group_manager(**{axis: 2})
+    plain = build()
+    assert plain.generate(**prompts(), max_new_tokens=2).shape == (2, 9)
+    parallel = parallelize(plain, manager, rehearse=False)
+    calls = []
+    plain.register_forward_pre_hook(lambda *_: calls.append(1))
+    for model in (parallel, plain, copy.deepcopy(plain)):
+        with pytest.raises(StateError, match=REFUSED) as caught:
+            model.generate(**prompts(), max_new_tokens=2)
+        assert WHY[axis] in str(caught.value)
+    destroy_process_group_manager()
+    assert not calls

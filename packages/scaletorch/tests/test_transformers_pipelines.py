@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import distributed_test, relative_error
 from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     Split,
@@ -24,68 +24,47 @@ pytestmark = pytest.mark.timeout(300)  # each rank imports transformers
 
 WIDTH, VOCAB = 16, 32
 BART = {
-    "vocab_size": VOCAB,
-    "d_model": WIDTH,
-    "decoder_layers": 2,
-    "encoder_layers": 2,
-    "decoder_attention_heads": 2,
-    "decoder_ffn_dim": 24,
-    "max_position_embeddings": 32,
-    "dropout": 0.0,
-    "pad_token_id": 0,
-    "is_decoder": True,
-    "is_encoder_decoder": False,
-    "use_cache": False,
-}
-DECODER = "model.decoder."
-BEFORE = ("embed_tokens", "embed_positions", "layernorm_embedding")
-PART = {
+    "vocab_size": VOCAB, "d_model": WIDTH, "decoder_layers": 2, "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 24, "max_position_embeddings": 32, "dropout": 0.0, "pad_token_id": 0,
+    "is_decoder": True, "is_encoder_decoder": False, "use_cache": False,
+}  # fmt: skip
+PATCHES = {
     "hidden_size": WIDTH, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8,
     "num_key_value_heads": 2, "num_hidden_layers": 2, "dropout": 0.0, "vocab_size": VOCAB,
     "max_position_embeddings": 32, "hidden_size_global": WIDTH,
 }  # fmt: skip
 BLT = {
-    **{f"{part}_config": dict(PART) for part in ("patcher", "encoder", "decoder", "global")},
-    "encoder_hash_byte_group_vocab": 16,
-    "encoder_hash_byte_group_size": [3],
-    "vocab_size": VOCAB,
-    "use_cache": False,
-}
-# A class's first words, its sizes, and its split.
-FAMILIES = {
-    "a norm registered after the layers": (
-        "Bart",
-        BART,
-        Split(
-            first=tuple(DECODER + name for name in BEFORE),
-            layers=DECODER + "layers",
-            last=("lm_head",),
-        ),
-    ),
-    "a list among others, and patches by a frozen module": (
-        "Blt",
+    **{f"{name}_config": dict(PATCHES) for name in ("patcher", "encoder", "decoder", "global")},
+    "encoder_hash_byte_group_vocab": 16, "encoder_hash_byte_group_size": [3],
+    "vocab_size": VOCAB, "use_cache": False,
+}  # fmt: skip
+DECODER = "model.decoder."
+EMBEDDINGS = (DECODER + "embed_tokens", DECODER + "embed_positions")
+NORM = DECODER + "layernorm_embedding"  # registered after the layers
+GLOBAL = "model.global_transformer."
+SPLITS = {
+    "Bart": (BART, Split((*EMBEDDINGS, NORM), DECODER + "layers", ("lm_head",))),
+    "Blt": (  # a list among others, and patches by a frozen module
         BLT,
         Split(
             first=(
                 "model.local_encoder",
                 "model.encoder_hash_tok_embedding",
-                "model.global_transformer.token_embedding_projection",
+                GLOBAL + "token_embedding_projection",
             ),
-            layers="model.global_transformer.layers",
+            layers=GLOBAL + "layers",
             last=("model.local_decoder", "lm_head"),
         ),
     ),
 }
-NORM = "a norm registered after the layers"
 
 
 def build(name):
     import transformers
 
-    word, sizes, _ = FAMILIES[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{word}Config")(**sizes)
-    return getattr(transformers, f"{word}ForCausalLM")(config).double()
+    config = getattr(transformers, f"{name}Config")(**SPLITS[name][0])
+    return getattr(transformers, f"{name}ForCausalLM")(config).double()
 
 
 def make_batches():
@@ -114,31 +93,19 @@ def wrong(stage, plain):
     return [n for n, g in found.items() if relative_error(g, expected[n], scale=scale) > 1e-11]
 
 
-def train():
+@distributed_test(world_size=2)
+def test_families_on_two_stages():
     world = torch.distributed.group.WORLD
-    for name, (*_, split) in FAMILIES.items():
+    # Without a split, a model's stages are as its forward calls it.
+    for name, split in (*((name, SPLITS[name][1]) for name in SPLITS), ("Bart", None)):
         plain = build(name)
         assert not wrong(PipelineParallel(copy.deepcopy(plain), split, group=world), plain), name
-    plain = build(NORM)  # whose stages are as its forward calls it
-    assert not wrong(PipelineParallel(copy.deepcopy(plain), group=world), plain)
 
 
-def test_families_on_two_stages():
-    run_ranks(train, 2)
-
-
-def refuse():
-    norm = DECODER + "layernorm_embedding"
-    registered = Split(
-        first=(DECODER + "embed_tokens", DECODER + "embed_positions"),
-        layers=DECODER + "layers",
-        last=(norm, "lm_head"),
-    )
-    stage = PipelineParallel(build(NORM), registered, group=torch.distributed.group.WORLD)
+@distributed_test(world_size=2)
+def test_a_module_is_where_it_is_called_or_is_named():
+    registered = Split(EMBEDDINGS, DECODER + "layers", (NORM, "lm_head"))
+    stage = PipelineParallel(build("Bart"), registered, group=torch.distributed.group.WORLD)
     text = r"layers\.0 is on stage 0 .* comes back to it after .*layernorm_embedding is on stage 1"
     with pytest.raises((InvalidArgumentError, StageError), match=text):
         train_step_pipeline(stage, make_batches())
-
-
-def test_a_module_is_where_it_is_called_or_is_named():
-    run_ranks(refuse, 2)

@@ -1,11 +1,15 @@
-"""Layers that transformers recomputes itself train on every axis as in one process."""
+"""Layers that are computed again train on every axis as in one process, without their cache.
+
+By transformers' own recomputation, or by ours; the config of each model keeps a cache.
+"""
 
 import math
 
 import pytest
-import torch
 import torch.nn.functional as F
 from sweeps import today
+from tiny_transformers import tiny
+from training import tokens
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.testing import preload, relative_error, run_ranks, worst
@@ -14,12 +18,10 @@ from scaletorch.parallel.pg_manager import (
     setup_process_group_manager,
 )
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+FAMILIES = ("llama", "qwen2", "mixtral", "gpt2")
+preload(*(f"transformers.models.{name}.modeling_{name}" for name in FAMILIES))
 
-SIZES = {
-    "vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
-}  # fmt: skip
 SHARED = {"sequence_parallel": True, "loss_parallel": True}
 LAYOUTS = {
     "tp": ({"tp_size": 2}, {}),
@@ -29,26 +31,16 @@ LAYOUTS = {
     "pp late": ({"pp_size": 2}, {"schedule": "zb_h1"}),  # weight gradients come later
     "dp": ({"dp_size": 2}, {}),
 }
+# Whether transformers recomputes reentrantly, and whether it is asked before `parallelize`.
 WAYS = [(reentrant, before) for reentrant in (True, False) for before in (True, False)]
-FAMILIES = {"Llama": WAYS, "Qwen2": [(True, False), (False, True)]}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _models_in_the_server():
-    preload("transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2")
-
-
-def built(family):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES)
-    return getattr(transformers, f"{family}ForCausalLM")(config).double().train()
+CASES = {"Llama": [*WAYS, "ours"], "Qwen2": [WAYS[1], WAYS[2]]}
+PIPELINED = {"Mixtral": ["ours"], "GPT2": ["ours"]}  # beside these on a pipeline
 
 
 def batch():
-    tokens = torch.randint(24, (4, 9), generator=torch.Generator().manual_seed(1))
-    labels = tokens[:, 1:].clone()
-    labels[1, 3:], labels[3, :2] = -100, -100
-    return {"input_ids": tokens[:, :-1], "labels": labels}
+    whole = tokens(1)
+    whole["labels"][1, 3:], whole["labels"][3, :2] = -100, -100
+    return whole
 
 
 def recompute(model, reentrant):
@@ -59,20 +51,23 @@ def recompute(model, reentrant):
 
 def step(family, manager, options, way):
     """Return loss and gradients, and how often layers of this rank were called."""
-    model, calls = built(family), []
-    for layer in model.model.layers:
-        # The second run ends, without this module's output, once all that it kept is there again.
-        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    reentrant, before = way or (None, None)
-    if way and before:
-        recompute(model, reentrant)
+    model, calls = tiny(family, exact=family == "Mixtral").train(), []
+    for name, module in model.named_modules():
+        if name.endswith(".mlp"):
+            # The second run ends, without its output, once all that it kept is there again.
+            module.register_forward_pre_hook(lambda *_: calls.append(1))
+    theirs = way not in (None, "ours")
+    if theirs and way[1]:
+        recompute(model, way[0])
+    options = {**options, "recompute": way == "ours"}
     parallel = parallelize(model, manager, **options, rehearse=False)
-    if way and not before:
-        recompute(parallel, reentrant)
+    if theirs and not way[1]:
+        recompute(parallel, way[0])
     train_step(parallel, shard_global_batch(batch(), 2, model=parallel))  # the first step looks on
     parallel.reset()
     calls.clear()
     loss = train_step(parallel, shard_global_batch(batch(), 2, model=parallel))
+    assert model.config.use_cache  # nobody's config is changed
     return loss, full_gradients(parallel), len(calls)
 
 
@@ -80,8 +75,8 @@ def compare(sizes, options):
     """Return the largest errors of each family and way beside one process."""
     manager = setup_process_group_manager(**sizes)
     found = {}
-    for family, ways in FAMILIES.items():
-        plain, whole = built(family), batch()
+    for family, ways in (CASES | (PIPELINED if "pp_size" in sizes else {})).items():
+        plain, whole = tiny(family, exact=family == "Mixtral"), batch()
         logits = plain(whole["input_ids"], use_cache=False).logits
         expected = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
         expected.backward()
@@ -98,5 +93,5 @@ def compare(sizes, options):
 @pytest.mark.parametrize("layout", today([*LAYOUTS], 6))
 def test_every_axis_trains_as_one_process(layout):
     sizes, options = LAYOUTS[layout]
-    for found in run_ranks(compare, math.prod(sizes.values()), sizes, options):
+    for found in run_ranks(compare, math.prod(sizes.values()), sizes, options, timeout=200):
         assert worst(found.values()) < 1e-12, found

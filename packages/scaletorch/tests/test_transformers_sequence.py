@@ -1,34 +1,24 @@
 """Models of transformers that make masks of their own are right with sequence parallelism."""
 
-import copy
 import inspect
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tiny_transformers import SIZES
 
-from scaletorch.dist import RankPool
 from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, gather_tensors
 
 pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.timeout(400)  # each rank imports transformers
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-}
 # Windows of 5 and 12 of 16 tokens: a share of 8 fits into the second, and is no sequence.
 WINDOWS = [("mistral", {"sliding_window": window}) for window in (5, 12, None)]
-DECODER = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
-SLICED = {"pretraining_tp": 2, "slow_but_exact": True}
+BART = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "d_model": 32}
 SMALL = {"n_embd": 32, "n_layer": 2, "n_head": 4}
 BLOOM = {"n_head": 4, "n_layer": 2}
 FAMILIES = [  # `tools/families` has all that train, without padding and such windows
@@ -36,24 +26,30 @@ FAMILIES = [  # `tools/families` has all that train, without padding and such wi
     ("mistral", {"sliding_window": 12, "attn_implementation": "eager"}),
     ("qwen2", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}),
     ("roberta", {"is_decoder": True}),  # which counts positions behind its padding
-    ("bart", {**DECODER, "d_model": 32}),  # which counts positions of its shares
+    ("bart", BART),  # which counts positions of its shares
     ("openai-gpt", SMALL),  # shares in the layers alone
     ("bloom", BLOOM),  # the same, and it adds residuals inside of its attention and MLP
 ]
 UNSHARDED = {"**.mlp.c_fc": "column", "**.mlp.c_proj": "row", "transformer.h.*": "sequence_layer"}
 
 
-def build(kind, options):
-    from transformers import AutoConfig, AutoModelForCausalLM
+def build(kind, options=None, head="ForCausalLM"):
+    import transformers
 
-    config = AutoConfig.for_model(kind, **{**SIZES, **options})
+    options = options or {}
+    config = transformers.AutoConfig.for_model(kind, **{**SIZES, **options})
     how = {name: options[name] for name in ("attn_implementation",) if name in options}
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, **how).double().eval()
+    auto = getattr(transformers, f"AutoModel{head}")
+    return auto.from_config(config, **how).double().eval()
+
+
+def divided(model, plan=None):
+    return apply_tensor_parallel(model, plan, dist.group.WORLD, sequence_parallel=True)
 
 
 def tokens():
-    return torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    return torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
 def loss(model, mask=None):
@@ -62,8 +58,7 @@ def loss(model, mask=None):
 
 
 def compare(kind, options, plan=None, mask=None):
-    one, many = build(kind, options), build(kind, options)
-    apply_tensor_parallel(many, plan, dist.group.WORLD, sequence_parallel=True)
+    one, many = build(kind, options), divided(build(kind, options), plan)
     losses = [loss(model, mask) for model in (one, many)]
     torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
     for each in losses:
@@ -78,11 +73,11 @@ def compare(kind, options, plan=None, mask=None):
     return losses[0].item()
 
 
-def families():
+@distributed_test(world_size=2, timeout=300)
+def test_masks_and_whole_attention():
     found = [compare(kind, options) for kind, options in FAMILIES]
     assert len({*found[:3]}) == 3  # both windows matter
-    small = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "num_attention_heads": 4}
-    compare("gpt2", {**small, "hidden_size": 32}, UNSHARDED)  # attention that the plan leaves whole
+    compare("gpt2", {**SMALL, "n_positions": 32}, UNSHARDED)  # attention is left whole
     padding = torch.ones(2, 16, dtype=torch.long)
     padding[1, 12:] = 0
     compare("bloom", BLOOM, mask=padding)
@@ -92,66 +87,32 @@ def families():
     assert not masks.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping  # nothing stays behind
 
 
-def pooled():
-    """What takes the first token of a sequence takes it of the whole one."""
-    from transformers import AutoConfig, AutoModel
-
-    torch.manual_seed(0)
-    one = AutoModel.from_config(AutoConfig.for_model("bert", **SIZES)).double().eval()
-    many = apply_tensor_parallel(copy.deepcopy(one), None, dist.group.WORLD, sequence_parallel=True)
+@distributed_test(world_size=2, timeout=300)
+def test_behind_the_layers_sequences_are_whole():
+    """As for a pooler, which takes the first token; in the layers each rank has a share."""
+    one, many = build("bert", head=""), divided(build("bert", head=""))
     outs = [model(input_ids=tokens()).pooler_output for model in (one, many)]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
-
-
-def shared():
-    """Return how many tokens a layer and its MLP are given, and what is behind the layers."""
-    model, seen = build("bloom", BLOOM), []
-    apply_tensor_parallel(model, None, dist.group.WORLD, sequence_parallel=True)
+    model, lengths = divided(build("bloom", BLOOM)), []
     layer = model.transformer.h[0]
     for module in (layer.input_layernorm, layer.mlp, model.transformer.ln_f):
-        module.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+        module.register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
     loss(model)
-    return seen
+    assert lengths == [8, 8, 16]
 
 
-def refused():
-    for kind, options, message in (
-        ("bitnet", {}, "BitNetForCausalLM has no plan .* pass plan=suggest_plan"),
-    ):
-        for sequence_parallel in (False, True):
-            with pytest.raises(InvalidArgumentError, match=message):
-                apply_tensor_parallel(
-                    build(kind, options),
-                    None,
-                    dist.group.WORLD,
-                    sequence_parallel=sequence_parallel,
-                )
-    dropping = build("bart", {**DECODER, "d_model": 32, "decoder_layerdrop": 0.1})
-    with pytest.raises(InvalidArgumentError, match="leaves out layers at random"):
-        apply_tensor_parallel(dropping, None, dist.group.WORLD, sequence_parallel=True)
-
-
-def cached():
-    """A call with the cache of an earlier one is refused: its keys are of two calls."""
+@distributed_test(world_size=2, timeout=300)
+def test_what_would_be_wrong_is_refused():
     from transformers import DynamicCache
 
-    many = build("llama", {})
+    with pytest.raises(InvalidArgumentError, match=r"BitNetForCausalLM has no plan .*=suggest_pla"):
+        divided(build("bitnet"))
+    with pytest.raises(InvalidArgumentError, match="leaves out layers at random"):
+        divided(build("bart", BART | {"decoder_layerdrop": 0.1}))
+    many = build("llama")
     names = inspect.signature(many.forward).parameters
     cache = {"cache" if "cache" in names else "past_key_values": DynamicCache()}
-    apply_tensor_parallel(many, None, dist.group.WORLD, sequence_parallel=True)
+    divided(many)
     many(input_ids=tokens(), use_cache=True, **cache)
     with pytest.raises(InvalidArgumentError, match=r"from position \d+ on.*pass use_cache=False"):
-        many(input_ids=tokens(), use_cache=True, **cache)
-
-
-def test_masks_and_whole_attention():
-    with RankPool(2, timeout=300) as pool:
-        pool.run(families)
-        pool.run(pooled)
-        assert pool.run(shared) == [[8, 8, 16]] * 2  # sequences are shared in the layers alone
-        pool.run(refused)
-
-
-def test_a_cache_is_refused():
-    with RankPool(2, timeout=300) as pool:
-        pool.run(cached)
+        many(input_ids=tokens(), use_cache=True, **cache)  # its keys are of two calls

@@ -6,14 +6,18 @@ import copy
 import functools
 import importlib
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from sample_optimizers import ClippedAll, Lamb, Shampoo, gap
+from sweeps import today
 from torch import nn
 from torch.nn import functional as F
+from training import ranks_of
 
+from scaletorch.checkpoint import load, save
 from scaletorch.compose import (
     clip_grad_norm_,
     full_state_dict,
@@ -24,11 +28,12 @@ from scaletorch.compose import (
 )
 from scaletorch.dist import get_rank, get_world_size
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
+    get_process_group_manager,
     setup_process_group_manager,
 )
 from scaletorch.parallel.tensor_parallel import Fused
@@ -129,7 +134,9 @@ def reference(name, make, clips=False):
 
 def prepared(name, make, zero=0, overlap=False, **options):
     plan = PLAN if name == "gated" else None
-    model = parallelize(plain(name), MANAGER, plan=plan, **options, rehearse=False)
+    model = parallelize(
+        plain(name), get_process_group_manager(), plan=plan, **options, rehearse=False
+    )
     optimizers = make(model)
     for optimizer in optimizers:
         if zero:
@@ -147,68 +154,107 @@ def step_on(model, optimizers, step, clips=False):
         optimizer.zero_grad()
 
 
-def compared(expected, name, make, clips=False, **options):
-    """Train as one rank; return the largest error of any weight after the last step."""
-    model, optimizers = prepared(name, make, **options)
-    for step in range(STEPS):
-        step_on(model, optimizers, step, clips)
-    return gap(full_state_dict(model), expected[-1])
-
-
 def each_case(sizes, cases):
-    global MANAGER
-    MANAGER = setup_process_group_manager(**sizes)
+    """Train as one rank; return the largest error of any weight after the last step of each."""
+    setup_process_group_manager(**sizes)
     found = []
     for expected, name, make, options in cases:
-        found.append(compared(expected, name, make, **options))
+        clips = options.pop("clips", False)
+        model, optimizers = prepared(name, make, **options)
+        for step in range(STEPS):
+            step_on(model, optimizers, step, clips)
+        found.append(gap(full_state_dict(model), expected[-1]))
     destroy_process_group_manager()
     return found
 
 
-def with_reference(name, make, **options):
-    return reference(name, make, options.get("clips", False)), name, make, options
-
-
-def check(sizes, cases, ranks):
-    for found in run_ranks(each_case, ranks, sizes, cases, timeout=200):
+def check(sizes, *cases):
+    given = [(reference(n, make, o.get("clips", False)), n, make, o) for n, make, o in cases]
+    for found in run_ranks(each_case, ranks_of(sizes), sizes, given, timeout=200):
         assert len(found) == len(cases)
-        for error, (_, name, make, options) in zip(found, cases, strict=True):
-            assert error < BOUND, (sizes, name, make.__name__, options)
+        for error, case in zip(found, cases, strict=True):
+            assert error < BOUND, (sizes, case)
 
 
 def test_two_ranks():
-    cases = [
-        with_reference("llama", muon),
-        with_reference("llama", muon, sequence_parallel=True),
-        with_reference("llama", muon, clips=True, recompute=True),
-        with_reference("llama", muon_alone),
-        with_reference("gated", muon),
-        with_reference("gated", adafactor),
-        with_reference("gated", lamb),
-        with_reference("llama", shampoo),
-    ]
-    check({"tp_size": 2}, cases, 2)
+    check(
+        {"tp_size": 2},
+        ("llama", muon, {}),
+        ("llama", muon, {"sequence_parallel": True}),
+        ("llama", muon, {"clips": True, "recompute": True}),
+        ("llama", muon_alone, {}),
+        ("gated", muon, {}),
+        ("gated", adafactor, {}),
+        ("gated", lamb, {}),
+        ("llama", shampoo, {}),
+    )
 
 
 def test_with_data_parallel_ranks():
-    cases = [
-        with_reference("llama", muon),
-        with_reference("llama", muon, zero=1, clips=True),
-        with_reference("llama", muon, zero=2, overlap=True),
-        with_reference("gated", lamb, zero=1, sequence_parallel=False),
-        with_reference("gated", adafactor, zero=2, bucket_size=100),
-    ]
-    check({"tp_size": 2, "dp_size": 2}, cases, 4)
+    check(
+        {"tp_size": 2, "dp_size": 2},
+        ("llama", muon, {}),
+        ("llama", muon, {"zero": 1, "clips": True}),
+        ("llama", muon, {"zero": 2, "overlap": True}),
+        ("gated", lamb, {"zero": 1, "sequence_parallel": False}),
+        ("gated", adafactor, {"zero": 2, "bucket_size": 100}),
+    )
 
 
 def test_with_a_pipeline():
-    cases = [with_reference("llama", muon), with_reference("llama", muon, zero=1)]
-    check({"tp_size": 2, "pp_size": 2}, cases, 4)
+    check({"tp_size": 2, "pp_size": 2}, ("llama", muon, {}), ("llama", muon, {"zero": 1}))
+
+
+def begin(folder, sizes, make, zero):
+    setup_process_group_manager(**sizes)
+    model, optimizers = prepared("llama", make, zero=zero)
+    step_on(model, optimizers, 0)
+    for number, optimizer in enumerate(optimizers):
+        save(f"{folder}/{number}", model, optimizer, step=1)
+    destroy_process_group_manager()
+
+
+def go_on(expected, folder, sizes, make, zero):
+    setup_process_group_manager(**sizes)
+    model, optimizers = prepared("llama", make, zero=zero)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)  # so that what is not loaded shows
+    for number, optimizer in enumerate(optimizers):
+        load(f"{folder}/{number}", model, optimizer)
+    for step in range(1, STEPS):
+        step_on(model, optimizers, step)
+    found = full_state_dict(model)
+    destroy_process_group_manager()
+    return gap(found, expected)
+
+
+LAYOUTS = [
+    ({"tp_size": 2, "dp_size": 2}, 2),
+    ({"tp_size": 2, "pp_size": 2}, 0),
+    ({"tp_size": 4}, 0),
+    ({"dp_size": 4}, 1),
+]
+ALONE = ({}, 0)
+MOVES = [
+    *((muon, one, other) for one, other in pairwise([*LAYOUTS, LAYOUTS[0]])),
+    (muon, LAYOUTS[0], ALONE),
+    (muon, ALONE, LAYOUTS[1]),
+    (shampoo, LAYOUTS[2], LAYOUTS[0]),  # whose state has other shapes than its matrix
+]
+
+
+@pytest.mark.parametrize(("make", "first", "second"), today(MOVES, 3))
+def test_state_goes_on_on_another_layout(tmp_path, make, first, second):
+    expected, folder = reference("llama", make)[-1], str(tmp_path)
+    run_ranks(begin, ranks_of(first[0]), folder, first[0], make, first[1], timeout=200)
+    given = expected, folder, second[0], make, second[1]
+    for error in run_ranks(go_on, ranks_of(second[0]), *given, timeout=200):
+        assert error < BOUND
 
 
 def changed_and_refused():
-    global MANAGER
-    MANAGER = setup_process_group_manager(tp_size=2)
+    setup_process_group_manager(tp_size=2)
     model, (optimizer, rest) = prepared("llama", muon)
     owned = [p.numel() for p in optimizer.param_groups[0]["params"]]
     state = optimizer.state_dict()
@@ -264,10 +310,10 @@ def test_written_weights_reach_the_owners_and_the_rest_is_refused():
     assert abs(sum(first) - sum(second)) <= max(every)
 
 
-def disagreed():
-    global MANAGER
-    MANAGER = setup_process_group_manager(tp_size=2)
-    model = parallelize(plain("llama"), MANAGER, rehearse=False)
+@distributed_test(world_size=2)
+def test_other_optimizers_are_refused_on_every_rank():
+    manager = setup_process_group_manager(tp_size=2)
+    model = parallelize(plain("llama"), manager, rehearse=False)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n]
     with pytest.raises(MismatchError, match="optimizers of some tensor-parallel ranks have"):
         whole_matrices(torch.optim.Muon(matrices[get_rank() :]), model)
@@ -288,11 +334,8 @@ def disagreed():
     destroy_process_group_manager()
 
 
-def test_other_optimizers_are_refused_on_every_rank():
-    run_ranks(disagreed, 2)
-
-
-def on_a_pipeline():
+@distributed_test(world_size=2)
+def test_what_looks_at_all_parameters_is_refused_on_a_pipeline():
     manager = setup_process_group_manager(pp_size=2)
     model = parallelize(plain("llama"), manager, rehearse=False)
     train_step(model, shard_global_batch(batch(0), 2, model=model))
@@ -310,10 +353,6 @@ def on_a_pipeline():
     with pytest.raises(InvalidArgumentError, match="ClippedAll cannot be sharded: it looks at sev"):
         shard_optimizer(ClippedAll(model.parameters()), model)
     destroy_process_group_manager()
-
-
-def test_what_looks_at_all_parameters_is_refused_on_a_pipeline():
-    run_ranks(on_a_pipeline, 2)
 
 
 def counted():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from itertools import combinations
 from typing import NamedTuple
 
@@ -122,6 +123,15 @@ def take_steps(model, optimizer, batches, micro_batches=1, *, cut=None, clip=mat
     return found._replace(weights=full_state_dict(model))
 
 
+@contextmanager
+def grid(sizes):
+    """Yield a process group manager for sizes, and destroy it afterwards."""
+    try:
+        yield setup_process_group_manager(**sizes)
+    finally:
+        destroy_process_group_manager()
+
+
 def on_a_layout(
     build,
     sizes,
@@ -135,15 +145,12 @@ def on_a_layout(
     **how,
 ):
     """Do all of that on this rank, of a model that `build` returns."""
-    manager = setup_process_group_manager(**sizes)
-    try:
+    with grid(sizes) as manager:
         model = parallelize(build(), manager, **(options or {}), rehearse=rehearse)
         optimizer = make(model)
         if stage:
             shard_optimizer(optimizer, model, stage=stage)
         return take_steps(model, optimizer, batches, micro_batches, **how)
-    finally:
-        destroy_process_group_manager()
 
 
 def ranks_of(sizes):

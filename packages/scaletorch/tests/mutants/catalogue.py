@@ -15,17 +15,6 @@ from .whole_faults import WHOLE
 
 MUTANTS: Mapping[str, Mutant] = {
     mutant.name: mutant
-    for catalogue in (
-        TENSOR,
-        SUMS,
-        CONTEXT,
-        PIPELINE,
-        DATA,
-        WHOLE,
-        EXPERTS,
-        AROUND,
-        ROUTERS,
-        ORDER,
-    )
+    for catalogue in (TENSOR, SUMS, CONTEXT, PIPELINE, DATA, WHOLE, EXPERTS, AROUND, ROUTERS, ORDER)
     for mutant in catalogue.mutants
 }

@@ -14,11 +14,11 @@ from scaletorch.parallel.context_parallel import contiguous
 from .mutant import Catalogue
 from .patch import patched
 
-CONTEXT = Catalogue("parallel.context_parallel")
+CONTEXT = Catalogue("parallel.context_parallel", "1x1x2x1")
 fault = CONTEXT.fault
 
 
-@fault("methods.ring:backward", layout="1x1x2x1", born="backward: *.self_attn")
+@fault("methods.ring:backward", born="backward: *.self_attn")
 def stale_keys_in_backward(backward: Any) -> Any:
     """The ring's backward goes on with the keys and values of its first step."""
 
@@ -52,7 +52,7 @@ def ring_turns_the_other_way(neighbour: Any) -> Any:
     return mirrored
 
 
-@fault("methods.call:_blocks", layout="1x1x2x1", born="forward: *.self_attn")
+@fault("methods.call:_blocks", born="forward: *.self_attn")
 def queries_see_later_shards(blocks: Any) -> Any:
     """The causal mask holds within a shard and not across shards."""
 
@@ -62,7 +62,7 @@ def queries_see_later_shards(blocks: Any) -> Any:
     return across
 
 
-@fault("methods.call:Call.blocks", layout="1x1x2x1", born="forward: *.self_attn")
+@fault("methods.call:Call.blocks", born="forward: *.self_attn")
 def last_block_skipped(blocks: Any) -> Any:
     """The last block that travels around the ring is left out."""
 
@@ -73,7 +73,7 @@ def last_block_skipped(blocks: Any) -> Any:
     return skipped
 
 
-@fault("methods.call:backward", layout="1x1x2x1", born="backward: *.self_attn")
+@fault("methods.call:backward", born="backward: *.self_attn")
 def grouped_gradients_averaged(backward: Any) -> Any:
     """A key head's gradient is the mean over its query heads, not the sum."""
 
@@ -85,7 +85,7 @@ def grouped_gradients_averaged(backward: Any) -> Any:
     return averaged
 
 
-@fault("methods.call:merge_into", layout="1x1x2x1", born="forward: *.self_attn")
+@fault("methods.call:merge_into", born="forward: *.self_attn")
 def merge_loses_weight(merge: Any) -> Any:
     """Merging two blocks keeps the larger log-sum-exp in place of their sum."""
 
@@ -97,7 +97,7 @@ def merge_loses_weight(merge: Any) -> Any:
     return merged
 
 
-@fault("methods.ring:_add_received", layout="1x1x2x1", born="backward: *.self_attn")
+@fault("methods.ring:_add_received", born="backward: *.self_attn")
 def own_share_overwritten(arrived: Any) -> Any:
     """What arrives of dK and dV replaces this rank's own share."""
 
@@ -108,7 +108,7 @@ def own_share_overwritten(arrived: Any) -> Any:
     return replaced
 
 
-@fault("methods.call:backward", layout="1x1x2x1", born="backward: *.self_attn")
+@fault("methods.call:backward", born="backward: *.self_attn")
 def softmax_rows_forgotten(backward: Any) -> Any:
     """Backward leaves out the row sums of the softmax's derivative."""
 
@@ -118,7 +118,7 @@ def softmax_rows_forgotten(backward: Any) -> Any:
     return forgetful
 
 
-@fault("methods.call:merge_into", layout="1x1x2x1", dtype="float32", born="forward: *.self_attn")
+@fault("methods.call:merge_into", dtype="float32", born="forward: *.self_attn")
 def statistics_in_bfloat16(merge: Any) -> Any:
     """Sums over keys and ranks are kept in bfloat16 where float32 is promised."""
 
@@ -130,7 +130,7 @@ def statistics_in_bfloat16(merge: Any) -> Any:
     return merged
 
 
-@fault("sequences:shard_batch", layout="1x1x2x1", born="data: position_ids")
+@fault("sequences:shard_batch", born="data: position_ids")
 def positions_of_first_shard(shard: Any) -> Any:
     """Every context-parallel rank counts its positions from 0."""
 
@@ -141,7 +141,7 @@ def positions_of_first_shard(shard: Any) -> Any:
     return restarted
 
 
-@fault("sequences:shard_batch", layout="1x1x2x1", born="data: labels")
+@fault("sequences:shard_batch", born="data: labels")
 def labels_shifted_within_shards(shard: Any) -> Any:
     """Labels are shifted within each shard, so that its last token has none."""
 
@@ -153,18 +153,13 @@ def labels_shifted_within_shards(shard: Any) -> Any:
     return shortened
 
 
-@fault("models.settings:Settings._shard_layout", layout="1x1x2x1", born="forward: *.self_attn")
+@fault("models.settings:Settings._shard_layout", born="forward: *.self_attn")
 def attention_in_another_layout(shard_layout: Any) -> Any:
     """Attention takes shards to be contiguous that are zigzag."""
     return lambda self, documents, length: contiguous(length * self.ring.size, self.ring.size)
 
 
-@fault(
-    "methods.ulysses:_Swap._heads_of",
-    layout="1x1x2x1",
-    cp_method="ulysses",
-    born="forward: *.self_attn",
-)
+@fault("methods.ulysses:_Swap._heads_of", cp_method="ulysses", born="forward: *.self_attn")
 def heads_of_another_rank(heads_of: Any) -> Any:
     """Ranks get each other's heads, and give them back as their own."""
     return lambda self, x, peer: heads_of(self, x, self.ranks.size - 1 - peer)

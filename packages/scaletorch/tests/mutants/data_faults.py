@@ -14,17 +14,17 @@ from scaletorch.dist import Work
 from .mutant import Catalogue
 from .patch import patched
 
-DATA = Catalogue("parallel.data_parallel")
+DATA = Catalogue("parallel.data_parallel", "2x1x1x1")
 fault = DATA.fault
 
 
-@fault("buckets.reduction:all_reduce_flat", layout="2x1x1x1", born="synchronisation: gradients")
+@fault("buckets.reduction:all_reduce_flat", born="synchronisation: gradients")
 def buckets_not_reduced(all_reduce_flat: Any) -> Any:
     """Gradient buckets miss their all-reduce."""
     return lambda data, *_, **__: Work((), lambda: data)
 
 
-@fault("buckets.reduction:all_reduce_flat", layout="2x1x1x1", born="synchronisation: gradients")
+@fault("buckets.reduction:all_reduce_flat", born="synchronisation: gradients")
 def buckets_reduced_twice(all_reduce_flat: Any) -> Any:
     """Gradient buckets are all-reduced twice."""
 
@@ -35,7 +35,7 @@ def buckets_reduced_twice(all_reduce_flat: Any) -> Any:
     return twice
 
 
-@fault("buckets.bucket:Bucket.launch", layout="2x1x1x1", born="synchronisation: gradients")
+@fault("buckets.bucket:Bucket.launch", born="synchronisation: gradients")
 def unused_parameter_blocks_bucket(launch: Any) -> Any:
     """A bucket that waits for a parameter nobody used is never reduced."""
 
@@ -51,7 +51,7 @@ def unused_parameter_blocks_bucket(launch: Any) -> Any:
     return blocked
 
 
-@fault("buckets.slot:Slot.give", layout="2x1x1x1", born="synchronisation: gradients")
+@fault("buckets.slot:Slot.give", born="synchronisation: gradients")
 def stale_gradient_after_zero_grad(give: Any) -> Any:
     """The reduced gradient of the step before is added again after zero_grad."""
     kept: dict[str, Tensor] = {}
@@ -65,11 +65,7 @@ def stale_gradient_after_zero_grad(give: Any) -> Any:
     return stale
 
 
-@fault(
-    "buckets.slot:Slot.before_accumulation",
-    layout="2x1x1x1",
-    born="synchronisation: gradients",
-)
+@fault("buckets.slot:Slot.before_accumulation", born="synchronisation: gradients")
 def later_gradients_replace_earlier(before_accumulation: Any) -> Any:
     """A gradient is the last micro-batch's alone."""
 
@@ -81,7 +77,7 @@ def later_gradients_replace_earlier(before_accumulation: Any) -> Any:
     return replacing
 
 
-@fault("buckets.slot:Slot.take", layout="2x1x1x1", born="synchronisation: rare.shift | spare.*")
+@fault("buckets.slot:Slot.take", born="synchronisation: rare.shift | spare.*")
 def unused_parameter_keeps_old_gradient(take: Any) -> Any:
     """What a rank did not use travels as whatever its memory held."""
 
@@ -96,7 +92,6 @@ def unused_parameter_keeps_old_gradient(take: Any) -> Any:
 
 @fault(
     "buckets.reduction:reduce_scatter_flat",
-    layout="2x1x1x1",
     data_parallel="zero1",
     born="synchronisation: gradients",
 )
@@ -110,11 +105,7 @@ def shards_of_own_gradients(reduce_scatter_flat: Any) -> Any:
     return own
 
 
-@fault(
-    "buckets.reduction:all_reduce_flat",
-    layout="2x1x1x1",
-    born="synchronisation: gradients",
-)
+@fault("buckets.reduction:all_reduce_flat", born="synchronisation: gradients")
 def first_rank_left_out(all_reduce_flat: Any) -> Any:
     """The sum begins with the second rank."""
 
@@ -137,12 +128,7 @@ def first_of_four_ranks_left_out(all_reduce_flat: Any) -> Any:
     return first_rank_left_out(all_reduce_flat)
 
 
-@fault(
-    "buckets.reduction:all_gather_flat",
-    layout="2x1x1x1",
-    data_parallel="zero1",
-    born="update: weights",
-)
+@fault("buckets.reduction:all_gather_flat", data_parallel="zero1", born="update: weights")
 def updated_parameters_not_fetched(all_gather_flat: Any) -> Any:
     """Parameters that other ranks have updated stay as they were."""
     return lambda *_, **__: Work((), lambda: None)
@@ -150,7 +136,6 @@ def updated_parameters_not_fetched(all_gather_flat: Any) -> Any:
 
 @fault(
     "sharding.sharded_bucket:ShardedBucket._start",
-    layout="2x1x1x1",
     data_parallel="zero2",
     born="synchronisation: gradients",
 )
@@ -165,13 +150,13 @@ def earlier_micro_batches_forgotten(start: Any) -> Any:
     return forgetful
 
 
-@fault("zero:hook_optimizer", layout="2x1x1x1", data_parallel="zero1", born="update: weights")
+@fault("zero:hook_optimizer", data_parallel="zero1", born="update: weights")
 def moments_forgotten(follow: Any) -> Any:
     """What a sharded optimizer keeps of a step is gone at the next one."""
     return _before_each_step(follow, lambda optimizer: optimizer.state.clear())
 
 
-@fault("zero:hook_optimizer", layout="2x1x1x1", data_parallel="zero2", born="update: weights")
+@fault("zero:hook_optimizer", data_parallel="zero2", born="update: weights")
 def moments_of_other_elements(follow: Any) -> Any:
     """The moments of a shard lie one element off its parameters."""
 

@@ -13,8 +13,8 @@ from scaletorch.dist import all_reduce, get_rank, get_world_size
 
 from .mutant import Catalogue
 
-EXPERTS = Catalogue("parallel.expert_parallel")
-AROUND = Catalogue("compose")
+EXPERTS = Catalogue("parallel.expert_parallel", "2x1x1x1-ep2")
+AROUND = Catalogue("compose", "2x1x1x1-ep2")
 fault = partial(EXPERTS.fault, model="routed")
 around = partial(AROUND.fault, model="routed")
 EXPERTS_OWN = "backward: *.experts ; synchronisation: *.experts.*"
@@ -29,7 +29,7 @@ def own_rows(rows: Tensor, route: Any) -> Tensor:
     return kept
 
 
-@fault("exchange.dispatch:_Dispatch.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Dispatch.backward", born="backward: *.experts")
 def scores_without_gradient(backward: Any) -> Any:
     """The router's scores get no gradient from the experts."""
 
@@ -40,7 +40,7 @@ def scores_without_gradient(backward: Any) -> Any:
     return losing
 
 
-@fault("exchange.dispatch:_Dispatch.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Dispatch.backward", born="backward: *.experts")
 def scores_gradient_of_own_experts_alone(backward: Any) -> Any:
     """The gradient of scores is not summed over the ranks that have a token's experts."""
     return lambda ctx, rows, weights, *more: backward(
@@ -48,7 +48,7 @@ def scores_gradient_of_own_experts_alone(backward: Any) -> Any:
     )
 
 
-@fault("exchange.dispatch:_Dispatch.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Dispatch.backward", born="backward: *.experts")
 def hidden_gradient_of_own_experts_alone(backward: Any) -> Any:
     """Hidden states get a gradient by the scores, and by experts of their own rank only."""
     return lambda ctx, rows, *more: backward(ctx, own_rows(rows, ctx.route), *more)
@@ -88,7 +88,7 @@ def gradient_times_tp(over_tokens: Any) -> Any:
     return summing
 
 
-@fault("expert_parallel:_rows", layout="2x1x1x1-ep2", born=EXPERTS_OWN)
+@fault("expert_parallel:_rows", born=EXPERTS_OWN)
 def expert_gradients_times_ep(rows: Any) -> Any:
     """An expert's gradient counts once for every rank of its ep group."""
 
@@ -100,25 +100,25 @@ def expert_gradients_times_ep(rows: Any) -> Any:
     return larger
 
 
-@fault("expert_parallel:_rows", layout="2x1x1x1-ep2", born="start: *.experts")
+@fault("expert_parallel:_rows", born="start: *.experts")
 def experts_alike_on_every_rank(rows: Any) -> Any:
     """Every rank begins with the experts of the first."""
     return lambda whole, own, memo: rows(whole, slice(0, own.stop - own.start), memo)
 
 
-@fault("module:combine_computed", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("module:combine_computed", born="forward: *.experts")
 def results_not_put_back_in_order(combine: Any) -> Any:
     """Results go back in another order than that in which their tokens came."""
     return lambda rows, *more: combine(rows.flip(0), *more)
 
 
-@fault("exchange.dispatch:_add_up", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("exchange.dispatch:_add_up", born="forward: *.experts")
 def results_added_to_another_token(add_up: Any) -> Any:
     """What comes back is added to the token after the one that it belongs to."""
     return lambda rows, route: add_up(rows, replace(route, rows=route.rows.roll(1)))
 
 
-@fault("exchange.dispatch:_Combine.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Combine.backward", born="backward: *.experts")
 def gradients_of_results_in_another_order(backward: Any) -> Any:
     """The gradient of a result goes to the row of another one."""
 
@@ -129,7 +129,7 @@ def gradients_of_results_in_another_order(backward: Any) -> Any:
     return mixed
 
 
-@fault("computation:add_up", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("computation:add_up", born="forward: *.experts")
 def second_expert_of_a_rank_replaces_the_first(folded: Any) -> Any:
     """Of a token's two experts on one rank, the results are not added up."""
 
@@ -139,7 +139,7 @@ def second_expert_of_a_rank_replaces_the_first(folded: Any) -> Any:
     return replacing
 
 
-@fault("module:compute", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("module:compute", born="forward: *.experts")
 def sentinel_is_an_expert(compute: Any) -> Any:
     """A token's experts of other ranks are computed by the last one here, with some weight."""
 
@@ -153,7 +153,7 @@ def sentinel_is_an_expert(compute: Any) -> Any:
     return counting
 
 
-@fault("module:compute", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("module:compute", born="forward: *.experts")
 def indices_from_another_expert(compute: Any) -> Any:
     """A rank counts its experts from the second on."""
 
@@ -165,7 +165,7 @@ def indices_from_another_expert(compute: Any) -> Any:
     return shifted
 
 
-@fault("module:compute", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("module:compute", born="forward: *.experts")
 def weights_sum_to_one_on_each_rank(compute: Any) -> Any:
     """A token's weights are normalised over the experts of a rank, not over all that it has."""
 
@@ -176,7 +176,7 @@ def weights_sum_to_one_on_each_rank(compute: Any) -> Any:
     return normalised
 
 
-@fault("module:combine_computed", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("module:combine_computed", born="forward: *.experts")
 def tokens_beyond_a_capacity_dropped(combine: Any) -> Any:
     """A rank leaves out what comes beyond its share and a quarter."""
 
@@ -188,7 +188,7 @@ def tokens_beyond_a_capacity_dropped(combine: Any) -> Any:
     return dropping
 
 
-@fault("module:dispatch_along", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("module:dispatch_along", born="forward: *.experts")
 def scores_travel_in_bfloat16(dispatch: Any) -> Any:
     """Scores are rounded to bfloat16 on their way to the experts."""
     return lambda route, hidden, index, weights, *more: dispatch(
@@ -207,7 +207,7 @@ def rank_without_tokens_has_no_gradient(backward: Any) -> Any:
     return none
 
 
-@around("parallelize:DataParallelBucket", layout="2x1x1x1-ep2", born="synchronisation: *.experts.*")
+@around("parallelize:DataParallelBucket", born="synchronisation: *.experts.*")
 def experts_summed_over_dp(wrapper: Any) -> Any:
     """The gradients of different experts are summed, over dp in place of edp."""
     # Compared at the beginning, their values would give the fault away.
@@ -220,7 +220,7 @@ def experts_not_summed_over_edp(groups: Any) -> Any:
     return lambda model, manager: dict.fromkeys(groups(model, manager), manager.tp_group)
 
 
-@around("parallelize:expert_groups", layout="2x1x1x1-ep2", born="synchronisation: *.shared.*")
+@around("parallelize:expert_groups", born="synchronisation: *.shared.*")
 def shared_expert_taken_for_a_routed_one(groups: Any) -> Any:
     """The gradient of the shared expert is summed over edp alone."""
 
@@ -232,9 +232,7 @@ def shared_expert_taken_for_a_routed_one(groups: Any) -> Any:
 
 
 @around(
-    "parallelize:DataParallelBucket",
-    layout="2x1x1x1-ep2",
-    born="synchronisation: *.shared.* ; backward: *.shared.*_proj",
+    "parallelize:DataParallelBucket", born="synchronisation: *.shared.* ; backward: *.shared.*_proj"
 )
 def shared_expert_summed_twice(wrapper: Any) -> Any:
     """The gradient of the shared expert is summed over ep, and with all others over dp again."""
@@ -269,7 +267,7 @@ def router_gradient_of_own_share_of_the_sequence(sort: Any) -> Any:
     return forgetful
 
 
-@around("norm:expert_names", layout="2x1x1x1-ep2", born="update: norm")
+@around("norm:expert_names", born="update: norm")
 def norm_without_experts_of_other_ranks(names: Any) -> Any:
     """The norm takes experts for replicas, and counts those of the first rank alone."""
     return lambda model: frozenset()

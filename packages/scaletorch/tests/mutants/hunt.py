@@ -38,16 +38,10 @@ MODELS: Mapping[str, tuple[ModelFn, Plan | None, BatchFn]] = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one mutant.
-
-    Attributes:
-        mutant: the fault.
-        sound: what the same case found without the fault.
-        found: what it found with the fault.
-    """
+    """What became of one mutant."""
 
     mutant: Mutant
-    sound: CaseResult
+    sound: CaseResult  # of the same case without the fault
     found: CaseResult
 
     @property
@@ -67,29 +61,20 @@ class Outcome:
             return f"fails without the fault: {self.sound.explanation('')}"
         if not self.evidence:
             return self.found.error or "nothing differs"
-        shown = [f"{each.what} ({each.error:.1e})" for each in self.evidence[:2]]
-        return f"step {self.evidence[0].step}, rank {self.evidence[0].rank}: {', '.join(shown)}"
+        first, shown = self.evidence[0], [f"{e.what} ({e.error:.1e})" for e in self.evidence[:2]]
+        return f"step {first.step}, rank {first.rank}: {', '.join(shown)}"
 
 
 def hunt(
     mutants: Iterable[Mutant] | None = None,
     *,
     timeout: float = 60.0,
-    progress: Callable[[Outcome], None] | None = None,
+    progress: Callable[[Outcome], None] = lambda _: None,
 ) -> list[Outcome]:
-    """Put every mutant's fault into the library, verify its case, and say what was found.
-
-    Args:
-        mutants: which; None for all.
-        timeout: seconds for one case.
-        progress: called with each outcome.
-
-    Returns:
-        An outcome for each mutant, those of fewer ranks first.
-    """
+    """Put each fault into the library, verify its case, and return what was found."""
     chosen = list(MUTANTS.values() if mutants is None else mutants)
     # Each case runs without a fault first; ranks last as long as their number is the same.
-    jobs: list[Job] = [Job(*key, None) for key in dict.fromkeys((m.model, m.case) for m in chosen)]
+    jobs = [Job(*key, None) for key in dict.fromkeys((m.model, m.case) for m in chosen)]
     jobs += [Job(mutant.model, mutant.case, mutant) for mutant in chosen]
     jobs.sort(key=lambda job: job.case.grid.world_size)
     preload("torch._dynamo")
@@ -100,9 +85,8 @@ def hunt(
         for (model, case, mutant), result in zip(jobs, results, strict=True):
             if mutant is None:
                 sound[model, case] = result
-                continue
-            outcomes.append(Outcome(mutant, sound[model, case], result))
-            if progress is not None:
+            else:
+                outcomes.append(Outcome(mutant, sound[model, case], result))
                 progress(outcomes[-1])
     return outcomes
 

@@ -11,20 +11,13 @@ DIRECTIONS = ("start", "forward", "backward", "synchronisation", "update", "data
 def matches(born: str, direction: str, modules: Sequence[str], parameters: Sequence[str]) -> bool:
     """Return whether a report leads to where a fault is born, and nowhere else.
 
-    Args:
-        born: Where a hunter must be led, such as `"backward: *.q_norm | *.k_norm ; update: norm"`:
-            a direction, and patterns over names of the plain model. A fault that honestly sits in
-            several places has them all. 'start' means that a weight is wrong before the step;
-            'forward' that an output is wrong though the inputs
-            are right; 'backward' that the gradient of an input or a parameter is, though that of
-            the output is right; 'synchronisation' that ranks' right gradients become a wrong one;
-            'update' what is made of right gradients; 'data' which part of the batch a rank has.
-            'model' is the model's own code, 'loss' the loss behind it, 'gradients' those of any
-            parameters; 'norm', 'clip', 'weights' of an update and entries of the batch
-            are named by these words.
-        direction: The report's.
-        modules: What it names: modules, '' for the model itself, or the words above.
-        parameters: The parameters that it names; one is also found by its module.
+    `born` is such as `"backward: *.q_norm | *.k_norm ; update: norm"`: directions, each with
+    patterns over names of the plain model ('model' is its own code) or words: 'loss' for the loss
+    behind it, 'gradients' for those of any parameter, 'norm', 'clip' and 'weights' of an update,
+    and entries of the batch. Directions: 'start' for a weight before the step, 'forward' for an
+    output of right inputs, 'backward' for a gradient of right ones, 'synchronisation' for the sum
+    of ranks' right gradients, 'update' for what is made of these, 'data' for a rank's batch.
+    `direction`, `modules` and `parameters` are the report's.
     """
     if not modules and not parameters:
         return False

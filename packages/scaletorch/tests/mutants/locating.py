@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from scaletorch.bisect import Report
-from scaletorch.bisect.locate import Prepared, Ran, locate, prepare, record_case
-from scaletorch.dist import RankPool
+from scaletorch.bisect.locate import PlainRun, RankFacts, locate, prepare, record_case
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.testing import preload
 from scaletorch.verify.cases import Case
@@ -30,56 +29,31 @@ def locate_all(
     *,
     steps: int = STEPS,
     timeout: float = 60.0,
-    progress: Callable[[Mutant, Report], None] | None = None,
+    progress: Callable[[Mutant, Report], None] = lambda *_: None,
 ) -> dict[str, Report]:
-    """Put every mutant's fault into the library, and say where it is born.
-
-    Args:
-        mutants: which; None for all.
-        steps: how many are compared.
-        timeout: seconds for one case.
-        progress: called with each report.
-
-    Returns:
-        A report for each mutant by its name, those of fewer ranks first.
-    """
+    """Put each fault into the library, and return a report for each mutant by its name."""
     chosen = sorted(mutants or MUTANTS.values(), key=lambda each: each.case.grid.world_size)
     preload("torch._dynamo")
-    prepared: dict[tuple[str, str], Prepared] = {}
+    prepared: dict[tuple[str, str], PlainRun] = {}
     found: dict[str, Report] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="scaletorch-located-") as name,
-        Ranks(timeout) as ranks,
-    ):
+    with tempfile.TemporaryDirectory(prefix="scaletorch-located-") as name, Ranks(timeout) as ranks:
         for mutant in chosen:
-            pool = ranks.pool(mutant.case.grid.world_size)
-            found[mutant.name] = _locate(mutant, prepared, pool, Path(name), steps)
-            if progress is not None:
-                progress(mutant, found[mutant.name])
+            model_fn, plan, batch_fn = MODELS[mutant.model]
+            case, key = mutant.case, (mutant.model, mutant.case.dtype)
+            subject, own = Subject(locator(model_fn), plan), Path(name, mutant.name)
+            if key not in prepared:
+                place = Path(name, "-".join(key))
+                prepared[key] = prepare(place, subject, batch_fn, case.dtype, steps)
+            pool, told = ranks.pool(case.grid.world_size), (record_mutant, mutant.name)
+            found[mutant.name] = locate(case, subject, prepared[key], pool, own, *told)
+            shutil.rmtree(own)
+            progress(mutant, found[mutant.name])
     return found
-
-
-def _locate(
-    mutant: Mutant,
-    prepared: dict[tuple[str, str], Prepared],
-    pool: RankPool,
-    folder: Path,
-    steps: int,
-) -> Report:
-    model_fn, plan, batch_fn = MODELS[mutant.model]
-    key = mutant.model, mutant.case.dtype
-    subject, own = Subject(locator(model_fn), plan), folder / mutant.name
-    if key not in prepared:
-        place = folder / "-".join(key)
-        prepared[key] = prepare(place, subject, batch_fn, mutant.case.dtype, steps)
-    report = locate(mutant.case, subject, prepared[key], pool, own, record_mutant, mutant.name)
-    shutil.rmtree(own)
-    return report
 
 
 def record_mutant(
     case: Case, subject: Subject, reference: str, folder: str, steps: int, name: str
-) -> Ran:
+) -> RankFacts:
     """Record a case as one rank, with a mutant's fault in the library."""
     with MUTANTS[name].apply():
         return record_case(case, subject, reference, folder, steps)

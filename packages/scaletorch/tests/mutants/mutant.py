@@ -15,29 +15,15 @@ from .patch import Mutate, patched
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One fault.
-
-    Attributes:
-        name: what it is called.
-        fault: one line that says what is wrong in the library then.
-        targets: what is replaced; see `patch.patched`.
-        mutate: makes the replacement out of each target's original.
-        case: where the fault must show.
-        model: 'specimen', 'staged' for one with layers for stages, 'shared' for one that can be
-            sequence parallel, 'sharded' for one that is written with sharded layers, 'routed' for
-            one with experts, 'skewed' for one of which two get no token and 'idle' where one gets
-            none, 'balanced' for one that asks for its routers' loss, or 'built-in' for what users
-            run by default.
-        born: where a person who hunts the fault must be led; see `located.matches`.
-    """
+    """One fault."""
 
     name: str
-    fault: str
-    targets: tuple[str, ...]
-    mutate: Mutate
-    case: Case
-    born: str
-    model: str
+    fault: str  # one line that says what is wrong in the library
+    targets: tuple[str, ...]  # what is replaced; see `patch.patched`
+    mutate: Mutate  # makes the replacement out of each target's original
+    case: Case  # where the fault must show
+    born: str  # where a person who hunts the fault must be led; see `located.matches`
+    model: str  # a key of `hunt.MODELS`
 
     def apply(self) -> ExitStack:
         """Put the fault in; leaving the stack takes it out."""
@@ -49,21 +35,18 @@ class Mutant:
 
 @dataclass(slots=True)
 class Catalogue:
-    """The faults of one part of the library, written one after another as functions.
+    """The faults of one package, written one after another as functions."""
 
-    Args:
-        part: the package below the library's root that targets are relative to.
-    """
-
-    part: str
+    package: str  # below the library's root; targets are relative to it
+    layout: str  # of faults that name no other
     mutants: list[Mutant] = field(default_factory=list)
 
     def fault(
-        self, *targets: str, layout: str, born: str, model: str = "", **options: Any
+        self, *targets: str, born: str, layout: str = "", model: str = "", **options: Any
     ) -> Callable[[Mutate], Mutate]:
         """Enter the decorated function: its name and docstring are the mutant's."""
-        absolute = tuple(f"{self.part}.{target}" for target in targets)
-        case = Case(parse_layout(layout), **options)
+        absolute = tuple(f"{self.package}.{target}" for target in targets)
+        case = Case(parse_layout(layout or self.layout), **options)
         model = model or ("staged" if case.grid.pp > 1 else "specimen")
 
         def enter(mutate: Mutate) -> Mutate:

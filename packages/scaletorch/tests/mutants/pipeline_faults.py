@@ -10,7 +10,7 @@ from scaletorch.parallel.pipeline_parallel import PassThrough
 
 from .mutant import Catalogue
 
-PIPELINE = Catalogue("parallel.pipeline_parallel")
+PIPELINE = Catalogue("parallel.pipeline_parallel", "1x2x1x1")
 fault = PIPELINE.fault
 TIED = "synchronisation: embed_tokens.weight | lm_head.weight"
 LATER = "backward: *_proj | lm_head"
@@ -31,7 +31,7 @@ def two_layers_lost(cut: Any) -> Any:
     return losing
 
 
-@fault("stages.stage:cut", layout="1x2x1x1", born="forward: layers.?")
+@fault("stages.stage:cut", born="forward: layers.?")
 def layer_on_two_stages(cut: Any) -> Any:
     """The last layer of the first stage stays on the second one too."""
 
@@ -53,7 +53,6 @@ def layer_on_two_stages(cut: Any) -> Any:
 
 @fault(
     "stages.stage:PipelineParallel.backward",
-    layout="1x2x1x1",
     born="synchronisation: gradients ; backward: gradients",
 )
 def micro_batches_overwrite(backward: Any) -> Any:
@@ -80,7 +79,7 @@ def last_micro_batch_unsynced(switch: Any) -> Any:
     return early
 
 
-@fault("steps.training:Training.__init__", layout="1x2x1x1", born="data: labels")
+@fault("steps.training:Training.__init__", born="data: labels")
 def labels_of_next_micro_batch(init: Any) -> Any:
     """Outputs of a micro-batch meet the labels of the next one."""
 
@@ -94,7 +93,7 @@ def labels_of_next_micro_batch(init: Any) -> Any:
     return mixed
 
 
-@fault("stages.stage:PipelineParallel.backward", layout="1x2x1x1", born="backward: layers.?")
+@fault("stages.stage:PipelineParallel.backward", born="backward: layers.?")
 def boundary_gradient_averaged(backward: Any) -> Any:
     """The gradient that goes back to the previous stage is divided by the micro-batches."""
 
@@ -105,42 +104,37 @@ def boundary_gradient_averaged(backward: Any) -> Any:
     return halved
 
 
-@fault("stages.ties:TiedGradients.sync", layout="1x2x1x1", born=TIED)
+@fault("stages.ties:TiedGradients.sync", born=TIED)
 def tied_gradients_not_summed(sync: Any) -> Any:
     """A head tied to the embedding on another stage keeps its own gradient."""
     return lambda self: None
 
 
-@fault("stages.ties:TiedGradients.sync", layout="1x2x1x1", born=TIED)
+@fault("stages.ties:TiedGradients.sync", born=TIED)
 def tied_gradients_summed_twice(sync: Any) -> Any:
     """Tied gradients that are summed already are summed once more."""
     return lambda self: (sync(self), sync(self))[0]
 
 
-@fault("stages.weights:WeightGradients.accumulate", layout="1x2x1x1", schedule="zb_h1", born=LATER)
+@fault("stages.weights:WeightGradients.accumulate", schedule="zb_h1", born=LATER)
 def weight_gradients_forgotten(accumulate: Any) -> Any:
     """Gradients of weights that a backward has left for later are never computed."""
     return lambda self: None
 
 
-@fault("stages.weights:WeightGradients.leave", layout="1x2x1x1", schedule="zb_v", born=LATER)
+@fault("stages.weights:WeightGradients.leave", schedule="zb_v", born=LATER)
 def weight_gradients_of_next_layer(leave: Any) -> Any:
     """A weight gradient that is computed later meets inputs that were scaled in between."""
     return lambda self, weight, inputs, gradient: leave(self, weight, inputs * 0.5, gradient)
 
 
-@fault("stages.weights:WeightGradients.leave", layout="1x2x1x1", schedule="zb_h1", born=LATER)
+@fault("stages.weights:WeightGradients.leave", schedule="zb_h1", born=LATER)
 def weight_gradients_twice(leave: Any) -> Any:
     """A weight gradient that a backward has left for later is computed twice."""
     return lambda self, *given: (leave(self, *given), leave(self, *given))[0]
 
 
-@fault(
-    "runtime.mail:Mail.take_gradients",
-    layout="1x2x1x1",
-    schedule="dualpipe_v",
-    born="backward: layers.?",
-)
+@fault("runtime.mail:Mail.take_gradients", schedule="dualpipe_v", born="backward: layers.?")
 def gradients_between_chunks_doubled(take: Any) -> Any:
     """The gradient that a stage hands back to another one of its rank counts twice."""
 

@@ -50,7 +50,6 @@ class Sparse(nn.Module):
             nn.init.normal_(parameter, std=0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, L, HIDDEN] to the same."""
         flat = x.flatten(0, 1)
         out: Tensor = self.experts(flat, *self.gate(flat)).view_as(x) + self.shared(x)
         return out
@@ -94,7 +93,6 @@ class Balanced(Routed):
     )
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
-        """Map [B, L] tokens to logits, and to those of each layer's router, [B L, experts]."""
         logits = super().forward(input_ids, position_ids)
         blocks: Any = self.layers
         return Output(logits=logits, router_logits=tuple(b.mlp.gate.logits for b in blocks))

@@ -17,19 +17,19 @@ from .mutant import Catalogue
 from .routed import Output
 from .whole_faults import UNLIKE_SEEN, unseen
 
-ROUTERS = Catalogue("compose")
-ORDER = Catalogue("parallel.expert_parallel")
+ROUTERS = Catalogue("compose", "2x1x1x1-ep2")
+ORDER = Catalogue("parallel.expert_parallel", "4x1x1x1-ep4")
 BALANCED: Mapping[str, Any] = {"model": "balanced", "micro_batches": 1}
 fault = partial(ROUTERS.fault, "step:router_loss", **BALANCED)
 
 
-@fault(layout="2x1x1x1-ep2", born="forward: loss")
+@fault(born="forward: loss")
 def balance_divided_by_dp(loss: Any) -> Any:
     """The routers' loss of the global batch is divided by dp, as a mean of ranks' would be."""
     return lambda *given, **options: loss(*given, **options) / 2
 
 
-@fault(layout="2x1x1x1-ep2", born="forward: loss")
+@fault(born="forward: loss")
 def balance_of_each_micro_batch(loss: Any) -> Any:
     """The routers' loss is the mean of those that two micro-batches would have alone."""
 
@@ -42,7 +42,7 @@ def balance_of_each_micro_batch(loss: Any) -> Any:
     return mean
 
 
-@fault(layout="2x1x1x1-ep2", recompute="layers", born="backward: loss | model | *.gate")
+@fault(recompute="layers", born="backward: loss | model | *.gate")
 def balance_counted_again_when_recomputed(loss: Any) -> Any:
     """What a recomputed router makes of its loss is added to what it made in forward."""
 
@@ -53,7 +53,7 @@ def balance_counted_again_when_recomputed(loss: Any) -> Any:
     return again
 
 
-@fault(layout="2x1x1x1-ep2", born="forward: loss")
+@fault(born="forward: loss")
 def balance_without_its_factor(loss: Any) -> Any:
     """The routers' loss is added as it is, without the coefficient of the config."""
     return lambda output, wanted, *given, **options: loss(
@@ -61,13 +61,13 @@ def balance_without_its_factor(loss: Any) -> Any:
     )
 
 
-@fault(layout="2x1x1x1-ep2", born="backward: loss | model | *.gate")
+@fault(born="backward: loss | model | *.gate")
 def balance_without_gradient(loss: Any) -> Any:
     """The routers' loss is reported, and no router learns of it."""
     return lambda *given, **options: loss(*given, **options).detach()
 
 
-@ROUTERS.fault("balance:all_reduce", layout="2x1x1x1-ep2", **BALANCED, born="forward: loss")
+@ROUTERS.fault("balance:all_reduce", **BALANCED, born="forward: loss")
 def balance_by_choices_of_one_rank(all_reduce: Any) -> Any:
     """Each rank goes by the experts that its own tokens choose."""
     return lambda counts, group: counts.mul_(get_world_size(group))
@@ -111,9 +111,7 @@ class Coarse(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, index), index))
 
 
-@ROUTERS.fault(
-    "step:train_step_pipeline", layout="2x1x1x1-ep2", model="routed", born="forward: *.gate"
-)
+@ROUTERS.fault("step:train_step_pipeline", model="routed", born="forward: *.gate")
 def experts_chosen_in_bfloat16(train: Any) -> Any:
     """Scores are rounded to bfloat16 before the top-k."""
 
@@ -124,9 +122,7 @@ def experts_chosen_in_bfloat16(train: Any) -> Any:
     return rounded
 
 
-@ORDER.fault(
-    "exchange.dispatch:_add_up", layout="4x1x1x1-ep4", model="idle", born="forward: *.experts"
-)
+@ORDER.fault("exchange.dispatch:_add_up", model="idle", born="forward: *.experts")
 def order_kept_where_a_rank_is_idle(add_up: Any) -> Any:
     """Where no token goes to a rank, results stay in the order in which they come back."""
 

@@ -44,7 +44,6 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(HEADS * HEAD, HIDDEN)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map [B, L, HIDDEN] to the same."""
         q = self.q_proj(x).unflatten(-1, (self.num_heads, HEAD))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, HEAD))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, HEAD)).transpose(1, 2)
@@ -65,7 +64,6 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(24, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [B, L, HIDDEN] to the same."""
         inner = self.dropout(F.silu(self.gate_proj(x)) * self.up_proj(x))
         out: Tensor = self.down_proj(inner)
         return out
@@ -81,7 +79,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(0.3)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map [B, L, HIDDEN] to the same."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         out: Tensor = x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
         return out
@@ -95,7 +92,6 @@ class Rare(nn.Module):
         self.shift = nn.Parameter(torch.ones(HIDDEN))
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Shift ``x`` [B, L, HIDDEN] where ``ids`` [B, L] say so."""
         chosen = ids == RARE
         return x + chosen.unsqueeze(-1) * self.shift if chosen.any() else x
 
@@ -116,7 +112,6 @@ class Specimen(nn.Module):
         self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Map [B, L] tokens to [B, L, VOCABULARY] logits."""
         x = self.rare(self.embed_tokens(input_ids), input_ids)
         if position_ids is None:
             position_ids = torch.arange(x.shape[1], device=x.device)[None]
@@ -137,7 +132,6 @@ class Aligned(nn.Module):
     """Stands for `Rare` where hidden states are shares of a sequence and ids are not."""
 
     def forward(self, x: Tensor, _ids: Tensor) -> Tensor:
-        """Return ``x``."""
         return x
 
 
@@ -166,7 +160,6 @@ class Sharded(nn.Module):
         self.lm_head = nn.Linear(HIDDEN, VOCABULARY)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Map [B, L] tokens to [B, L, VOCABULARY] logits."""
         x = self.embed_tokens(input_ids)
         logits: Tensor = self.lm_head(x + self.down(F.silu(self.up(x))))
         return logits

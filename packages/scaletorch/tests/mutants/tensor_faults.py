@@ -13,7 +13,7 @@ from scaletorch.parallel.placement import Invariant, Partial, Shard
 
 from .mutant import Catalogue
 
-TENSOR = Catalogue("parallel.tensor_parallel")
+TENSOR = Catalogue("parallel.tensor_parallel", "1x1x1x2")
 fault = TENSOR.fault
 COLUMN = "backward: *.q_proj | *.k_proj | *.v_proj | *.gate_proj | *.up_proj | lm_head"
 ROW = "forward: *.o_proj | *.down_proj"
@@ -21,13 +21,13 @@ CUT = "start: *.o_proj | *.down_proj"
 SUMMED = "forward: embed_tokens | *.o_proj | *.down_proj"
 
 
-@fault("layers.base:convert", layout="1x1x1x2", born=SUMMED)
+@fault("layers.base:convert", born=SUMMED)
 def partial_sums_not_reduced(convert: Any) -> Any:
     """Row-parallel and embedding outputs miss their all-reduce."""
     return lambda x, src, *to: x if src == Partial() else convert(x, src, *to)
 
 
-@fault("layers.base:convert", layout="1x1x1x2", born=SUMMED)
+@fault("layers.base:convert", born=SUMMED)
 def partial_sums_reduced_twice(convert: Any) -> Any:
     """Row-parallel and embedding outputs are all-reduced twice."""
 
@@ -38,13 +38,13 @@ def partial_sums_reduced_twice(convert: Any) -> Any:
     return twice
 
 
-@fault("regions.region:send", layout="1x1x1x2", born=COLUMN)
+@fault("regions.region:send", born=COLUMN)
 def input_gradient_not_reduced(send: Any) -> Any:
     """A column-parallel layer's input gradient misses its all-reduce."""
     return lambda grad, _group, _sizes: lambda: grad
 
 
-@fault("regions.region:send", layout="1x1x1x2", born=COLUMN)
+@fault("regions.region:send", born=COLUMN)
 def input_gradient_reduced_twice(send: Any) -> Any:
     """A column-parallel layer's input gradient is all-reduced twice."""
     return lambda grad, group, sizes: send(send(grad, group, sizes)(), group, sizes)
@@ -61,23 +61,19 @@ def input_gradient_over_wrong_axis(send: Any) -> Any:
     return over_dp
 
 
-@fault("regions.region:weight_grad", layout="1x1x1x2", born=COLUMN)
+@fault("regions.region:weight_grad", born=COLUMN)
 def late_weight_gradient_incomplete(weight_grad: Any) -> Any:
     """A weight's gradient, computed while its input's travels, leaves out a sequence."""
     return lambda products: weight_grad([(g[1:], x[1:]) for g, x in products])
 
 
-@fault("layers.linear:RowParallelLinear.forward", layout="1x1x1x2", born=ROW)
+@fault("layers.linear:RowParallelLinear.forward", born=ROW)
 def row_bias_on_every_rank(forward: Any) -> Any:
     """Every rank adds the row-parallel bias before the sum."""
     return lambda self, x: forward(self, x) + (self.tp_size - 1) * self.bias
 
 
-@fault(
-    "layers.linear:VocabParallelEmbedding.forward",
-    layout="1x1x1x2",
-    born="forward: embed_tokens",
-)
+@fault("layers.linear:VocabParallelEmbedding.forward", born="forward: embed_tokens")
 def vocabulary_off_by_one(forward: Any) -> Any:
     """Ranks but the first look up the row after the one that is meant."""
 
@@ -88,11 +84,7 @@ def vocabulary_off_by_one(forward: Any) -> Any:
     return shifted
 
 
-@fault(
-    "layers.linear:VocabParallelEmbedding.forward",
-    layout="1x1x1x2",
-    born="backward: embed_tokens",
-)
+@fault("layers.linear:VocabParallelEmbedding.forward", born="backward: embed_tokens")
 def padding_row_gets_gradient(forward: Any) -> Any:
     """The padding row is trained like any other."""
 
@@ -106,17 +98,17 @@ def padding_row_gets_gradient(forward: Any) -> Any:
     return forgetful
 
 
-SUMS = Catalogue("compose")
+SUMS = Catalogue("compose", "1x1x1x2")
 HEAD_NORMS = "synchronisation: gradients"
 
 
-@SUMS.fault("partial_gradients:_sum", layout="1x1x1x2", born=HEAD_NORMS)
+@SUMS.fault("partial_gradients:_sum", born=HEAD_NORMS)
 def partial_gradients_not_summed(_sum: Any) -> Any:
     """What each rank has a term of, such as the gradient of its heads' norm, stays as it is."""
     return lambda _known, _model, _manager: None
 
 
-@SUMS.fault("partial_gradients:_sort", layout="1x1x1x2", born=HEAD_NORMS)
+@SUMS.fault("partial_gradients:_sort", born=HEAD_NORMS)
 def whole_gradients_summed(sort: Any) -> Any:
     """Gradients that every rank has whole are summed over the ranks, too."""
 
@@ -127,7 +119,7 @@ def whole_gradients_summed(sort: Any) -> Any:
     return all_of_them
 
 
-@fault("layers.base:convert", layout="1x1x1x2", born="backward: lm_head")
+@fault("layers.base:convert", born="backward: lm_head")
 def gathered_logits_gradient_summed(convert: Any) -> Any:
     """The gradient of joined outputs is summed over ranks that computed the same loss."""
 
@@ -153,20 +145,13 @@ def _as_rank(own: Any, choose: Any) -> Any:
     return other
 
 
-@fault(
-    "layers.base:TensorParallelLayer._own", layout="1x1x1x2", born=ROW.replace("forward", "start")
-)
+@fault("layers.base:TensorParallelLayer._own", born=ROW.replace("forward", "start"))
 def row_shards_in_wrong_order(own: Any) -> Any:
     """A row-parallel weight's shards are dealt in another order than its inputs."""
     return _as_rank(own, lambda rank, size, dim: (rank + dim) % size)
 
 
-@fault(
-    "layers.base:TensorParallelLayer._own",
-    layout="1x1x1x2",
-    model="sharded",
-    born="start: up | down",
-)
+@fault("layers.base:TensorParallelLayer._own", model="sharded", born="start: up | down")
 def shards_initialised_alike(own: Any) -> Any:
     """Every rank draws the same shard of a new layer."""
     return _as_rank(own, lambda _rank, _size, _dim: 0)
@@ -174,7 +159,6 @@ def shards_initialised_alike(own: Any) -> Any:
 
 @fault(
     "layers.base:TensorParallelLayer._shard_parameter",
-    layout="1x1x1x2",
     born="backward: embed_tokens | lm_head ; synchronisation: embed_tokens.weight | lm_head.weight",
 )
 def tied_parameters_sharded_apart(shard: Any) -> Any:
@@ -182,7 +166,7 @@ def tied_parameters_sharded_apart(shard: Any) -> Any:
     return lambda self, name, dim, whole, _memo: shard(self, name, dim, whole, {})
 
 
-@fault("regions.random:get_rank", layout="1x1x1x2", born="forward: *.mlp.dropout")
+@fault("regions.random:get_rank", born="forward: *.mlp.dropout")
 def dropout_alike_on_shards(get_rank: Any) -> Any:
     """Ranks drop the same elements of activations of which each holds another part."""
     return lambda _group: 0
@@ -198,7 +182,7 @@ def replicated_heads_not_summed(sum_parts: Any) -> Any:
     return lambda x, _cut, _rank, _group: x
 
 
-SEQUENCE = {"layout": "1x1x1x2", "model": "shared", "sequence_parallel": "on"}
+SEQUENCE = {"model": "shared", "sequence_parallel": "on"}
 
 
 @SUMS.fault("partial_gradients:_sum", **SEQUENCE, born=HEAD_NORMS)

@@ -14,7 +14,7 @@ from scaletorch.parallel.pg_manager import ProcessGroupManager, get_process_grou
 
 from .mutant import Catalogue
 
-WHOLE = Catalogue("compose")
+WHOLE = Catalogue("compose", "2x1x1x1")
 fault = WHOLE.fault
 UNLIKE_SEEN = "own_loss:_require_alike"  # finds a loss that tensor-parallel ranks do not share
 
@@ -23,7 +23,7 @@ def unseen(*_: Any, **_options: Any) -> None:
     """Find nothing."""
 
 
-@fault("parallelize:DataParallelBucket", layout="2x1x1x1", born="synchronisation: gradients")
+@fault("parallelize:DataParallelBucket", born="synchronisation: gradients")
 def gradients_averaged(wrapper: Any) -> Any:
     """Gradients are averaged over ranks although the loss is divided already."""
     return partial(wrapper, op="mean")
@@ -40,12 +40,7 @@ def gradients_not_summed_over_cp(wrapper: Any) -> Any:
     return over_dp
 
 
-@fault(
-    "parallelize:DataParallelBucket",
-    layout="2x1x1x1",
-    dtype="float32",
-    born="synchronisation: gradients",
-)
+@fault("parallelize:DataParallelBucket", dtype="float32", born="synchronisation: gradients")
 def gradients_travel_in_bfloat16(wrapper: Any) -> Any:
     """Gradients are summed in bfloat16 where float32 is promised."""
     return partial(wrapper, grad_type=torch.bfloat16)
@@ -62,7 +57,7 @@ def loss_times_cp(ready: Any) -> Any:
     return smaller
 
 
-@fault("step:prepare_step", layout="2x1x1x1", born="forward: loss")
+@fault("step:prepare_step", born="forward: loss")
 def mean_of_local_means(ready: Any) -> Any:
     """Every rank divides by its own valid tokens, and the means are averaged."""
 
@@ -84,7 +79,7 @@ def masked_rank_gives_nan(loss_sum: Any) -> Any:
     return mean_first
 
 
-@fault("step:_summed", layout="2x1x1x1", born="forward: loss")
+@fault("step:_summed", born="forward: loss")
 def loss_of_one_rank(summed: Any) -> Any:
     """The loss that a rank reports is its own part of it."""
     return lambda loss, manager: loss
@@ -110,7 +105,7 @@ def loss_of_own_vocabulary(loss: Any) -> Any:
     return own
 
 
-@fault("norm:is_sharded", layout="2x1x1x1", data_parallel="zero1", born="update: norm")
+@fault("norm:is_sharded", data_parallel="zero1", born="update: norm")
 def norm_of_own_shards(is_sharded: Any) -> Any:
     """The gradient norm counts one rank's shards alone."""
     return lambda model: False
@@ -140,7 +135,7 @@ def norm_of_one_stage(norm_over: Any) -> Any:
     return lambda gradients, groups, model, norm_type: norm_over(gradients, [], model, norm_type)
 
 
-@fault("draws:_place", layout="2x1x1x1", born="forward: *.dropout")
+@fault("draws:_place", born="forward: *.dropout")
 def dropout_alike_over_dp(place: Any) -> Any:
     """Data-parallel ranks drop the same elements of different rows."""
     return lambda manager: (0, *place(manager)[1:])
@@ -164,12 +159,7 @@ def dropout_differs_on_replicas(place: Any) -> Any:
     return lambda manager: (*place(manager), manager.tp_rank)
 
 
-@fault(
-    "recompute:checkpoint",
-    layout="2x1x1x1",
-    recompute="layers",
-    born="backward: *.dropout | layers.?",
-)
+@fault("recompute:checkpoint", recompute="layers", born="backward: *.dropout | layers.?")
 def dropout_drawn_anew(checkpoint: Any) -> Any:
     """A recomputed layer drops other elements than it did in forward."""
     return partial(checkpoint, preserve_rng_state=False)

@@ -8,12 +8,11 @@ from operator import mul
 import torch
 
 from scaletorch.plan import Layout, Optimizer
-from scaletorch.plan.known import Known
+from scaletorch.plan.facts import Facts
 from scaletorch.plan.memory import memory
 from scaletorch.plan.stages import alive
 
-from .drawing import Case
-from .models import described
+from .cases import Case, described
 from .peaks import Peak
 
 CLOSE = 0.03  # of what ranks hold
@@ -23,8 +22,8 @@ SMALL = 4096  # bytes that may be missing besides: padding, flags, states of sin
 
 def differences(case: Case, ranks: list[Peak]) -> Iterator[str]:
     """Yield parameters and state that ranks hold otherwise than planned."""
-    known = Known(described(case), Optimizer(sum_item=case.sum_item, native=False))
-    planned = memory(known.description, case.layout, known=known)
+    known = Facts(described(case), Optimizer(sum_item=case.sum_item, native=False))
+    planned = memory(known.description, case.layout, facts=known)
     for rank, found in enumerate(ranks):
         own = planned[case.layout.grid.coordinates(rank).pp]
         if not (close(own.parameters, found.held[0]) and close(own.optimizer, found.held[2])):
@@ -39,8 +38,8 @@ def close(planned: int, found: int) -> bool:
 def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
     """Yield ranks whose peak is too far from the planned one."""
     layout = case.layout
-    known = Known(described(case), Optimizer(native=False))
-    planned = memory(known.description, layout, known=known)
+    known = Facts(described(case), Optimizer(native=False))
+    planned = memory(known.description, layout, facts=known)
     for rank, own in enumerate(ranks):
         place = layout.grid.coordinates(rank).pp
         found = planned[place].total + random_states(known, layout, place)
@@ -51,14 +50,14 @@ def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
             yield f"{case}: rank {rank} holds {own}, planned {planned[place]}: {found}"
 
 
-def random_states(known: Known, layout: Layout, place: int) -> int:
+def random_states(known: Facts, layout: Layout, place: int) -> int:
     """Return bytes of the host's random states that layers keep to run again.
 
     They are no part of a plan: of a device's memory they take nothing.
     """
     if layout.recompute != "full":
         return 0
-    chunks = known.content(known.numbers(layout)[place]).chunks
+    chunks = known.contents[known.numbers(layout)[place]].chunks
     layers = [sum(n for kind, n in runs if kind in known.layers) for runs in chunks]
     return torch.get_rng_state().nbytes * max(
         sum(map(mul, moment.whole, layers)) for moment in alive(layout, place)

@@ -1,68 +1,104 @@
-"""What ranks keep for backward, and what they hold at their peak."""
+"""Ranks that train a case: what autograd keeps, and what they hold at their peak."""
 
 from __future__ import annotations
 
 import gc
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import profile
 
-from scaletorch.compose import train_step
+from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.models.mixture import Router
+from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
 from scaletorch.parallel.data_parallel.buckets.bucket import Bucket
 from scaletorch.parallel.data_parallel.buckets.manager import BucketManager
-from scaletorch.parallel.pg_manager import ProcessGroupManager
+from scaletorch.parallel.data_parallel.building import ShardedGradient
+from scaletorch.parallel.pg_manager import (
+    ProcessGroupManager,
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 
-from .drawing import Case
-from .ranks import batch_of, held, on_grid, prepared, step
+from .cases import Case, model_of
 
 
-class Kept(saved_tensors_hooks):
-    """The most bytes that autograd keeps at a time; each memory counts once, parameters do not.
+def storage(tensors: Iterable[Tensor | None]) -> int:
+    """Return the bytes of the memory under some tensors."""
+    memory = [t.untyped_storage() for t in tensors if t is not None]
+    return sum({each.data_ptr(): each.nbytes() for each in memory}.values())
 
-    Args:
-        model: Whose parameters are no activations.
 
-    Attributes:
-        most: Bytes.
+def on_grid(case: Case, run):
+    """Return `run(case, manager)` on the grid of a case."""
+    layout = case.layout
+    sizes = {f"{axis}_size": getattr(layout.grid, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
+    manager = setup_process_group_manager(**sizes)
+    try:
+        return run(case, manager)
+    finally:
+        destroy_process_group_manager()
+
+
+def prepared(case: Case, manager: ProcessGroupManager):
+    """Return the model of a case on the grid, and its optimizer."""
+    layout = case.layout
+    torch.manual_seed(0)
+    grad_type = {None: None, 4: torch.float32, 8: torch.float64}[case.sum_item]
+    model = parallelize(
+        model_of(case), manager, **layout.arguments(), data_parallel={"grad_type": grad_type},
+        rehearse=False,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters())
+    if layout.zero:
+        shard_optimizer(optimizer, model, stage=layout.zero)
+    return model, optimizer
+
+
+def batch_of(case: Case, manager: ProcessGroupManager):
+    """Return this rank's micro-batches."""
+    layout = case.layout
+    rows = layout.micro_rows * layout.micro_batches * manager.dp_size
+    tokens = torch.randint(64, (rows, case.length + 1), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    return shard_global_batch(batch, layout.micro_batches, manager)
+
+
+def held(model, optimizer) -> list[int]:
+    """Return the bytes of parameters, of gradients and of the optimizer's state."""
+    shards = parameter_shards(model)
+    gradients = [s.tensor.grad for s in shards] + [p.grad for p in model.parameters()]
+    buckets = [b for each in model.bucket_managers for b in each.buckets]
+    kept = [memory for b in buckets for memory in (b._spare, b._buffer)]
+    states = [x for state in optimizer.state.values() for x in state.values()]
+    masters = [s.tensor for s in shards if s.is_master]
+    return [
+        storage(model.parameters()),
+        storage([g for g in gradients if not isinstance(g, ShardedGradient)] + kept),
+        storage(states + masters),
+    ]
+
+
+def kept_bytes(model: nn.Module, train: Callable[[], object]) -> int:
+    """Return the bytes that autograd keeps of a step; each storage counts once, parameters do not.
+
+    One backward follows all forwards, without recomputation.
     """
+    found: dict[int, int] = {}
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(self._pack, lambda held: held.tensor)
-        self.most = 0
-        self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._users = Counter[int]()
-        self._now = 0
-
-    def _pack(self, tensor: Tensor) -> Any:
-        return _Held(tensor, self)
-
-    def change(self, at: int, size: int, users: int) -> None:
-        """Count so many more users of memory."""
-        if at not in self._parameters:
-            before, after = self._users[at], self._users[at] + users
-            self._users[at] = after
-            self._now += size * ((after > 0) - (before > 0))
-            self.most = max(self.most, self._now)
-
-
-class _Held:
-    """A tensor that autograd keeps."""
-
-    def __init__(self, tensor: Tensor, kept: Kept) -> None:
-        self.tensor, self._kept = tensor, kept
+    def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        self._memory = storage.data_ptr(), storage.nbytes()
-        kept.change(*self._memory, 1)
+        found[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
-    def __del__(self) -> None:
-        self._kept.change(*self._memory, -1)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        train()
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return sum(size for place, size in found.items() if place not in parameters)
 
 
 class Peak(NamedTuple):
@@ -86,16 +122,17 @@ def peaks(cases: list[Case]) -> list[Peak]:
 
 def _peak(case: Case, manager: ProcessGroupManager) -> Peak:
     model, optimizer = prepared(case, manager)
+    batch = batch_of(case, manager)
     for _ in range(2):  # the second fills the buckets that the first one has found
-        step(case, model, optimizer, manager)
-    optimizer.zero_grad()
+        train_step(model, batch, manager)
+        optimizer.step()
+        optimizer.zero_grad()
     for buckets in model.bucket_managers:
         _take_turns(buckets)
     for module in model.modules():
         if isinstance(module, Router):
             module.register_forward_hook(_share_out)
     state = held(model, optimizer)
-    batch = batch_of(case, manager)
 
     def train() -> None:
         train_step(model, batch, manager)
@@ -122,7 +159,7 @@ def _share_out(router: Router, _: object, output: tuple[Tensor, Tensor]) -> None
 
 
 def _take_turns(buckets: BucketManager) -> None:
-    """Sum each bucket by when the next one leaves, as a plan has it, whatever else is under way."""
+    """Wait for each bucket when the next one leaves, as a plan has it."""
     launch = buckets._launch
 
     def launched(bucket: Bucket) -> None:
@@ -136,7 +173,7 @@ def _take_turns(buckets: BucketManager) -> None:
 
 
 class Later(list):
-    """Buckets under way, at which nobody looks before the next one leaves."""
+    """Buckets in flight that are looked at when the next one leaves."""
 
     def __bool__(self) -> bool:
         return False

@@ -17,10 +17,8 @@ from scaletorch.parallel.pg_manager import ProcessGroupManager, legal_layouts
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 from scaletorch.plan import Layout
 
-from .drawing import Case
-from .models import model_of
-from .peaks import Peak, most_taken
-from .ranks import batch_of, on_grid, storage
+from .cases import Case, model_of
+from .peaks import Peak, batch_of, most_taken, on_grid, storage
 
 
 def drawn_gathering(seed: int, ranks: int) -> Iterator[Case]:
@@ -44,9 +42,12 @@ def gathering(cases: list[Case]) -> list[Peak]:
 
 def _peak(case: Case, manager: ProcessGroupManager) -> Peak:
     model, optimizer = _prepared(case, manager)
-    _step(case, model, optimizer, manager)
+    _backwards(case, model, manager)
+    optimizer.step()
     optimizer.zero_grad()
-    held = _held(model, optimizer)
+    states = [x for state in optimizer.state.values() for x in state.values()]
+    kept = [[*model.parameters()], [p.grad for p in model.parameters()], states]
+    held = [storage(map(_own, each)) for each in kept]
 
     def train() -> None:
         _backwards(case, model, manager)
@@ -66,17 +67,6 @@ def _prepared(case: Case, manager: ProcessGroupManager):
     if case.layout.recompute != "none":
         way = case.layout.recompute == "full" or case.layout.recompute
         recompute_layers(model, recompute=way)
-    _shard(model, manager)
-    return model, torch.optim.AdamW(model.parameters())
-
-
-def _held(model, optimizer) -> list[int]:
-    states = [x for state in optimizer.state.values() for x in state.values()]
-    parts = [[*model.parameters()], [p.grad for p in model.parameters()], states]
-    return [storage(map(_own, each)) for each in parts]
-
-
-def _shard(model: torch.nn.Module, manager: ProcessGroupManager) -> None:
     mesh = DeviceMesh.from_group(manager.cp_dp_group, "cpu")
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh)
@@ -84,16 +74,11 @@ def _shard(model: torch.nn.Module, manager: ProcessGroupManager) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    return model, torch.optim.AdamW(model.parameters())
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _step(case: Case, model, optimizer, manager: ProcessGroupManager) -> None:
-    optimizer.zero_grad()
-    _backwards(case, model, manager)
-    optimizer.step()
 
 
 def _backwards(case: Case, model, manager: ProcessGroupManager) -> None:

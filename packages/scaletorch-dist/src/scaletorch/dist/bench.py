@@ -113,8 +113,10 @@ class Row(NamedTuple):
 def sizes_between(least: int, most: int, factor: int) -> list[int]:
     """Return sizes that grow by a factor, up to and including the largest."""
     if not 1 <= least <= most or factor < 2:
-        message = f"sizes grow from 1 byte or more, by 2 or more: got {least} to {most} by {factor}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(
+            "sizes must grow from at least 1 byte by a factor of at least 2; got "
+            f"{least} to {most} by {factor}"
+        )
     sizes = []
     while least < most:
         sizes.append(least)
@@ -247,7 +249,7 @@ def size(text: str) -> int:
     """Parse a number of bytes, such as 8, 64K or 1G."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 8, 64K, 64M or 1G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 8, 64K, 64M or 1G")
     return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2].upper()]
 
 

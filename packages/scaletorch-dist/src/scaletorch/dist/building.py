@@ -28,7 +28,7 @@ from .wire.checks import describe as describe
 from .wire.port import Guard as Guard
 from .wire.port import install_guard as install_guard
 from .wire.port import tell_guard as tell_guard
-from .wire.sums import even_parts as even_parts
+from .wire.sums import even_counts as even_counts
 from .wire.sums import sum_dtype as sum_dtype
 from .world.hosts import this_host as this_host
 from .world.info import one_per_process as one_per_process

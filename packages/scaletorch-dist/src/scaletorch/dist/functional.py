@@ -113,16 +113,16 @@ def spmd_local(outputs: Any, *inputs: Tensor | None, partial: bool = False) -> N
 
 
 class _Whole(Function):
-    """A collective on whole tensors: `_forth` is its forward, `_back` the class for backward."""
+    """A collective on whole tensors; its backward runs its adjoint."""
 
-    _forth: ClassVar[Callable[..., Tensor]]
-    _back: ClassVar[type[Function]]
+    _run: ClassVar[Callable[..., Tensor]]
+    _adjoint: ClassVar[Callable[[], type[Function]]]  # called late: some are defined further down
     _types: ClassVar[tuple[str, str, str]]  # rule, placement of the input and of the result
 
     @classmethod
     def forward(cls, ctx: Any, x: Tensor, group: Group = None) -> Tensor:
-        ctx.way = cls._back, group
-        return cls._forth(x, group)
+        ctx.way = cls._adjoint(), group  # tensor_parallel reads it where it follows a graph
+        return cls._run(x, group)
 
     @classmethod
     def spmd_typecheck(cls, *, x: Tensor, group: Group) -> Any:
@@ -130,41 +130,39 @@ class _Whole(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        way, group = ctx.way
-        return _backward(way, grads[0], group, group), None
+        adjoint, group = ctx.way
+        return _backward(adjoint, grads[0], group, group), None
 
 
 class Copy(_Whole):
     """Identity forward, sum over the ranks backward."""
 
-    _forth = staticmethod(lambda x, group: x.view_as(x))
+    _run = staticmethod(lambda x, group: x.view_as(x))
+    _adjoint = staticmethod(lambda: Reduce)
     _types = "convert", "I", "R"
 
 
 class Reduce(_Whole):
     """Sum over the ranks forward, identity backward."""
 
-    _forth = staticmethod(shards.sum_over_ranks)
-    _back = Copy
+    _run = staticmethod(shards.sum_over_ranks)
+    _adjoint = staticmethod(lambda: Copy)
     _types = "all_reduce", "P", "I"
 
 
 class AllReduce(_Whole):
     """Sum over the ranks in both directions."""
 
-    _forth = staticmethod(shards.sum_over_ranks)
+    _run = staticmethod(shards.sum_over_ranks)
+    _adjoint = staticmethod(lambda: AllReduce)
     _types = "all_reduce", "P", "R"
 
 
-Copy._back = Reduce
-AllReduce._back = AllReduce
-
-
 class _Along(Function):
-    """A collective along a dim: `_forth` is its forward, `_back` the class for backward."""
+    """A collective along a dim; its backward runs its adjoint."""
 
-    _forth: ClassVar[Callable[..., Tensor]]
-    _back: ClassVar[type[Function]]
+    _run: ClassVar[Callable[..., Tensor]]
+    _adjoint: ClassVar[Callable[[], type[Function]]]
     # Rule, placement of the input and of the result; None stands for the shard along the dim.
     _types: ClassVar[tuple[str, str | None, str | None]]
 
@@ -177,13 +175,13 @@ class _Along(Function):
     def forward(
         cls, ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        ctx.way = cls._back, dim, group, sizes
-        return cls._forth(x, dim, group, sizes)
+        ctx.way = cls._adjoint(), dim, group, sizes
+        return cls._run(x, dim, group, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        way, dim, group, sizes = ctx.way
-        return _backward(way, grads[0], group, dim, group, sizes), None, None, None
+        adjoint, dim, group, sizes = ctx.way
+        return _backward(adjoint, grads[0], group, dim, group, sizes), None, None, None
 
 
 def _summed_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> Tensor:
@@ -199,35 +197,33 @@ def _summed_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None
 class AllGather(_Along):
     """All-gather along a dim forward; reduce-scatter backward."""
 
-    _forth = staticmethod(shards.join)
+    _run = staticmethod(shards.join)
+    _adjoint = staticmethod(lambda: ReduceScatter)
     _types = "all_gather", None, "R"
 
 
 class ReduceScatter(_Along):
     """Reduce-scatter along a dim forward; all-gather backward."""
 
-    _forth = staticmethod(_summed_shard)
-    _back = AllGather
+    _run = staticmethod(_summed_shard)
+    _adjoint = staticmethod(lambda: AllGather)
     _types = "reduce_scatter", "P", None
 
 
 class Gather(_Along):
     """All-gather along a dim forward; this rank's shard backward."""
 
-    _forth = staticmethod(shards.join)
+    _run = staticmethod(shards.join)
+    _adjoint = staticmethod(lambda: Split)
     _types = "all_gather", None, "I"
 
 
 class Split(_Along):
     """This rank's shard along a dim forward; all-gather backward."""
 
-    _forth = staticmethod(shards.shard_of)
-    _back = Gather
+    _run = staticmethod(shards.shard_of)
+    _adjoint = staticmethod(lambda: Gather)
     _types = "convert", "I", None
-
-
-AllGather._back = ReduceScatter
-Gather._back = Split
 
 
 class AllToAll(Function):

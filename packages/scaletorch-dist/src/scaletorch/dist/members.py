@@ -26,8 +26,8 @@ def name_ranks(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    shown = ", ".join(parts[:MOST]) + (f", … ({len(ranks)} in all)" if parts[MOST:] else "")
+    named = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    shown = ", ".join(named[:MOST]) + (f", … ({len(ranks)} in all)" if named[MOST:] else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 

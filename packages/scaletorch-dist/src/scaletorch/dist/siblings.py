@@ -29,9 +29,9 @@ def require_siblings(wheel: str, version: str, found: Mapping[str, str]) -> None
         sibling, _, wanted = pin.partition("~=")
         if not compatible(there, wanted):
             raise VersionMismatchError(
-                f"{wheel} {version} works with {pin}, and {sibling} {there} is beside it. "
-                f"`pip install {wheel}=={version}`, or a newer one, brings siblings that fit; "
-                "copies in another project are to be updated together."
+                f"{wheel} {version} works with {pin}, but {sibling} {there} is installed. "
+                f"`pip install {wheel}=={version}`, or newer, installs siblings that fit; "
+                "update copies in another project together."
             )
 
 

@@ -56,7 +56,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if asked is None:
         return
     if not isinstance(item, pytest.Function) or _is_unittest(item):
-        _refuse(item, "it is no test function or method of a plain class, which ranks can run")
+        _refuse(item, "ranks can only run test functions and methods of plain classes")
     if inspect.iscoroutinefunction(item.obj) or inspect.isasyncgenfunction(item.obj):
         _refuse(item, "it is async: call asyncio.run() in the body of a plain test")
     for name in inspect.signature(item.obj).parameters:

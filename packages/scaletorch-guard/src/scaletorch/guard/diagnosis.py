@@ -143,7 +143,7 @@ def _name_circle(picture: Picture, stuck: set[int]) -> Fault:
     guilty = sorted(odd or core)
     names = picture.names(sorted(core))
     if len(guilty) < len(core):
-        names = f"{names}; {picture.names(guilty)} came there by other calls than the rest"
+        names = f"{names}; {picture.names(guilty)} made other calls before than the other ranks"
     return Fault("cycle", tuple(guilty), f"ranks wait for one another and none can go on: {names}")
 
 
@@ -247,7 +247,7 @@ def _doing(report: Report, picture: Picture) -> str:
         return f"{report.label} is gone{step}{_last(report)}"
     if report.silent:
         return f"{report.label} does not answer{_last(report)}"
-    parts = []
+    waits = []
     for wait in report.waits:
         if wait.channel not in picture.channels:
             continue
@@ -257,11 +257,11 @@ def _doing(report: Report, picture: Picture) -> str:
         label = picture.channels[wait.channel].label
         lacks = f", which rank(s) {missing} did not make" if missing else ""
         where = "on its device's stream in" if wait.stream else "in"
-        parts.append(
+        waits.append(
             f"{where} {what}, call {wait.seq + 1} in {label} ({wait.seconds:.1f} s){lacks}"
         )
-    if parts:
-        return f"{report.label} waits{step} {'; and '.join(parts)}"
+    if waits:
+        return f"{report.label} waits{step} {'; and '.join(waits)}"
     return f"{report.label} is in no recorded call{step}{_last(report)}"
 
 

@@ -249,7 +249,7 @@ def _swap(
         return f"{picture.reports[rank].label} makes {calls}"
 
     headline = (
-        f"look-alike calls come in another order, from call {differing[0] + 1} in {channel.label}: "
+        f"equal calls are made in another order, from call {differing[0] + 1} in {channel.label}: "
         f"{describe(guilty[0])}, where {describe(other)}{'' if usual is not None else UNDECIDED}"
     )
     return Fault("mismatch", guilty, headline)

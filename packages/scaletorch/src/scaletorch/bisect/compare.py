@@ -7,18 +7,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
 from ..verify.differences import LARGEST
 from .comparison.births import explain_birth, find_births
-from .comparison.judge import NEAR, coarsest, judge_all, measure
-from .comparison.places import assemble, part_of, pieces_of, shardings
+from .comparison.judge import NEAR, coarsest, judge_all, measure, meet
+from .comparison.places import assemble, norm, pieces_of, shard_at, shardings
 from .comparison.runs import Run, ancestors, load, require_comparable
 from .findings import Found, Report
-from .keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, Key
+from .keys import Key, Kind
 
 
 def compare(reference: str | Path, run: str | Path, *, noise: str | Path | None = None) -> Report:
@@ -37,9 +36,6 @@ def compare(reference: str | Path, run: str | Path, *, noise: str | Path | None 
     Raises:
         InvalidArgumentError: A folder has no recording, an incomplete one, or lacks some ranks; the
             runs are of different models; or rounding alone would hide faults.
-
-    Example:
-        >>> print(compare("one", "two"))
     """
     theirs, ours = load(reference), load(run)
     lost = measure(load(noise), theirs) if noise is not None else {}
@@ -74,9 +70,9 @@ def chain_of(run: Run) -> int:
     sizes = tokens = 0
     for key, held in run.held.items():
         shape = held[0].line.shape
-        if key.kind == GRADIENT and len(shape) > 1:
+        if key.kind == Kind.GRADIENT and len(shape) > 1:
             sizes += sum(shape) * len({each.recording.rank for each in held})
-        elif not tokens and key.kind in (FORWARD, DATA):
+        elif not tokens and key.kind in (Kind.FORWARD, Kind.DATA):
             tokens = sum(math.prod(each.line.shape[:2]) for each in held)
     return sizes + 2 * tokens
 
@@ -89,21 +85,15 @@ def infer_weight(run: Run, reference: Run) -> None:
     is noted if the loss is wrong, or if ranks describe their weights, or do not shard the batch.
     """
     for step, recordings in run.steps.items():
+        loss = meet(Key(step, Kind.LOSS, ""), run, reference)
         described = all(each.header["weight"] is not None for each in recordings)
         has_shards = any(each.header["axes"] for each in recordings)
-        shared = (k for k in reference.held if k.step == step and k.kind == BACKWARD)
+        shared = (k for k in reference.held if k.step == step and k.kind == Kind.BACKWARD)
         first = next((key for key in shared if key in run.held), None)
-        if first is None or described or not has_shards or not _loss_is_right(run, reference, step):
+        if first is None or described or not has_shards or (loss and loss.error > NEAR):
             continue
         for recording in recordings:
             recording.header["weight"] = 1 / _factor(first, run, reference)
-
-
-def _loss_is_right(run: Run, reference: Run, step: int) -> bool:
-    key = Key(step, LOSS, "")
-    losses = [each.tensor.double() for each in run.held.get(key, [])]
-    right = [each.tensor.double() for each in reference.held.get(key, [])[:1]]
-    return all(abs(loss - whole) <= NEAR * abs(whole) for loss in losses for whole in right)
 
 
 def _factor(key: Key, run: Run, reference: Run) -> float:
@@ -112,7 +102,7 @@ def _factor(key: Key, run: Run, reference: Run) -> float:
     for dims in shardings([*theirs, *ours]):
         whole = assemble(pieces_of(theirs, dims), dims)
         pieces = [p for p in pieces_of(ours, dims) if p.tensor.any()]  # zeros have no factor
-        found = {_multiple(p.tensor, part_of(whole, p)) for p in pieces} - {1.0}
+        found = {_multiple(p.tensor, shard_at(whole, p)) for p in pieces} - {1.0}
         if len(found) == 1 and (factor := found.pop()) is not None:
             return factor
     return 1.0
@@ -121,10 +111,9 @@ def _factor(key: Key, run: Run, reference: Run) -> float:
 def _multiple(ours: Tensor, theirs: Tensor) -> float | None:
     """Return `ours` over `theirs` if it is an integer or its inverse, else None; 1 for zeros."""
     ours, theirs = ours.double(), theirs.double()
-    size = torch.linalg.vector_norm(theirs)
+    size = norm(theirs)
     if not size:
         return None if ours.any() else 1.0
-    ratio = float((ours * theirs).sum() / size**2)
+    ratio = float((ours * theirs).sum()) / size**2
     factor = float(max(round(ratio), 1) if ratio > 1 else 1 / max(round(1 / max(ratio, NEAR)), 1))
-    gap = torch.linalg.vector_norm(ours - factor * theirs)
-    return factor if gap <= NEAR * factor * size else None
+    return factor if norm(ours - factor * theirs) <= NEAR * factor * size else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from .comparison.births import Birth
 from .comparison.judge import BAD, UNSEEN, Judged
-from .keys import FINAL, GRADIENT, START, Key
+from .keys import FINAL, Key, Kind
 
 SHOWN = 3  # births and inputs that the text names
 
@@ -33,7 +33,7 @@ class Found:
         where = ", ".join(name or "the model itself" for name in birth.modules[:SHOWN])
         more = f" and {len(birth.modules) - SHOWN} more" if len(birth.modules) > SHOWN else ""
         came = f"in {birth.direction}"
-        if birth.direction == START:
+        if birth.direction == Kind.START:
             came = "before the step, where weights are made, loaded or divided"
         lines = [
             f"{own.key}, step {own.key.step}: off by {_figure(own.error)}, and rounding explains "
@@ -49,13 +49,12 @@ class Found:
         lines += [f"  {sentence}" for sentence in self.how]
         if birth.inputs:
             worst = max(birth.inputs, key=lambda each: each.error)
-            lines.append(
-                f"  what it was computed from agrees, {len(birth.inputs)} in all, "
-                f"{worst.key} to {_figure(worst.error)}"
-            )
+            count = f"{len(birth.inputs)} right tensor{'s' * (len(birth.inputs) > 1)}"
+            error = f"the largest error is {_figure(worst.error)}, in {worst.key}"
+            lines.append(f"  it was computed from {count}; {error}")
         if birth.others:
-            named = ", ".join(str(each.key) for each in birth.others[:SHOWN])
-            lines.append(f"  so born too, {len(birth.others)}: {named}" + _dots(birth.others))
+            named = ", ".join(str(each.key) for each in birth.others[:SHOWN]) + _dots(birth.others)
+            lines.append(f"  wrong in the same way, {len(birth.others)} more: {named}")
         return "\n".join(lines)
 
 
@@ -84,7 +83,7 @@ class Report:
     def unjudged(self) -> list[str]:
         """The results of the training that were not compared, each with the reason."""
         results = [each for each in self.judged.values() if each.key.kind in FINAL]
-        if not any(each.key.kind == GRADIENT for each in results):
+        if not any(each.key.kind == Kind.GRADIENT for each in results):
             return ["no gradient was recorded: record a backward, and the model that it trains"]
         return [f"{each.key}: {each.why}" for each in results if each.state == UNSEEN]
 
@@ -112,7 +111,7 @@ class Report:
         if not self.found:
             text += f" ({len(self.unjudged)} results among them)" * bool(self.unjudged)
             return f"{text}: no result of the training differs by more than rounding explains"
-        return f"{text}; {self.count(BAD)} are wrong, born so or computed from what is"
+        return f"{text}; {self.count(BAD)} are wrong: born wrong, or computed from a wrong one"
 
     def to_json(self) -> str:
         """Return everything as JSON; not-a-number and infinity as strings."""
@@ -138,7 +137,7 @@ def _plain(found: Found) -> dict[str, Any]:
         "bound": _number(own.bound),
         "direction": found.birth.direction,
         "modules": found.birth.modules,
-        "parts": [{"rank": rank, "micro_batch": number} for rank, number in own.wrong],
+        "shards": [{"rank": rank, "micro_batch": number} for rank, number in own.wrong],
         "how": found.how,
         "inputs": [
             {"tensor": str(each.key), "error": _number(each.error), "bound": _number(each.bound)}

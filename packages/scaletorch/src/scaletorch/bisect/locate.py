@@ -24,36 +24,18 @@ from ..dist.building import locate as locator
 from ..parallel.pg_manager import Grid, destroy_process_group_manager, setup_process_group_manager
 from ..parallel.pipeline_parallel import Split
 from ..parallel.tensor_parallel import load_full_state_dict
-from ..verify import dropout, runner
+from ..verify import dropout, problem, runner
 from ..verify.cases import Case
 from ..verify.device import choose_where, moved, rank_device
 from ..verify.differences import score_error
 from ..verify.precision import model_precision
-from ..verify.problem import (
-    PHASES,
-    STEPS,
-    TORCH_DTYPES,
-    Batch,
-    BatchFn,
-    Chosen,
-    ModelFn,
-    Put,
-    Subject,
-    Watch,
-    begin,
-    default_batch,
-    default_model,
-    doubts,
-    one_process,
-    phase_at,
-    phases_of,
-)
+from ..verify.problem import STEPS, Batch, BatchFn, ModelFn, Subject, default_batch, default_model
 from .compare import compare_runs
 from .comparison.births import Birth
 from .comparison.judge import BAD, INFINITE, Judged, measure
 from .comparison.runs import Run, load
 from .findings import Found, Report
-from .keys import BACKWARD, FORWARD, Key
+from .keys import Key, Kind
 from .recording.descriptions import Description
 from .recording.grid_description import describe_grid, places_of
 from .recording.tape import record
@@ -62,7 +44,7 @@ EXACT, LOW = "float64", "float32"
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PlainRun:
     """One process's run of a model, to compare layouts with."""
 
     path: str  # a file with weights and batches
@@ -73,11 +55,11 @@ class Prepared:
     steps: int  # number of recorded steps
 
 
-def recording(folder: Path) -> Watch:
-    """Return a `Watch` that records one process's steps of a plain model into a folder."""
+def recording(folder: Path) -> problem.Watch:
+    """Return a `problem.Watch` that records one process's steps of a plain model into a folder."""
 
     @contextmanager
-    def watch(model: nn.Module, step: int, batch: Batch) -> Iterator[Put]:
+    def watch(model: nn.Module, step: int, batch: Batch) -> Iterator[problem.Put]:
         if step == 0:
             with record(folder, model, step=-1):  # the initial weights
                 pass
@@ -88,7 +70,7 @@ def recording(folder: Path) -> Watch:
     return watch
 
 
-class Ran(NamedTuple):
+class RankFacts(NamedTuple):
     """The facts that a rank returns in addition to its recording."""
 
     # names of dropout modules that drop wrong elements, each with the reason; a comparison with one
@@ -99,17 +81,17 @@ class Ran(NamedTuple):
     sent: list[float]
 
 
-def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> Ran:
+def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> RankFacts:
     """Record steps of a case as one of its ranks.
 
     `reference` is a file with weights and batches. Tokens go to the experts of one process if
     rounding would choose others.
     """
-    grid, ran, device = case.grid, Ran([], []), rank_device(subject.device)
+    grid, ran, device = case.grid, RankFacts([], []), rank_device(subject.device)
     saved = moved(runner.load_reference(reference), device)
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
     try:
-        dtype = TORCH_DTYPES[case.dtype]
+        dtype = problem.TORCH_DTYPES[case.dtype]
         plain = subject.model(case.dtype, device)
         with record(folder, plain, describe=Description(places=places_of(plain)), step=-1):
             pass
@@ -119,7 +101,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
         dropout.switch(model, on=False)
         stage = pipeline_of(model).module
         for step in range(steps):
-            phase, first = phase_at(step, subject.phases)
+            phase, first = problem.phase_at(step, subject.phases)
             if first:
                 optimizers = runner.optimizers_of(case, phase, model)
             batches = runner.divide(case, subject, saved["batches"][step], model)
@@ -130,7 +112,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
                 with model_precision(dtype), runner.choosing(saved, step, ran.sent):
                     tape.put("loss", train_step(model, batches, manager, loss_fn=subject.loss))
                 tape.put_all("gradient", local_gradients(model))
-                tape.norm(runner.norm_of(model, manager, clips=phase.clips))
+                tape.put("norm", runner.norm_of(model, manager, clips=phase.clips))
                 for optimizer in optimizers:
                     optimizer.step()
                 tape.put_all("weight", _parameters(model))
@@ -201,17 +183,13 @@ def bisect(
     Raises:
         RankFailedError: The layout's run fails.
         InvalidArgumentError: The layout, option, device or backend does not exist.
-
-    Example:
-        >>> bisect(layout="1x1x1x2").sound
-        True
     """
     where = choose_where(device, backend)
     grid = parse_layout(layout) if isinstance(layout, str) else layout
     case = Case(grid, dtype=dtype, **{str(k): v for k, v in (options or {}).items()})  # type: ignore[arg-type]
-    chosen = None if optimizer is None else Chosen(locator(optimizer), dict(optimizer_args or {}))
+    chosen = None if optimizer is None else problem.Chosen(locator(optimizer), optimizer_args or {})
     subject = Subject(
-        locator(model_fn), plan, split, PHASES if chosen is None else phases_of(chosen),
+        locator(model_fn), plan, split, problem.phases_of(chosen) if chosen else problem.PHASES,
         where.device, row_dims, sequence_dims, None if loss_fn is None else locator(loss_fn),
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="scaletorch-bisect-") as own:
@@ -223,24 +201,24 @@ def bisect(
 
 def prepare(
     folder: Path, subject: Subject, batch_fn: BatchFn, dtype: str, steps: int = STEPS
-) -> Prepared:
+) -> PlainRun:
     """Run and record a model in one process twice: in float64 and in a lower dtype."""
-    _, saved = begin(subject, batch_fn, dtype, steps)
+    _, saved = problem.begin(subject, batch_fn, dtype, steps)
     low = LOW if dtype == EXACT else dtype
-    rounded = one_process(subject, saved, low, watch=recording(folder / "noise"))
+    rounded = problem.one_process(subject, saved, low, watch=recording(folder / "noise"))
     choices = [] if dtype == EXACT else [choice for step in rounded for choice in step.choices]
-    exact = one_process(subject, saved, EXACT, choices, recording(folder / "exact"))
+    exact = problem.one_process(subject, saved, EXACT, choices, recording(folder / "exact"))
     limits = [score_error(r.choices, e.choices) for r, e in zip(rounded, exact, strict=True)]
-    torch.save(moved(saved | doubts(rounded, limits, dtype), "cpu"), folder / "start.pt")
+    torch.save(moved(saved | problem.doubts(rounded, limits, dtype), "cpu"), folder / "start.pt")
     reference = load(folder / "exact")
     lost = measure(load(folder / "noise"), reference)
-    return Prepared(str(folder / "start.pt"), reference, lost, steps)
+    return PlainRun(str(folder / "start.pt"), reference, lost, steps)
 
 
 def locate(
     case: Case,
     subject: Subject,
-    prepared: Prepared,
+    prepared: PlainRun,
     pool: RankPool,
     folder: Path,
     run: Callable[..., Any] = record_case,
@@ -251,7 +229,7 @@ def locate(
     `run(case, subject, file, folder, steps, *arguments)` records on each rank.
     """
     sent_along = prepared.path, str(folder), prepared.steps, *arguments
-    ran: list[Ran] = pool.run(run, case, subject, *sent_along)
+    ran: list[RankFacts] = pool.run(run, case, subject, *sent_along)
     dropped = {name: why for each in ran for name, why in each.dropped}
     report = compare_runs(prepared.reference, load(folder), prepared.lost)
     if sent := [margin for each in ran for margin in each.sent]:
@@ -267,7 +245,7 @@ def locate(
 
 
 def _drawn(name: str, why: str, case: Case, step: int) -> Birth:
-    """Return the birth for a dropout module that drops wrong elements, see `Ran.dropped`."""
+    """Return the birth for a dropout module that drops wrong elements, see `RankFacts.dropped`."""
     again = case.grid.tp == 1 and why.startswith("an equal input")
-    judged = Judged(Key(step, FORWARD, name, "out"), BAD, INFINITE, why=why)
-    return Birth(judged, BACKWARD if again else FORWARD, [name], [])
+    judged = Judged(Key(step, Kind.FORWARD, name, "out"), BAD, INFINITE, why=why)
+    return Birth(judged, Kind.BACKWARD if again else Kind.FORWARD, [name], [])

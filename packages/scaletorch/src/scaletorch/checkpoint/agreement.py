@@ -16,7 +16,7 @@ from ..dist.errors import ScaletorchError
 from ..parallel.pg_manager import ProcessGroupManager, axis_group, get_process_group_manager
 
 T = TypeVar("T")
-_control: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class CheckpointError(ScaletorchError, RuntimeError):
@@ -27,48 +27,58 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint is incomplete, or has changed since it was saved."""
 
 
-def on_first_rank(task: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Run a task on rank 0, and return its result, or raise its error, on every rank."""
-    return collect("", lambda: None, lambda _: task(), group)
+class Ranks:
+    """All ranks of a program; they use a gloo group of their own, so saves do not disturb training.
 
-
-def all_or_none(prefix: str, task: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Run a task without communication on every rank, and raise on all ranks if it fails on one.
-
-    A rank with an error of another type, such as a bad argument, raises its own error.
+    Attributes:
+        group: The group; None is one process.
     """
-    own: list[T] = []
-    collect(prefix, lambda: own.append(task()), lambda _: None, group)
-    return own[0]
 
+    def __init__(self) -> None:
+        world = get_default_group()
+        if world is not None and world not in _groups:
+            group = c10d.new_group(backend="gloo", timeout=get_timeout())
+            all_reduce(torch.zeros(1), group=group)  # connects all ranks before any goes on
+            _groups[world] = group
+        self.group = None if world is None else _groups[world]
 
-def collect(
-    prefix: str,
-    task: Callable[[], Any],
-    conclude: Callable[[list[Any]], T],
-    group: ProcessGroup | None,
-) -> T:
-    """Run a task on every rank, combine the values on rank 0, and return the result on every rank.
+    def on_first(self, task: Callable[[], T]) -> T:
+        """Run a task on rank 0, and return its result, or raise its error, on every rank."""
+        return self.collect("", lambda: None, lambda _: task())
 
-    Errors are raised as by `all_or_none`, and begin with `prefix`. None for `group` is one process.
-    """
-    value, failed = None, None
-    try:
-        value = task()
-    except Exception as error:  # any kind: the other ranks must know
-        failed = error
-    reports = gather_object((value, failed and _describe(failed)), 0, group)
-    answer: list[Any] = [(None, None)]
-    if reports is not None:
-        answer = [_conclude(prefix, reports, conclude)]
-    broadcast_object_list(answer, 0, group)
-    result, failure = answer[0]
-    if failure is None:
-        return result  # type: ignore[no-any-return]
-    if failed is not None and not isinstance(failed, CheckpointError | OSError):
-        raise failed
-    text, damaged = failure
-    raise (DamagedCheckpointError if damaged else CheckpointError)(text) from failed
+    def all_or_none(self, prefix: str, task: Callable[[], T]) -> T:
+        """Run a task without communication on every rank; raise on all if it fails on one.
+
+        A rank with an error of another type, such as a bad argument, raises its own error.
+        """
+        own: list[T] = []
+        self.collect(prefix, lambda: own.append(task()), lambda _: None)
+        return own[0]
+
+    def collect(
+        self, prefix: str, task: Callable[[], Any], conclude: Callable[[list[Any]], T]
+    ) -> T:
+        """Run a task on every rank, combine the values on rank 0, and return the result everywhere.
+
+        Errors are raised as by `all_or_none`, and begin with `prefix`.
+        """
+        value, failed = None, None
+        try:
+            value = task()
+        except Exception as error:  # any kind: the other ranks must know
+            failed = error
+        reports = gather_object((value, failed and _describe(failed)), 0, self.group)
+        answer: list[Any] = [(None, None)]
+        if reports is not None:
+            answer = [_conclude(prefix, reports, conclude)]
+        broadcast_object_list(answer, 0, self.group)
+        result, failure = answer[0]
+        if failure is None:
+            return result  # type: ignore[no-any-return]
+        if failed is not None and not isinstance(failed, CheckpointError | OSError):
+            raise failed
+        text, damaged = failure
+        raise (DamagedCheckpointError if damaged else CheckpointError)(text) from failed
 
 
 def _conclude(prefix: str, reports: list[Any], conclude: Callable[[list[Any]], Any]) -> Any:
@@ -103,15 +113,3 @@ def find_manager(manager: ProcessGroupManager | None) -> ProcessGroupManager:
         found = ProcessGroupManager()
     found.group("cp_dp")  # raises if the manager is destroyed
     return found
-
-
-def control_group() -> ProcessGroup | None:
-    """Return the gloo group for checkpoints alone: background saves do not disturb training."""
-    world = get_default_group()
-    if world is None:
-        return None
-    if world not in _control:
-        group = c10d.new_group(backend="gloo", timeout=get_timeout())
-        all_reduce(torch.zeros(1), group=group)  # connects all ranks before any goes on
-        _control[world] = group
-    return _control[world]

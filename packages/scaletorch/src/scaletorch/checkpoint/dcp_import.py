@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, DamagedCheckpointError
-from .format.metadata import Chunk, Saved, from_json, require_whole, to_json
+from .format.metadata import Chunk, SavedTensor, from_json, require_whole, to_json
 from .format.values import canonical, encode
 from .state.optimizer import KNOBS
 from .storage import Read, Reader
-from .weights_import import Whole, read_folder
+from .weights_import import WholeModel, read_folder
 
 _CLASSES = {  # that torch pickles in a `.metadata`, in addition to dtypes
     "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta",
@@ -68,7 +68,7 @@ def import_dcp(
     read_folder(Path(folder), model, optimizer, manager, _describe, _Reader)
 
 
-def _describe(root: Path, whole: Whole) -> dict[str, Any]:
+def _describe(root: Path, whole: WholeModel) -> dict[str, Any]:
     """Return a description like `metadata.json`, under the model's names."""
     saved = _entries(root)
     prefix = _find_prefix(root, saved, whole.firsts)
@@ -81,7 +81,7 @@ def _describe(root: Path, whole: Whole) -> dict[str, Any]:
         both = ([_read(root, **chunk) for chunk in each["chunks"]] for each in (known, entry))
         if known is not entry and not all(map(torch.equal, *both)):
             raise CheckpointError(
-                f"{root} has other values for {key} than for another name of it, and in the model "
+                f"{root} has different values for {key} and another name of it, and in the model "
                 "they are one tensor"
             )
         if name in whole.firsts or weight:
@@ -105,13 +105,13 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):  # pickles enum members until Python 3.11.4
             return _member
-        raise pickle.UnpicklingError(f"it names {module}.{name}, as no description does")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, as torch never does")
 
 
 def _member(kind: Any, name: Any) -> Any:
     if isinstance(kind, EnumMeta):
         return kind[name]
-    raise pickle.UnpicklingError(f"it takes {name} of {kind}, as no description does")
+    raise pickle.UnpicklingError(f"it reads {name} of {kind}, as torch never does")
 
 
 def _entries(root: Path) -> Entries:
@@ -131,7 +131,7 @@ def _entries(root: Path) -> Entries:
                     info = found.storage_data[MetadataIndex(name, chunk.offsets)]
                     where = info.relative_path, info.offset, info.length
                     chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *where, None))
-                tensors[name] = Saved(tuple(entry.size), entry.properties.dtype, chunks)
+                tensors[name] = SavedTensor(tuple(entry.size), entry.properties.dtype, chunks)
         return values | to_json(tensors)
     except Exception as error:  # a broken pickle may raise any kind
         raise DamagedCheckpointError(
@@ -143,11 +143,13 @@ def _entries(root: Path) -> Entries:
 def _read(root: Path, file: str, offset: int, length: int, **_: Any) -> Any:
     """Return a chunk or a value, after checking its checksums, which torch does not do."""
     try:
+        if Path(file).name != file:
+            raise ValueError("it is outside the folder")
         with (root / file).open("rb") as opened:
             opened.seek(offset)
             data = io.BytesIO(opened.read(length))
         if zipfile.ZipFile(data).testzip() is not None:
-            raise ValueError("its checksum is another")
+            raise ValueError("its checksum does not match")
         data.seek(0)
         return torch.load(data, map_location="cpu", weights_only=True)
     except Exception as error:  # broken files may raise any kind
@@ -158,9 +160,10 @@ def _read(root: Path, file: str, offset: int, length: int, **_: Any) -> Any:
 class _Reader(Reader):
     """Reads the files; loads each chunk once before any copy, to check it."""
 
-    def check(self, read: Read, checked: set[tuple[str, int]]) -> None:
-        if (read.chunk.file, read.chunk.offset) not in checked:
-            checked.add((read.chunk.file, read.chunk.offset))
+    def check(self, read: Read) -> None:
+        place = read.chunk.file, read.chunk.offset
+        if place not in self._checked:
+            self._checked.add(place)
             self.tensor(read)
 
     def tensor(self, read: Read) -> Tensor:
@@ -184,8 +187,8 @@ def _find_prefix(root: Path, saved: Entries, firsts: Mapping[str, str]) -> str:
     most = max(map(len, found.values()), default=0)
     best = sorted(prefix for prefix, names in found.items() if len(names) == most)
     if len(best) != 1:
-        what = f"this model more than once, as {best}: save it once" if best else "another model"
-        raise CheckpointError(f"{root} has {what}")
+        what = f"has this model more than once, as {best}: save it once"
+        raise CheckpointError(f"{root} {what if best else 'has a checkpoint of another model'}")
     return best[0]
 
 
@@ -201,7 +204,7 @@ def _by_parameter(saved: Entries, mark: str, names: Mapping[str, str]) -> dict[s
 
 
 def _add_state(
-    root: Path, states: Mapping[str, Entries], whole: Whole, document: dict[str, Any]
+    root: Path, states: Mapping[str, Entries], whole: WholeModel, document: dict[str, Any]
 ) -> None:
     for name, items in states.items():
         for item, entry in items.items():
@@ -221,7 +224,7 @@ def _add_state(
 
 
 def _groups(
-    root: Path, saved: Mapping[str, Entries], whole: Whole, optimizer: torch.optim.Optimizer
+    root: Path, saved: Mapping[str, Entries], whole: WholeModel, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, Any]] | None:
     """Return the saved hyperparameters of each optimizer group; None if none are saved."""
     values: dict[str, Any] = {}
@@ -236,8 +239,8 @@ def _groups(
         unknown = set().union(*found.values()) - set(own) - {"initial_lr"}
         if saved and (len(found) != bool(names) or unknown):
             raise CheckpointError(
-                f"the optimizer in {root} is another one, or has other groups: one of the "
-                f"{type(optimizer).__name__} given is {' and '.join(found) or 'not'} there"
+                f"{root} was saved with another optimizer or other groups: one group of the given "
+                f"{type(optimizer).__name__} was saved as {' and '.join(found) or 'nothing'}"
             )
         result += [*found.values()] or [{}]
     return result if saved else None

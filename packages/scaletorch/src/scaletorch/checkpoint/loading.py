@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from ..parallel.data_parallel import Shard
+from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
-from .agreement import (
-    CheckpointError,
-    DamagedCheckpointError,
-    all_or_none,
-    control_group,
-    find_manager,
-    on_first_rank,
-)
-from .format.folders import UNFINISHED, candidates
-from .format.metadata import METADATA, Saved, from_json, unseal
+from .agreement import CheckpointError, DamagedCheckpointError, Ranks, find_manager
+from .format.folders import candidates
+from .format.metadata import METADATA, from_json, unseal
 from .format.values import decode, like
 from .saving import wait_for_last
-from .state.fit import all_names, check_fit, check_parts, plan_model, plan_shards
 from .state.generators import find_random, restore_random, seed_anew
-from .state.model_tensors import Held, find_held, find_shards, refresh_shards
+from .state.model_tensors import (
+    ModelTensor,
+    device_of,
+    find_shards,
+    find_tensors,
+    is_whole_matrix,
+    refresh_shards,
+)
 from .state.optimizer import make_states
 from .state.record import Entry
 from .storage import Reader
@@ -49,17 +47,23 @@ class Loaded:
     folder: Path
 
 
-@dataclass(frozen=True, slots=True)
 class Program:
-    """The program into which a checkpoint is loaded."""
+    """The program into which a checkpoint is loaded; made without communication."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    scheduler: Any
-    manager: ProcessGroupManager
-    held: dict[int, Held]
-    shards: list[tuple[Shard, Held]]
-    group: ProcessGroup | None
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any,
+        manager: ProcessGroupManager | None,
+        ranks: Ranks,
+    ) -> None:
+        wait_for_last()
+        self.optimizer, self.scheduler, self.ranks = optimizer, scheduler, ranks
+        self.manager = find_manager(manager)
+        found = find_tensors(model, self.manager)
+        self.held = list(found.values())
+        self.shards = find_shards(model, found, optimizer, self.manager)
 
 
 def load(
@@ -99,13 +103,11 @@ def load(
             the one given; or the folder has no checkpoint, but files of another or unknown kind.
         DamagedCheckpointError: The checkpoint, and every one before it, is incomplete or changed.
     """
-    group, root = control_group(), Path(folder).absolute()
-    program = all_or_none(
-        "what a checkpoint is loaded into",
-        lambda: describe(model, optimizer, scheduler, manager, group),
-        group,
+    ranks, root = Ranks(), Path(folder).absolute()
+    program = ranks.all_or_none(
+        f"loading {root} failed", lambda: Program(model, optimizer, scheduler, manager, ranks)
     )
-    found = on_first_rank(lambda: candidates(root), group)
+    found = ranks.on_first(lambda: candidates(root))
     damage: dict[str, str] = {}
     for candidate in found if fall_back else found[:1]:
         try:
@@ -114,100 +116,156 @@ def load(
             damage[candidate.name] = str(error)
             continue
         for name, text in damage.items():
-            said = f"going back to step {loaded.step}: {name} is damaged and passed over: {text}"
+            said = f"going back to step {loaded.step}: {name} is damaged: {text}"
             warnings.warn(said, stacklevel=2)
         return loaded
     if damage:
-        before = f"; fall_back=True takes {found[1].name}" if len(damage) < len(found) else ""
+        before = f"; fall_back=True loads {found[1].name}" if len(damage) < len(found) else ""
         raise DamagedCheckpointError("\n".join(damage.values()) + before)
     return None
-
-
-def describe(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Any,
-    manager: ProcessGroupManager | None,
-    group: ProcessGroup | None,
-) -> Program:
-    """Return the program that a checkpoint is loaded into, without communication."""
-    wait_for_last()
-    manager = find_manager(manager)
-    held = find_held(model, manager)
-    shards = find_shards(model, held, optimizer, manager)
-    return Program(model, optimizer, scheduler, manager, held, shards, group)
 
 
 def _load_one(
     folder: Path, program: Program, check: Callable[[dict[str, Any]], None] | None
 ) -> Loaded:
     """Load one checkpoint; if this raises, nothing has changed."""
-    group, what = program.group, f"{folder}"
-    document = on_first_rank(lambda: read_document(folder), group)
+    ranks, what = program.ranks, f"{folder}"
+    document = ranks.on_first(lambda: unseal(folder / METADATA))
     extra = decode(document["extra"])
     if check is not None:
-        all_or_none(what, lambda: check(extra), group)
-    saved = from_json(document["entries"])
-    names = all_names(program.held.values(), program.manager)
-    plan = all_or_none(what, lambda: Plan(program, document, saved, names), group)
-    plan.read(Reader(folder, saved, document["files"]), what)
+        ranks.all_or_none(what, lambda: check(extra))
+    names = all_names(program.held, program.manager)
+    plan = ranks.all_or_none(what, lambda: Plan(program, document, names))
+    plan.read(Reader(folder, plan.saved, document["files"]), what)
     return Loaded(document["step"], extra, folder)
 
 
-def read_document(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's description, and check its digest."""
-    if folder.name.endswith(UNFINISHED):
-        raise DamagedCheckpointError(f"{folder} was never finished")
-    return unseal(folder / METADATA)
+def all_names(held: Iterable[ModelTensor], manager: ProcessGroupManager) -> set[str]:
+    """Return the names of the whole model's tensors, from the stages of this rank's pipeline."""
+    own = sorted({name for each in held for name in each.names})
+    return set().union(*all_gather_object(own, manager.pp_group))
 
 
 class Plan:
-    """The reads from a checkpoint, and the work that follows them."""
+    """The reads from a checkpoint that fits a program, and the work that follows them.
+
+    Dtypes of another kind are accepted if the optimizer has master weights, or with `cast`.
+    """
 
     def __init__(
-        self,
-        program: Program,
-        document: dict[str, Any],
-        saved: Mapping[str, Saved],
-        names: set[str],
-        *,
-        cast: bool = False,
+        self, program: Program, document: dict[str, Any], names: set[str], *, cast: bool = False
     ) -> None:
         self._program, self._document = program, document
-        check_parts(document, program.optimizer, program.scheduler)
-        held = program.held.values()
-        check_fit(held, names, saved, document["ties"])
-        self.targets = plan_model(held, program.shards, saved, cast=cast)
-        plan_shards(program.shards, saved, self.targets)
+        self.saved = from_json(document["entries"])
+        self.targets: dict[str, Entry] = {}
+        self._check_programs()
+        self._check_names(names)
+        # A parameter shared by stages may have no master although others do; it is rounded anyway.
+        self._plan_model(cast=cast or any(shard.is_master for shard, _ in program.shards))
+        self._plan_shards()
         self._state: list[tuple[Tensor, dict[str, Any]]] = []
         self._groups: list[dict[str, Any]] = []
         if program.optimizer is not None:
-            current, saved_groups = program.optimizer.param_groups, document["groups"]
+            current, groups = program.optimizer.param_groups, document["groups"]
             self._groups = [
                 {key: like(group.get(key), decode(value)) for key, value in values.items()}
-                for group, values in zip(current, saved_groups, strict=True)
+                for group, values in zip(current, groups, strict=True)
             ]
             self._state = make_states(
-                program.optimizer, program.shards, saved, document["scalars"], self.targets
+                program.optimizer, program.shards, self.saved, document["scalars"], self.targets
             )
         self._schedule: dict[str, Any] | None = None
         if program.scheduler is not None:
-            own = program.scheduler.state_dict()
-            self._schedule = like(own, decode(document["scheduler"]))
-        devices = (each.tensor.device for each in program.held.values())
-        self._device = next(devices, torch.device("cpu"))
+            self._schedule = like(program.scheduler.state_dict(), decode(document["scheduler"]))
         self._random: dict[str, Tensor] | None = None
         self._random_targets: dict[str, Entry] = {}
         grid = program.manager.grid
         if document.get("grid") == {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp}:
-            self._random = find_random(saved, program.manager, self._random_targets)
+            self._random = find_random(self.saved, program.manager, self._random_targets)
+
+    def _check_programs(self) -> None:
+        """Refuse a checkpoint that does not fit the optimizer and scheduler to restore."""
+        document, optimizer = self._document, self._program.optimizer
+        scheduler = self._program.scheduler
+        programs = {"optimizer": (optimizer, "groups"), "scheduler": (scheduler, "scheduler")}
+        for kind, (program, key) in programs.items():
+            saved, own = document.get("kinds", {}).get(kind), type(program).__name__
+            article = "an" if kind == "optimizer" else "a"
+            if program is not None and document[key] is None:
+                raise CheckpointError(f"it was saved without {article} {kind}: load it without one")
+            if program is not None and saved not in (None, own):
+                raise CheckpointError(
+                    f"its {kind} is {article} {saved} and the given one {own}, which cannot "
+                    f"continue from its state: pass {saved}, or load without {article} {kind}"
+                )
+        if optimizer is not None and len(document["groups"]) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"its optimizer has {len(document['groups'])} parameter groups and the given one "
+                f"{len(optimizer.param_groups)}"
+            )
+
+    def _check_names(self, names: set[str]) -> None:
+        """Refuse a checkpoint of another model: other names, shapes or ties."""
+        wrong, held = [], self._program.held
+        ties = {name: tied for tied in self._document["ties"].values() for name in tied}
+        known = {name.removeprefix("model.") for name in self.saved if name.startswith("model.")}
+        known |= ties.keys()
+        if unknown := sorted(known - names):
+            wrong.append(f"the model has no {_listed(unknown)}")
+        wanted = {name for each in held for name in each.names if each.tensor.numel()}
+        if lacking := sorted(wanted - known):
+            wrong.append(f"the checkpoint has no {_listed(lacking)}")
+        for each in held:
+            found = self.saved.get(f"model.{each.name}")
+            if found is not None and found.shape != each.shape:
+                wrong.append(_difference(each.name, "has shape", found.shape, each.shape))
+            for name in each.names:
+                tied = ties.get(name, [name])
+                if name in known and set(tied) != set(each.names):
+                    others = (
+                        ", ".join(other for other in every if other != name) or "nothing"
+                        for every in (tied, each.names)
+                    )
+                    wrong.append(_difference(name, "is tied to", *others))
+        _refuse(wrong)
+
+    def _plan_model(self, *, cast: bool) -> None:
+        """Add the entries to load into the model's tensors."""
+        wrong = []
+        for each in self._program.held:
+            if not each.tensor.numel():
+                continue
+            name, master, dtype = f"model.{each.name}", f"master.{each.name}", each.tensor.dtype
+            found = self.saved[name].dtype
+            source = master if found != dtype and master in self.saved else name
+            if self.saved[source].dtype != dtype and not cast:
+                wrong.append(_difference(each.name, "is", found, dtype))
+                continue
+            # Through `data`, which leaves version counters unchanged. From a changed one a sharded
+            # optimizer would conclude that its parameters changed, and round its masters to them.
+            own = [*each.rectangles(each.tensor.data)]
+            self.targets[name] = Entry(each.shape, dtype, own, source)
+        _refuse(wrong)
+
+    def _plan_shards(self) -> None:
+        """Add the optimizer's masters and whole matrices; masters may come from parameters."""
+        for shard, own in self._program.shards:
+            if shard.is_master and shard.tensor.numel():
+                name = f"master.{own.name}"
+                source = name if name in self.saved else f"model.{own.name}"
+                new = Entry(own.shape, shard.tensor.dtype, [], source)
+                entry = self.targets.setdefault(name, new)
+                entry.rectangles.extend(own.rectangles(shard.tensor, shard.start, shard.stop))
+            elif is_whole_matrix(shard, own):
+                entry = self.targets[f"model.{own.name}"]
+                entry.rectangles.extend(own.rectangles(shard.tensor))
 
     def read(self, reader: Reader, what: str) -> None:
         """Read everything and install it; if this raises, model and optimizer are unchanged."""
-        program, group = self._program, self._program.group
-        reads = all_or_none(what, lambda: reader.plan(self.targets), group)
-        reader.copy(all_or_none(what, lambda: reader.plan(self._random_targets), group))
-        all_or_none(what, self._install_states, group)
+        program, ranks = self._program, self._program.ranks
+        reads = ranks.all_or_none(what, lambda: reader.plan(self.targets))
+        reader.copy(ranks.all_or_none(what, lambda: reader.plan(self._random_targets)))
+        ranks.all_or_none(what, self._install_states)
         reader.copy(reads)
         refresh_shards(program.shards)
         if program.optimizer is not None:
@@ -226,9 +284,23 @@ class Plan:
             if self._schedule is not None:
                 self._program.scheduler.load_state_dict(self._schedule)
             if self._random is not None:
-                restore_random(self._random, self._device)
+                restore_random(self._random, device_of(self._program.held))
         except Exception as error:  # schedulers may raise any kind
             raise CheckpointError(
-                "its generators or its scheduler cannot be given their state here: "
+                "the scheduler or a random generator refuses its saved state: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+
+
+def _difference(name: str, verb: str, saved: object, own: object) -> str:
+    return f"{name} {verb} {saved} in the checkpoint and {own} in the model"
+
+
+def _refuse(wrong: list[str]) -> None:
+    if wrong:
+        raise CheckpointError("the checkpoint is of another model: " + "; ".join(wrong[:12]))

@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ..dist import get_rank
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
-from .agreement import CheckpointError, collect, control_group, find_manager, on_first_rank
+from .agreement import CheckpointError, Ranks, find_manager
 from .format import folders
-from .format.metadata import METADATA, Saved, from_json, require_whole, seal, to_json
+from .format.metadata import METADATA, SavedTensor, from_json, require_whole, seal, to_json
 from .format.safetensors_files import flush
-from .format.values import canonical, encode, kind_of
+from .format.values import canonical, encode
 from .state.generators import record_random, seed_material
-from .state.model_tensors import find_held, find_shards, find_ties
+from .state.model_tensors import device_of, find_shards, find_tensors, find_ties
 from .state.optimizer import encode_groups, record_shard
 from .state.record import Entry, Index, Record, share_out, stage
 from .storage import write_chunks
@@ -115,14 +114,13 @@ def save(
         MismatchError: Ranks were given different arguments, or another rank failed before.
         CheckpointError: A rank could not write, or another job writes there; on every rank.
     """
-    group, root = control_group(), Path(folder).absolute()
+    ranks, root = Ranks(), Path(folder).absolute()
     lines: list[str] = []
     failed: Exception | None = None
     try:
         wait_for_last()
-        folders.check_keep(keep)
         manager = find_manager(manager)
-        document = _document(manager, step, optimizer, scheduler, extra)
+        document = _document(manager, step, optimizer, scheduler, extra, keep)
         lines = [f"{key}: {canonical(value)}" for key, value in document.items() if key != "seed"]
         lines += [f"folder: {folder}", f"keep: {keep}", f"asynchronous: {asynchronous}"]
         record = _record(model, optimizer, manager)
@@ -131,11 +129,11 @@ def save(
             entries = stage(entries, _buffers.setdefault(model, {}))
     except Exception as error:  # any kind: the other ranks must know
         failed = error
-    agree("the checkpoint to save", lines, group, error=failed)
+    agree("the checkpoint to save", lines, ranks.group, error=failed)
     owner = next(model.parameters(), model)  # `model` may be a wrapper that ends before it
-    on_first_rank(lambda: folders.lock(root, owner), group)
+    ranks.on_first(lambda: folders.lock(root, owner))
     notes: dict[str, Mapping[str, Any]] = {"scalars": record.scalars, "ties": record.ties}
-    write = partial(_write, entries, notes, root, keep, document, group)
+    write = partial(_write, entries, notes, root, keep, document, ranks)
     return _started(Saving(folders.step_folder(root, step)), write, asynchronous)
 
 
@@ -158,21 +156,20 @@ def _write(
     root: Path,
     keep: int | None,
     document: Mapping[str, Any],
-    group: ProcessGroup | None,
+    ranks: Ranks,
 ) -> None:
     """Write one file per rank, then the description of all, and give the folder its final name."""
     step = document["step"]
-    final = folders.step_folder(root, step)
-    folder = final.with_name(final.name + folders.UNFINISHED)
+    folder = folders.unfinished_folder(root, step)
 
     def write() -> tuple[Any, Any]:
         written = write_chunks(folder / f"rank-{get_rank():05d}.safetensors", entries, step)
         return to_json(written), notes
 
-    def finish(ranks: list[tuple[Any, Any]]) -> None:
-        saved: dict[str, Saved] = {}
+    def finish(reports: list[tuple[Any, Any]]) -> None:
+        saved: dict[str, SavedTensor] = {}
         joined: dict[str, dict[str, Any]] = {}
-        for written, noted in ranks:
+        for written, noted in reports:
             for name, entry in from_json(written).items():
                 known = saved.setdefault(name, entry._replace(chunks=[])).chunks
                 places = {chunk.at for chunk in known}  # several ranks may write the same chunk
@@ -186,12 +183,12 @@ def _write(
             flush(file)
         folders.finish(root, step, keep)
 
-    what = f"saving {final} failed"
-    collect(what, lambda: None, lambda _: folders.start(root, step), group)
-    collect(what, write, finish, group)
+    what = f"saving {folders.step_folder(root, step)} failed"
+    ranks.collect(what, lambda: None, lambda _: folders.start(root, step))
+    ranks.collect(what, write, finish)
 
 
-def _sizes(folder: Path, saved: Mapping[str, Saved]) -> dict[str, int]:
+def _sizes(folder: Path, saved: Mapping[str, SavedTensor]) -> dict[str, int]:
     """Return the sizes of all ranks' files."""
     sizes = {}
     for name in sorted({chunk.file for entry in saved.values() for chunk in entry.chunks}):
@@ -199,8 +196,8 @@ def _sizes(folder: Path, saved: Mapping[str, Saved]) -> dict[str, int]:
             sizes[name] = (folder / name).stat().st_size
         except OSError as error:
             raise CheckpointError(
-                f"{folder / name} was written by another rank and cannot be seen here: "
-                "checkpoints need a folder that all machines share"
+                f"another rank wrote {folder / name}, and rank 0 cannot see it: pass a folder that "
+                "all machines share"
             ) from error
     return sizes
 
@@ -211,21 +208,24 @@ def _document(
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
     extra: Mapping[str, Any] | None,
+    keep: int | None,
 ) -> dict[str, Any]:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
-        raise InvalidArgumentError(f"step must be a number of steps, at least 0, got {step!r}")
+        raise InvalidArgumentError(f"step must be an integer of at least 0, got {step!r}")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise InvalidArgumentError(f"keep must be None or an integer of at least 1, got {keep!r}")
     if not isinstance(extra, Mapping | None):
         raise InvalidArgumentError(
             f"extra must be a mapping of names to plain values, got {extra!r:.60}; "
             "pass {'name': value}"
         )
-    grid = manager.grid
+    grid, programs = manager.grid, {"optimizer": optimizer, "scheduler": scheduler}
     state = None if scheduler is None else encode(dict(scheduler.state_dict()), "the scheduler")
     return {
         "step": step,
         "grid": {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp},
         "seed": seed_material(step),
-        "kinds": {"optimizer": kind_of(optimizer), "scheduler": kind_of(scheduler)},
+        "kinds": {kind: type(each).__name__ for kind, each in programs.items() if each is not None},
         "groups": None if optimizer is None else encode_groups(optimizer),
         "scheduler": state,
         "extra": encode(dict(extra or {}), "extra"),
@@ -237,13 +237,13 @@ def _record(
 ) -> Record:
     """Describe all state on this rank: model, masters, optimizer and random generators."""
     record = Record()
-    held = find_held(model, manager)
-    record.ties = find_ties(held)
+    held = find_tensors(model, manager)
+    record.ties = find_ties(held.values())
     for each in held.values():
         if each.first:
-            entry = Entry(each.shape, each.tensor.dtype, [*each.parts(each.tensor)])
-            experts = each.experts is not None
-            record.add(f"model.{each.name}", entry, replicated=True, experts=experts)
+            found = [*each.rectangles(each.tensor)]
+            entry = Entry(each.shape, each.tensor.dtype, found, replicas=each.replicas)
+            record.add(f"model.{each.name}", entry)
     for shard, own in find_shards(model, held, optimizer, manager):
         if own.first:
             state = {} if optimizer is None else optimizer.state.get(shard.tensor, {})
@@ -251,6 +251,5 @@ def _record(
             writes = owns and (manager.cp_dp_rank == 0 or not shard.replicated)
             writes = writes or own.experts is not None  # several ranks may write equal scalars
             record_shard(record, shard, own, state, writes=writes)
-    device = next((each.tensor.device for each in held.values()), torch.device("cpu"))
-    record_random(record, manager, device)
+    record_random(record, manager, device_of(held.values()))
     return record

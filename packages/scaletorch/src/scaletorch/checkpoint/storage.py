@@ -11,43 +11,31 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .agreement import DamagedCheckpointError
-from .format.metadata import Chunk, Saved
-from .format.safetensors_files import (
-    BLOCK,
-    as_bytes,
-    flush,
-    map_file,
-    plan_file,
-    view_as,
-    write_tensor,
-)
+from .format.metadata import Chunk, SavedTensor
+from .format.safetensors_files import BLOCK, as_bytes, map_file, view_as, write_file
 from .state.record import Entry
 
 
-def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[str, Saved]:
+def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[str, SavedTensor]:
     """Write this rank's entries into one new file; return a description of its chunks."""
-    parts = [(name, part) for name, entry in entries.items() for part in entry.parts]
-    if not parts:
+    found = [(name, rect) for name, entry in entries.items() for rect in entry.rectangles]
+    if not found:
         return {}
     # The largest items first, which keeps all tensors aligned.
-    parts.sort(key=lambda each: (-each[1].tensor.itemsize, each[0], each[1].offsets))
+    found.sort(key=lambda pair: (-pair[1].tensor.itemsize, pair[0], pair[1].offsets))
     slots = []
-    for name, part in parts:
-        shape, place = tuple(part.tensor.shape), ",".join(map(str, part.offsets))
+    saved: dict[str, SavedTensor] = {}
+    for name, rectangle in found:
+        shape, place = tuple(rectangle.tensor.shape), ",".join(map(str, rectangle.offsets))
         slot = name if shape == entries[name].shape else f"{name}@{place}"
-        slots.append((slot, part.tensor.dtype, shape))
-    beginning, starts = plan_file(slots, {"format": "pt", "step": str(step)})
-    saved: dict[str, Saved] = {}
-    with path.open("xb") as file:
-        file.write(beginning)
-        for (name, part), start in zip(parts, starts, strict=True):
-            sums = write_tensor(file, part.tensor)
-            chunk = Chunk(
-                part.offsets, tuple(part.tensor.shape), path.name, start, part.tensor.nbytes, sums
-            )
-            entry = Saved(entries[name].shape, entries[name].dtype, [])
-            saved.setdefault(name, entry).chunks.append(chunk)
-        flush(file)
+        slots.append((slot, rectangle.tensor.dtype, shape))
+    tensors = [rectangle.tensor for _, rectangle in found]
+    written = write_file(path, slots, tensors, {"format": "pt", "step": str(step)}, "xb")
+    for (name, rectangle), (start, sums) in zip(found, written, strict=True):
+        shape, size = tuple(rectangle.tensor.shape), rectangle.tensor.nbytes
+        chunk = Chunk(rectangle.offsets, shape, path.name, start, size, sums)
+        entry = SavedTensor(entries[name].shape, entries[name].dtype, [])
+        saved.setdefault(name, entry).chunks.append(chunk)
     return saved
 
 
@@ -55,7 +43,7 @@ class Read(NamedTuple):
     """A rectangle to copy."""
 
     name: str  # the tensor's
-    saved: Saved
+    saved: SavedTensor
     chunk: Chunk  # the chunk that holds the rectangle
     begin: tuple[int, ...]  # its first index in the chunk, per dim
     target: Tensor  # the memory to fill
@@ -64,9 +52,12 @@ class Read(NamedTuple):
 class Reader:
     """Reads a checkpoint's files, given the tensors in them and the size of each in bytes."""
 
-    def __init__(self, folder: Path, saved: Mapping[str, Saved], sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, folder: Path, saved: Mapping[str, SavedTensor], sizes: Mapping[str, int]
+    ) -> None:
         self.folder, self._saved, self._sizes = folder, saved, sizes
         self._files: dict[str, Tensor] = {}
+        self._checked: set[tuple[str, int]] = set()  # file and first byte of blocks
 
     def plan(self, entries: Mapping[str, Entry]) -> list[Read]:
         """Find this rank's rectangles in the chunks, and check everything that will be read."""
@@ -75,39 +66,39 @@ class Reader:
             saved = self._saved[entry.source]
             own = [*_overlaps(entry, saved)]
             found = sum(read.target.numel() for read in own)
-            wanted = sum(part.tensor.numel() for part in entry.parts)
+            wanted = sum(rect.tensor.numel() for rect in entry.rectangles)
             if found != wanted:
                 raise DamagedCheckpointError(
-                    f"{entry.source} has {found} of the {wanted} elements that this rank needs"
+                    f"the checkpoint has {found} of the {wanted} elements of {entry.source} that "
+                    "this rank needs"
                 )
             reads += own
-        checked: set[tuple[str, int]] = set()
         for read in reads:
-            self.check(read, checked)
+            self.check(read)
         return reads
 
-    def check(self, read: Read, checked: set[tuple[str, int]]) -> None:
-        """Check the checksums of the blocks that a copy reads, unless they are in `checked`."""
+    def check(self, read: Read) -> None:
+        """Check the checksums of the blocks that a copy reads, each once."""
         chunk, memory = read.chunk, self._bytes(read.chunk)
         for block in _blocks(read) if chunk.crc32 is not None else ():
             start = block * BLOCK
-            if (chunk.file, chunk.offset + start) in checked:
+            place = chunk.file, chunk.offset + start
+            if place in self._checked:
                 continue
-            checked.add((chunk.file, chunk.offset + start))
+            self._checked.add(place)
             sums = chunk.crc32 or ()
             if zlib.crc32(as_bytes(memory[start : start + BLOCK])) != sums[block]:
                 raise DamagedCheckpointError(
                     f"{self.folder / chunk.file} has changed at byte {chunk.offset + start}, in "
-                    f"{read.name}: its checksum is another"
+                    f"{read.name}: its checksum does not match"
                 )
 
     def copy(self, reads: list[Read]) -> None:
         """Fill the targets."""
         for read in reads:
-            source = self.tensor(read)
-            for dim, (start, size) in enumerate(zip(read.begin, read.target.shape, strict=True)):
-                source = source.narrow(dim, start, size)
-            read.target.copy_(source)
+            pairs = zip(read.begin, read.target.shape, strict=True)
+            place = tuple(slice(start, start + size) for start, size in pairs)
+            read.target.copy_(self.tensor(read)[place])
         self._files.clear()
 
     def tensor(self, read: Read) -> Tensor:
@@ -120,28 +111,22 @@ class Reader:
             self._files[chunk.file] = map_file(path, size)
         memory = self._files[chunk.file][chunk.offset : chunk.offset + chunk.length]
         if memory.numel() != chunk.length:
-            message = f"{self.folder / chunk.file} ends before {chunk.offset + chunk.length}"
+            message = f"{self.folder / chunk.file} ends before byte {chunk.offset + chunk.length}"
             raise DamagedCheckpointError(message)
         return memory
 
 
-def _overlaps(entry: Entry, saved: Saved) -> Iterator[Read]:
-    # Intersect each rectangle of this rank with each saved chunk.
-    for part in entry.parts:
+def _overlaps(entry: Entry, saved: SavedTensor) -> Iterator[Read]:
+    """Yield the intersections of this rank's rectangles with the saved chunks."""
+    for own in entry.rectangles:
         for chunk in saved.chunks:
-            low = [max(*pair) for pair in zip(part.offsets, chunk.at, strict=True)]
-            ends = [
-                min(a + size, b + other)
-                for a, size, b, other in zip(
-                    part.offsets, part.tensor.shape, chunk.at, chunk.shape, strict=True
-                )
-            ]
-            if all(a < b for a, b in zip(low, ends, strict=True)):
-                target = part.tensor
-                for dim, (start, end) in enumerate(zip(low, ends, strict=True)):
-                    target = target.narrow(dim, start - part.offsets[dim], end - start)
-                begin = tuple(a - b for a, b in zip(low, chunk.at, strict=True))
-                yield Read(entry.source, saved, chunk, begin, target)
+            places = zip(own.offsets, own.tensor.shape, chunk.at, chunk.shape, strict=True)
+            spans = [range(max(a, b), min(a + m, b + n)) for a, m, b, n in places]
+            if all(spans):
+                pairs = zip(spans, own.offsets, strict=True)
+                local = tuple(slice(span.start - at, span.stop - at) for span, at in pairs)
+                begin = tuple(span.start - at for span, at in zip(spans, chunk.at, strict=True))
+                yield Read(entry.source, saved, chunk, begin, own.tensor[local])
 
 
 def _blocks(read: Read) -> range:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from ..compose import full_state_dict
 from ..dist import all_gather_object, functional
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
-from .agreement import CheckpointError, all_or_none, control_group, find_manager, on_first_rank
+from .agreement import CheckpointError, Ranks, find_manager
 from .format.folders import UNFINISHED
-from .format.safetensors_files import flush, flush_folder, plan_file, write_tensor
+from .format.safetensors_files import flush_folder, write_file
 from .saving import wait_for_last
-from .state.model_tensors import Held, find_held
+from .state.model_tensors import ModelTensor, find_tensors
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -55,31 +55,28 @@ def export_safetensors(
         CheckpointError: `folder` has weights already, or a rank could not write; the same on
             every rank.
     """
-    group, what, root = control_group(), f"the export to {folder}", Path(folder)
-    grid, held = all_or_none(what, lambda: _describe(model, manager), group)
-    on_first_rank(lambda: _start(root), group)
+    ranks, what, root = Ranks(), f"the export to {folder} failed", Path(folder)
+    grid, held = ranks.all_or_none(what, lambda: _describe(model, manager))
+    ranks.on_first(lambda: _start(root))
     names = all_gather_object([each.name for each in held], grid.pp_group)
     earlier = set().union(*names[: grid.pp_rank])  # such as a buffer that all stages have
     files = list(_split((each for each in held if each.name not in earlier), max_file_bytes))
     listing = [[(each.name, each.nbytes) for each in file] for file in files]
     stages = all_gather_object(listing, grid.pp_group)
     total, before = sum(map(len, stages)), sum(map(len, stages[: grid.pp_rank]))
-    failed: Exception | None = None
     gathers = grid.cp_dp_rank == 0 or grid.ep_size > 1
-    for number, file in enumerate(files if gathers else (), before + 1):
-        writes = grid.tp_rank == 0 and grid.cp_dp_rank == 0
-        path = root / _file_name(number, total) if writes else None
-        failed = _write(path, file) or failed
-    all_or_none(what, lambda: _raise(failed), group)
-    on_first_rank(lambda: _finish(root, stages), group)
+    writes = grid.cp_dp_rank == 0 and grid.tp_rank == 0
+    numbered = {_file_name(n, total): file for n, file in enumerate(files, before + 1)}
+    ranks.all_or_none(what, lambda: _write_all(root, numbered if gathers else {}, writes=writes))
+    ranks.on_first(lambda: _finish(root, stages))
 
 
 def _describe(
     model: nn.Module, manager: ProcessGroupManager | None
-) -> tuple[ProcessGroupManager, list[Held]]:
+) -> tuple[ProcessGroupManager, list[ModelTensor]]:
     wait_for_last()
     found = find_manager(manager)
-    return found, [each for each in find_held(model, found).values() if each.first]
+    return found, [each for each in find_tensors(model, found).values() if each.first]
 
 
 def _start(root: Path) -> None:
@@ -89,8 +86,8 @@ def _start(root: Path) -> None:
         raise CheckpointError(f"{root} has weights already ({names[0]}); export to another folder")
 
 
-def _split(held: Iterable[Held], max_bytes: int) -> Iterator[list[Held]]:
-    file: list[Held] = []
+def _split(held: Iterable[ModelTensor], max_bytes: int) -> Iterator[list[ModelTensor]]:
+    file: list[ModelTensor] = []
     for each in held:
         if file and sum(one.nbytes for one in file) + each.nbytes > max_bytes:
             yield file
@@ -104,31 +101,29 @@ def _file_name(number: int, total: int) -> str:
     return WHOLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
-def _write(path: Path | None, file: list[Held]) -> Exception | None:
-    """Gather a file's tensors one by one, and write them if there is a path.
+def _write_all(root: Path, files: Mapping[str, list[ModelTensor]], *, writes: bool) -> None:
+    """Gather all files' tensors one by one, and write them if this rank `writes`.
 
-    Errors are returned, not raised, since other ranks still gather with this one.
+    An error is raised at the end, since other ranks still gather with this one.
     """
-    held = sorted(file, key=lambda each: -each.tensor.dtype.itemsize)  # keeps tensors aligned
-    slots = [(each.name, each.tensor.dtype, each.shape) for each in held]
-    tensors = map(_gather, held)
     failed: Exception | None = None
-    if path is not None:
+    for name, file in files.items():
+        held = sorted(file, key=lambda each: -each.tensor.dtype.itemsize)  # keeps tensors aligned
+        slots = [(each.name, each.tensor.dtype, each.shape) for each in held]
+        tensors = map(_gather, held)
         try:
-            with path.with_name(path.name + UNFINISHED).open("wb") as out:
-                out.write(plan_file(slots, {"format": "pt"})[0])
-                for tensor in tensors:
-                    write_tensor(out, tensor)
-                flush(out)
+            if writes:
+                write_file(root / f"{name}{UNFINISHED}", slots, tensors, {"format": "pt"}, "wb")
         except (OSError, CheckpointError) as error:  # the latter for an unsupported dtype
             failed = error
-    for _ in tensors:
-        pass
-    return failed
+        for _ in tensors:
+            pass
+    if failed is not None:
+        raise failed
 
 
 @torch.no_grad()
-def _gather(held: Held) -> Tensor:
+def _gather(held: ModelTensor) -> Tensor:
     """Return the whole tensor; ranks with shards of it call this for all tensors in one order."""
     tensor = held.tensor.detach()
     if held.cut is not None:
@@ -137,11 +132,6 @@ def _gather(held: Held) -> Tensor:
         sizes = [len(own) for own in held.experts.ranges]
         tensor = functional.gather(tensor, 0, held.experts.group, sizes=sizes)
     return tensor
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
 
 
 def _finish(root: Path, stages: list[list[list[tuple[str, int]]]]) -> None:
@@ -184,12 +174,12 @@ def export_adapter(
         CheckpointError: `folder` has an adapter already, or rank 0 could not write; the same on
             every rank.
     """
-    group, root = control_group(), Path(folder)
-    what = f"the export to {folder}"
-    config = all_or_none(what, lambda: _config(model, adapter), group)
+    ranks, root = Ranks(), Path(folder)
+    what = f"the export to {folder} failed"
+    config = ranks.all_or_none(what, lambda: _config(model, adapter))
     state = full_state_dict(model, manager, only=lambda name: _saved_as(name, adapter) is not None)
     named = {saved: x for name, x in state.items() if (saved := _saved_as(name, adapter))}
-    on_first_rank(lambda: _write_adapter(root, named, config), group)
+    ranks.on_first(lambda: _write_adapter(root, named, config))
 
 
 def _saved_as(name: str, adapter: str) -> str | None:
@@ -236,11 +226,7 @@ def _write_adapter(root: Path, tensors: dict[str, Tensor], config: Any) -> None:
     ordered = sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize)  # keeps alignment
     slots = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
     unfinished = root / f"{ADAPTER}{UNFINISHED}"
-    with unfinished.open("wb") as file:
-        file.write(plan_file(slots, {"format": "pt"})[0])
-        for _, tensor in ordered:
-            write_tensor(file, tensor)
-        flush(file)
+    write_file(unfinished, slots, (tensor for _, tensor in ordered), {"format": "pt"}, "wb")
     saved = copy(config)
     saved.inference_mode = True  # as peft writes it
     saved.save_pretrained(str(root))

@@ -12,24 +12,16 @@ from torch import nn
 
 from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
-from .agreement import (
-    CheckpointError,
-    DamagedCheckpointError,
-    all_or_none,
-    control_group,
-    on_first_rank,
-)
-from .format.metadata import from_json
+from .agreement import CheckpointError, DamagedCheckpointError, Ranks
 from .format.safetensors_files import read_header
 from .format.values import dtype_name
-from .loading import Plan, Program, describe
-from .state.fit import all_names
+from .loading import Plan, Program, all_names
 from .state.model_tensors import find_ties
 from .storage import Reader
 from .weights_export import INDEX, WHOLE
 
 
-class Whole(NamedTuple):
+class WholeModel(NamedTuple):
     """Names in the whole model, of all ranks together."""
 
     firsts: dict[str, str]  # each name -> the name that its tensor is saved under
@@ -66,22 +58,21 @@ def read_folder(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     manager: ProcessGroupManager | None,
-    find: Callable[[Path, Whole], dict[str, Any]],
+    find: Callable[[Path, WholeModel], dict[str, Any]],
     reader: type[Reader],
 ) -> None:
     """Load another program's folder, which `find` describes like `metadata.json` on rank 0."""
-    group, what = control_group(), f"{root}"
-    program = all_or_none(what, lambda: describe(model, optimizer, None, manager, group), group)
-    names = all_names(program.held.values(), program.manager)
+    ranks, what = Ranks(), f"{root}"
+    program = ranks.all_or_none(what, lambda: Program(model, optimizer, None, manager, ranks))
+    names = all_names(program.held, program.manager)
     stages = all_gather_object(find_ties(program.held), program.manager.pp_group)
     ties = {name: tied for stage in stages for name, tied in stage.items()}
     firsts = {name: name for name in names}
     firsts |= {alias: first for first, tied in ties.items() for alias in tied}
-    whole = Whole(firsts, ties, optimizer, _group_names(program))
-    document = on_first_rank(lambda: find(root, whole), group) | {"ties": ties}
-    saved = from_json(document["entries"])
-    plan = all_or_none(what, lambda: Plan(program, document, saved, names, cast=True), group)
-    plan.read(reader(root, saved, document["files"]), what)
+    whole = WholeModel(firsts, ties, optimizer, _group_names(program))
+    document = ranks.on_first(lambda: find(root, whole)) | {"ties": ties}
+    plan = ranks.all_or_none(what, lambda: Plan(program, document, names, cast=True))
+    plan.read(reader(root, plan.saved, document["files"]), what)
 
 
 def _group_names(program: Program) -> list[set[str]]:
@@ -91,11 +82,11 @@ def _group_names(program: Program) -> list[set[str]]:
     names = {id(shard.tensor): own.name for shard, own in program.shards}
     groups = [group["params"] for group in program.optimizer.param_groups]
     own = [sorted({names[id(t)] for t in each if id(t) in names}) for each in groups]
-    every = all_gather_object(own, program.group)
+    every = all_gather_object(own, program.ranks.group)
     return [set().union(*ranks) for ranks in zip(*every, strict=True)]
 
 
-def _describe_files(root: Path, whole: Whole) -> dict[str, Any]:
+def _describe_files(root: Path, whole: WholeModel) -> dict[str, Any]:
     """Read the headers of all files, and describe each tensor as one chunk."""
     entries: dict[str, Any] = {}
     sizes = {}
@@ -104,18 +95,20 @@ def _describe_files(root: Path, whole: Whole) -> dict[str, Any]:
         sizes[file] = (root / file).stat().st_size
         for name in header if names is None else names:
             if name not in header:
-                raise DamagedCheckpointError(f"{root / INDEX} has {name} in {file}, which lacks it")
+                raise DamagedCheckpointError(f"{root / file} lacks {name}, which {INDEX} lists")
             dtype, shape, start, length = header[name]
-            if length != torch.Size(shape).numel() * dtype.itemsize or min(start, length) < 0:
-                raise DamagedCheckpointError(f"{root / file} has {length} bytes for {name}")
+            size = torch.Size(shape).numel() * dtype.itemsize
+            if length != size or min(start, length) < 0:
+                message = f"{root / file} has {length} bytes for {name}, which needs {size}"
+                raise DamagedCheckpointError(message)
             chunk = {"at": [0] * len(shape), "shape": shape, "file": file, "offset": start}
             chunk |= {"length": length, "crc32": None}
             entry = {"shape": shape, "dtype": dtype_name(dtype), "chunks": [chunk]}
             first = whole.firsts.get(name, name)
             if f"model.{first}" in entries:
                 raise CheckpointError(
-                    f"{root} has more than one of {' and '.join(whole.ties[first])}, which are one "
-                    "tensor in the model: untie them, or leave one out"
+                    f"{root} has several of {' and '.join(whole.ties[first])}, which are one "
+                    "tensor in the model: untie them, or remove all but one from the files"
                 )
             entries[f"model.{first}"] = entry
     return {"entries": entries, "files": sizes, "groups": None}

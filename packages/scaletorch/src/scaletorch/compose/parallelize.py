@@ -18,7 +18,7 @@ from ..parallel.context_parallel.building import expect_attention
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
-from ..parallel.pipeline_parallel.building import parameter_costs, parts_of
+from ..parallel.pipeline_parallel.building import parameter_costs, sections_of
 from ..parallel.tensor_parallel import apply_tensor_parallel
 from ..parallel.tensor_parallel.building import counts_of_ids, shares_in_layers
 from .balance import read_router_loss
@@ -115,7 +115,7 @@ def _agreed_split(
     """
     if not isinstance(split, Split) or split.costs != "parameters" or manager.pp_size == 1:
         return split
-    costs = parameter_costs(model, parts_of(model, split))
+    costs = parameter_costs(model, sections_of(model, split))
     most = torch.tensor(costs, dtype=torch.int64)
     all_reduce(most, "max", group=manager.world_group)
     return replace(split, costs=tuple(most.tolist()))

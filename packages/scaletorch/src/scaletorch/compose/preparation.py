@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
-from ..parallel.context_parallel.building import note_shards, require_computable
+from ..parallel.context_parallel.building import note_padding, note_shards, require_computable
 from ..parallel.data_parallel import DataParallelBucket, parameter_shards
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel.building import read
@@ -43,7 +43,7 @@ def prepare_step(
 ) -> tuple[list[Called], Number]:
     """Return the micro-batches as the model is called with them, and the count of the global batch.
 
-    One all-reduce of 136 bytes in host memory counts tokens or losses, reports whether a rank
+    One all-reduce of 144 bytes in host memory counts tokens or losses, reports whether a rank
     failed, and compares last step's samples. A second one counts labels on an accelerator, so
     that the host does not wait; then the count is a 0-d tensor. If a loss_fn counts its
     losses later, the count is the size of the batch.
@@ -68,6 +68,7 @@ def prepare_step(
         "several": len(micro_batches) > 1,
         "unsettled": samples is not None and not samples.settled,
         "counts later": own_loss is not None and own_loss.counts_later,
+        "padded": any(_has_padding(batch.micro_batch) for batch in called),
         "residue": 0.0 if residue is None or scaling else float(residue),
         **(scaling.facts(residue) if scaling else dict.fromkeys(FACTS, 0.0)),
     }
@@ -78,6 +79,8 @@ def prepare_step(
     if sums["failed"]:  # popped, since the traceback refers to this frame and thus to the list
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
     _require_agreement(sums, manager, alone=alone, has_own=own_loss is not None)
+    if sums["padded"]:  # attention that cannot ignore padding refuses the step on all ranks
+        note_padding(pipeline_of(model).module)
     if scaling is not None:
         scaling.refuse_different(sums)
     if samples is not None:
@@ -165,13 +168,28 @@ def _called(
     pipeline.check_ties()
     called = [as_called(batch, terms) for batch in batches]
     if manager.cp_size > 1:
-        cut = next((batch.cut for batch in batches if isinstance(batch, MicroBatch)), None)
-        if cut is not None and cut.sequences is not None:
-            # Batches may have been sharded for another model since then.
-            note_shards(pipeline.module, cut.sequences.layout)
+        _note_layouts(pipeline.module, batches, terms)
         for batch in called if terms.is_pretrained else ():
             require_computable(pipeline.module, batch)
     return called
+
+
+def _note_layouts(module: nn.Module, batches: Sequence[Batch], terms: Terms) -> None:
+    """Record the layouts of sequences of all micro-batches, which may have padding over cp."""
+    cuts = [batch.cut.sequences for batch in batches if isinstance(batch, MicroBatch)]
+    layouts = [sequences.layout for sequences in cuts if sequences is not None]
+    if terms.counts_routing and len({layout.length for layout in layouts}) > 1:
+        raise InvalidArgumentError(
+            "the micro-batches have sequences of several lengths, and count_routing takes the "
+            "padding of the first for that of all: cut them from one global batch"
+        )
+    if layouts:  # batches may have been sharded for another model since then
+        note_shards(module, layouts)
+
+
+def _has_padding(batch: Batch) -> bool:
+    sequences = batch.cut.sequences if isinstance(batch, MicroBatch) else None
+    return sequences is not None and sequences.layout.padded_length > sequences.layout.length
 
 
 def as_called(batch: Batch, terms: Terms) -> Called:

@@ -15,7 +15,7 @@ from ..dist.errors import ScaletorchError
 from .arguments import DEFAULT, cluster_of, description_of, options_of, parsed
 from .clusters import write_cluster
 from .search import Plan, plan
-from .showing import explained, fits, named, page, table
+from .tables import explained, fits, named, page, table
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -81,7 +81,7 @@ def _count(text: str) -> int:
 def cluster_of(arguments: Any) -> Cluster:
     """Return the cluster that the arguments select; without any, nodes of `DEFAULT` devices."""
     if arguments.cluster and arguments.device:
-        raise InvalidArgumentError("--cluster has a device: leave out --device")
+        raise InvalidArgumentError("--device does not combine with --cluster, which has a device")
     if arguments.cluster:
         cluster = read_cluster(arguments.cluster, arguments.ranks)
     else:
@@ -132,6 +132,6 @@ def _loaded(given: str | None, kind: Any, option: str) -> Any:
     found = load(given)
     if not isinstance(found, kind):
         raise InvalidArgumentError(
-            f"--{option} {given} has to name a {kind.__name__}, and names a {type(found).__name__}"
+            f"--{option} {given} must name a {kind.__name__}, got a {type(found).__name__}"
         )
     return found

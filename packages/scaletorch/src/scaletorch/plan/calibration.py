@@ -53,7 +53,7 @@ def calibrate(
         RankFailedError: A rank failed.
     """
     if ranks < 1:
-        raise InvalidArgumentError(f"at least 1 rank is to be measured, got {ranks}")
+        raise InvalidArgumentError(f"ranks must be at least 1, got {ranks}")
     device = launch(_measure, ranks, seconds, dtype, backend, backend=backend)[0]
     return Cluster(ranks, device, (_link(ranks, seconds, backend),) if ranks > 1 else ())
 

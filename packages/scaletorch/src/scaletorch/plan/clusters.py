@@ -43,8 +43,8 @@ class Link:
         for latency, bandwidth in ((self.latency, self.bandwidth), *self.calls.values()):
             if not _are_numbers(latency, bandwidth) or latency < 0 or bandwidth <= 0:
                 raise InvalidArgumentError(
-                    f"a link has a latency from 0 and a bandwidth above 0, got {latency} seconds "
-                    f"and {bandwidth} bytes a second"
+                    f"a link needs a latency of at least 0 and a bandwidth above 0, got {latency} "
+                    f"seconds and {bandwidth} bytes a second"
                 )
 
     def of(self, operation: str) -> tuple[float, float]:
@@ -94,7 +94,7 @@ class Device:
         others = self.overhead, self.updating, self.hides, self.spread, self.group_memory
         if not _are_numbers(*needed, *others) or min(needed) <= 0:
             raise InvalidArgumentError(
-                f"{self.name} has no memory, bandwidth or flops above 0, or a figure is no number"
+                f"device {self.name} needs memory, moving and flops above 0, and numbers alone"
             )
 
     def peak(self, dtype: str) -> float:
@@ -105,7 +105,7 @@ class Device:
         """
         if dtype not in self.flops:
             raise InvalidArgumentError(
-                f"{self.name} has no flops of {dtype}: known are {', '.join(self.flops)}"
+                f"device {self.name} has no flops of {dtype}, only of {', '.join(self.flops)}"
             )
         return self.flops[dtype]
 
@@ -133,21 +133,19 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
-            raise InvalidArgumentError(f"a cluster has at least 1 rank, got {self.ranks}")
+            raise InvalidArgumentError(f"a cluster needs at least 1 rank, got {self.ranks}")
         sizes = [link.ranks for link in self.links]
         if sizes != sorted(set(sizes)) or (sizes and sizes[0] < 2):
             raise InvalidArgumentError(
-                f"links go from the innermost level outwards, each joins more ranks, got {sizes}"
+                f"each link must join more ranks than the one before it, got {sizes}"
             )
         if self.ranks > 1 and (not sizes or sizes[-1] < self.ranks):
-            joined = f"the outermost joins {sizes[-1]}" if sizes else "there are none"
             raise InvalidArgumentError(
-                f"links miss a level: {self.ranks} ranks, and {joined}; add a link with "
+                f"the links join {max(sizes, default=1)} of {self.ranks} ranks: add one with "
                 f'"ranks": {self.ranks}, its latency and bandwidth'
             )
 
 
-GIB = 2**30
 ASSUMED: dict[str, Shares] = {
     "matmul": ((1e7, 0.02), (1e9, 0.25), (1e11, 0.65)),
     "attention": ((1e8, 0.1), (1e10, 0.4)),
@@ -159,46 +157,40 @@ HOPPER: dict[str, Shares] = {
     "attention": (*ASSUMED["attention"], (5.5e11, 0.55)),
     "attention backward": (*ASSUMED["attention backward"], (1.37e12, 0.47)),
 }
-_OVERHEAD = 3e-6  # seconds between two kernels; also assumed
+# Memory in GiB; peaks of 16 bits and of float32 (without TF32, which is torch's default); bytes a
+# second of the memory, of a rank's links one way inside a node of 8, and of its adapter.
+_TABLE = {
+    # NVLink 2, 4 adapters of 100 Gbit/s
+    "V100-SXM2-32GB": (32, 125e12, 15.7e12, 900e9, 150e9, 6.25e9, "NVIDIA V100 data sheet, 2020"),
+    # NVLink 3, 8 adapters of 200 Gbit/s
+    "A100-SXM-40GB": (40, 312e12, 19.5e12, 1555e9, 300e9, 25e9, "NVIDIA A100 data sheet, 2021"),
+    "A100-SXM-80GB": (80, 312e12, 19.5e12, 2039e9, 300e9, 25e9, "NVIDIA A100 data sheet, 2021"),
+    # NVLink 4, 8 adapters of 400 Gbit/s
+    "H100-SXM": (80, 989e12, 67e12, 3350e9, 450e9, 50e9, "NVIDIA H100 data sheet, 2023"),
+    "H200": (140, 989e12, 67e12, 4800e9, 450e9, 50e9, "NVIDIA H200 data sheet, 2024"),
+    # 7 links of Infinity Fabric, 8 adapters of 400 Gbit/s
+    "MI300X": (192, 1307e12, 163.4e12, 5300e9, 448e9, 50e9, "AMD MI300X data sheet, 2023"),
+}
+_SIZE = 8  # ranks of a node
+_OVERHEAD = 3e-6  # seconds between two kernels; assumed, as are the next two
+_INSIDE, _BETWEEN = 3e-6, 8e-6  # latency in seconds inside and between nodes
 _SPREAD = 0.3
 _NCCL_GROUP = 512 * 2**20  # bytes of each communicator, as in the table of devices
 
 
-def _row(name: str, gib: int, half: float, single: float, moving: float, source: str) -> Device:
+def _of_table(name: str) -> Device:
+    gib, half, single, moving, _, _, source = _TABLE[name]
     flops = {"float16": half, "bfloat16": half, "float32": single}
     if "V100" in name:
         del flops["bfloat16"]
-    shares = HOPPER if name.startswith("H") else ASSUMED
     return Device(
-        name, gib * GIB, flops, moving, _OVERHEAD, shares, spread=_SPREAD,
-        source=f"{source}; shares of the peaks are assumed", group_memory=_NCCL_GROUP,
+        name, gib * 2**30, flops, moving, _OVERHEAD, HOPPER if name[0] == "H" else ASSUMED,
+        spread=_SPREAD, source=f"{source}; shares of the peaks are assumed",
+        group_memory=_NCCL_GROUP,
     )  # fmt: skip
 
 
-# The float32 peaks are without TF32, which is torch's default.
-DEVICES: dict[str, Device] = {
-    each.name: each
-    for each in (
-        _row("V100-SXM2-32GB", 32, 125e12, 15.7e12, 900e9, "NVIDIA V100 data sheet, 2020"),
-        _row("A100-SXM-40GB", 40, 312e12, 19.5e12, 1555e9, "NVIDIA A100 data sheet, 2021"),
-        _row("A100-SXM-80GB", 80, 312e12, 19.5e12, 2039e9, "NVIDIA A100 data sheet, 2021"),
-        _row("H100-SXM", 80, 989e12, 67e12, 3350e9, "NVIDIA H100 data sheet, 2023"),
-        _row("H200", 140, 989e12, 67e12, 4800e9, "NVIDIA H200 data sheet, 2024"),
-        _row("MI300X", 192, 1307e12, 163.4e12, 5300e9, "AMD Instinct MI300X data sheet, 2023"),
-    )
-}
-
-# Nodes of 8 devices: a rank's one-way bytes a second inside the node, and by its adapter.
-_NODES: dict[str, tuple[float, float]] = {
-    "V100-SXM2-32GB": (150e9, 6.25e9),  # NVLink 2, 4 adapters of 100 Gbit/s
-    "A100-SXM-40GB": (300e9, 25e9),  # NVLink 3, 8 adapters of 200 Gbit/s
-    "A100-SXM-80GB": (300e9, 25e9),
-    "H100-SXM": (450e9, 50e9),  # NVLink 4, 8 adapters of 400 Gbit/s
-    "H200": (450e9, 50e9),
-    "MI300X": (448e9, 50e9),  # 7 links of Infinity Fabric, 8 adapters of 400 Gbit/s
-}
-_SIZE = 8  # ranks of a node
-_INSIDE, _BETWEEN = 3e-6, 8e-6  # latency in seconds inside and between nodes; assumed
+DEVICES = {name: _of_table(name) for name in _TABLE}
 
 
 def cluster_named(name: str, ranks: int) -> Cluster:
@@ -209,7 +201,7 @@ def cluster_named(name: str, ranks: int) -> Cluster:
     """
     if name not in DEVICES:
         raise InvalidArgumentError(f"device {name!r} is not one of {', '.join(DEVICES)}")
-    inside, between = _NODES[name]
+    *_, inside, between, _ = _TABLE[name]
     links = [Link(_SIZE, _INSIDE, inside)] if ranks > 1 else []
     if ranks > _SIZE:
         links.append(Link(ranks, _BETWEEN, between))
@@ -240,11 +232,11 @@ def read_cluster(path: Path, ranks: int | None = None) -> Cluster:
         made = cluster_named(device, 1).device if isinstance(device, str) else _device(**device)
         found = Cluster(size, made, links)
     except KeyError as error:
-        raise InvalidArgumentError(f"{path} has no {error}: a cluster needs {FIELDS}") from None
+        raise InvalidArgumentError(f"{path} lacks {error}: a cluster needs {FIELDS}") from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidArgumentError(f"{path} is no cluster: {error}") from None
+        raise InvalidArgumentError(f"{path} is not a cluster: {error}") from None
     if ranks is not None and ranks > found.ranks:
-        raise InvalidArgumentError(f"{path} has {found.ranks} ranks, and the job {ranks}")
+        raise InvalidArgumentError(f"{path} has {found.ranks} ranks, but the job needs {ranks}")
     return found if ranks is None else replace(found, ranks=ranks)
 
 
@@ -274,8 +266,8 @@ def read_bench(path: Path) -> Link:
         }  # fmt: skip
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InvalidArgumentError(
-            f"{path} is none of `python -m scaletorch.dist.bench --json FILE`: it has no "
-            "conditions and constants"
+            f"{path} is not from `python -m scaletorch.dist.bench --json FILE`: it lacks "
+            "conditions or constants"
         ) from None
     plain = calls.get("send") or calls.get("all_reduce")
     if plain is None:
@@ -289,7 +281,7 @@ def _json_of(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise InvalidArgumentError(f"{path} is no JSON: {error}") from None
+        raise InvalidArgumentError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise InvalidArgumentError(f"{path} must be a JSON object")
     return content

@@ -36,6 +36,7 @@ class Parameter:
     item: int  # bytes of an element
     local: int  # elements on the rank that holds the most
     expert: bool = False  # whether it belongs to experts, which are divided over ep
+    deferred: bool = False  # whether the second half of a split backward makes its gradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,16 @@ flight, and messages between stages. On real ranks the total is within 3 % of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import mul
 from typing import NamedTuple
 
 from .description import Behaviour, Description
 from .estimate import Memory
-from .known import Group, Known, Optimizer
+from .facts import Facts, Group, Optimizer
 from .layout import Layout
-from .stages import SPLIT, Moment, Runs, alive
+from .stages import Runs, alive, begun
 
 IN_FLIGHT = 8  # messages in flight; copied from the pipeline runtime, which imports torch
 OPEN = 2  # buckets that a backward with ZeRO 2 fills before the first one is sent
@@ -30,38 +30,47 @@ class State(NamedTuple):
     gradients: int = 0  # gradient buffers that persist across steps
     optimizer: int = 0  # optimizer state and master weights
     brought: int = 0  # gradients, or their shards, that the first backward makes
+    first: int = 0  # those of its first half, if it is split
+    second: int = 0  # those of its second half
     again: int = 0  # further shards that each later backward makes
     last: int = 0  # shards that only the last backward makes
     start: int = 0  # unsharded buckets or parameters when a backward begins
     inside: int = 0  # the same while its layers run
     bucket: int = 0  # one gradient bucket
     whole: int = 0  # all gradients that go through buckets
-    opened: int = 0  # all gradients of buckets with several tensors, opened by their first gradient
+    opened: int = 0  # buckets that the first half of a split backward fills before any is sent
+    late: int = 0  # the same of its second half
+    single: int = 0  # the largest gradient
+    shared: int = 0  # of a bucket with gradients of two chunks, those of the other one
     ending: int = 0  # receive buffers of the last buckets
     ties: int = 0  # gradients of tied weights from other stages at the end of a step
 
+    def arrived(self, begun: tuple[int, int, int]) -> int:
+        """Return the bytes of gradients after earlier backwards, if each chunk had all of them."""
+        whole, first, second = begun
+        return self.brought * whole + self.first * first + self.second * second
 
-def state(known: Known, layout: Layout, number: int) -> State:
+
+def state(facts: Facts, layout: Layout, number: int) -> State:
     """Return the parameter, gradient and optimizer bytes of ranks with a number."""
     grid, zero = layout.grid, layout.zero
-    split = layout.schedule in SPLIT
-    key = "state", grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, number, zero, split
+    key = "state", grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, number, zero
 
     def work_out() -> State:
         each = [
-            _state(known, layout, group, grid.edp if group.axis == "edp" else grid.cp * grid.dp)
-            for group in known.groups(layout, number)
+            _state(facts, layout, group, grid.edp if group.axis == "edp" else grid.cp * grid.dp)
+            for group in facts.groups(layout, number)
         ]
         return State(*map(sum, zip(*each, strict=True)))
 
-    return known.once(key, work_out)
+    return facts.once(key, work_out)
 
 
-def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
+def _state(facts: Facts, layout: Layout, group: Group, ranks: int) -> State:
     """Return the bytes of one parameter group, reduced over `ranks` ranks."""
-    optimizer, item, zero = known.optimizer, group.item, layout.zero
+    optimizer, item, zero = facts.optimizer, group.item, layout.zero
     sums, whole = optimizer.sum_item or item, group.elements
-    early = known.description.early
+    early = facts.description.early
     if not zero or group.others:
         # Sums of another dtype are kept in addition to the gradients for the optimizer.
         gradients = whole * (item if sums == item else item + sums)
@@ -70,8 +79,9 @@ def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
         states += optimizer.per_tensor * group.tensors
         summed = layout.grid.cp * layout.grid.dp > 1 or ranks > 1
         stays = summed or bool(optimizer.sum_item) or not early
+        comes = gradients * (not stays)
         return State(
-            whole * item, gradients * stays, states, gradients * (not stays),
+            whole * item, gradients * stays, states, comes, second=comes,
             ties=whole * item * group.others,
         )  # fmt: skip
     own = -(-whole // ranks)
@@ -95,12 +105,16 @@ def _state(known: Known, layout: Layout, group: Group, ranks: int) -> State:
     if zero == 1:
         return State(whole * item, whole * sums, states, last=own * master, inside=coming,
                      bucket=bucket, ending=ending, whole=whole * sums)  # fmt: skip
-    # With split backwards, shards of two micro-batches are there at the peak.
-    shards = own * master * (2 if layout.schedule in SPLIT and ranks > 1 else 1)
+    # The first bucket has deferred weights, so that all wait for the end of a first half. A norm's
+    # gradient opens the bucket of its neighbours, and is a view of its shard, which stays with it.
+    alone = group.largest > group.usual  # in a bucket of its own, which ends the one before
+    opened = whole - group.deferred * (group.most > group.usual)
+    mine = own * master
     return State(
-        whole * item, 0, states, shards, own * master, inside=pair + coming, bucket=bucket,
-        whole=whole * sums, opened=whole * sums if group.largest <= group.usual else 0,
-        ending=ending,
+        whole * item, 0, states, mine, first=mine * opened // whole,
+        second=mine * group.deferred // whole, again=mine, inside=pair + coming, bucket=bucket,
+        whole=whole * sums, opened=opened * sums, late=(group.deferred if alone else whole) * sums,
+        single=group.largest * item, shared=0 if alone else group.usual * sums // 2, ending=ending,
     )  # fmt: skip
 
 
@@ -113,6 +127,7 @@ class Chunk(NamedTuple):
     working: dict[str, int]
     inside: int  # the same for the layers alone, in backward
     tail: int  # bytes that the first layer needs in backward, when nothing else is kept
+    split: int  # the same in the first half of a split backward, with what later blocks left
     ahead: float  # share of the rank's parameters whose gradients are still missing by then
 
 
@@ -121,72 +136,85 @@ def memory(
     layout: Layout,
     optimizer: Optimizer | None = None,
     *,
-    known: Known | None = None,
+    facts: Facts | None = None,
 ) -> tuple[Memory, ...]:
     """Return the bytes of the fullest rank at each place of the pipeline.
 
-    `zero` 3 is torch's `fully_shard`, one block at a time. `known` has cached results.
+    `zero` 3 is torch's `fully_shard`, one block at a time. `facts` has cached results.
     """
-    own = known or Known(description, optimizer)
+    own = facts or Facts(description, optimizer)
     return tuple(
         _fullest(own, layout, number, rank) for rank, number in enumerate(own.numbers(layout))
     )
 
 
-def peak(known: Known, layout: Layout, room: int | None = None) -> int:
+def peak(facts: Facts, layout: Layout, room: int | None = None) -> int:
     """Return the largest total of `memory`, or the first one found above `room`."""
     found = 0
-    for number, rank in known.ends(layout):
-        own = state(known, layout, number)
+    for number, rank in facts.ends(layout):
+        own = state(facts, layout, number)
         still = own.parameters + own.gradients + own.optimizer
         if room is not None and still > room:
             return still
-        for parts in _parts(known, layout, number, rank):
-            found = max(found, still + sum(parts))
+        for sizes in _peaks(facts, layout, own, number, rank):
+            found = max(found, still + sum(sizes))
             if room is not None and found > room:
                 return found
     return found
 
 
-def _fullest(known: Known, layout: Layout, number: int, rank: int) -> Memory:
+def _fullest(facts: Facts, layout: Layout, number: int, rank: int) -> Memory:
     """Return the memory of a rank at its peak moment."""
-    own = state(known, layout, number)
-    gradients, *rest = max(_parts(known, layout, number, rank), key=sum)
+    own = state(facts, layout, number)
+    gradients, *rest = max(_peaks(facts, layout, own, number, rank), key=sum)
     return Memory(own.parameters, own.gradients + gradients, own.optimizer, *rest)
 
 
-def _parts(
-    known: Known, layout: Layout, number: int, rank: int
+def _peaks(
+    facts: Facts, layout: Layout, own: State, number: int, rank: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield gradients, activations, working memory and buffers at each moment that may be the peak.
 
     Backward frees activations as gradients arrive: its peak is when it begins, when the first
     bucket is full, or when it ends. On 58 layouts of real ranks each changed some peak by 3 to 8 %.
     """
-    own, chunks = state(known, layout, number), chunks_of(known, layout, number)
+    chunks, handed = chunks_of(facts, layout, number)
+    message = _messages(facts, layout, number, handed)
     kept, left = [chunk.kept for chunk in chunks], [chunk.left for chunk in chunks]
     # A bucket is sent when full; by then the same share of activations has been freed.
     share = own.bucket / own.whole if own.whole else 0.0
     # A recomputed layer fills a bucket while its activations are freed.
     filled = own.bucket if layout.recompute == "full" else 0
+    count = len(chunks)
     for moment in alive(layout, rank):
-        chunk, count = chunks[moment.chunk], len(chunks)
+        splits = own.opened or own.second
+        if moment.kind == "W" and not splits:
+            continue
+        chunk, messages = chunks[moment.chunk], message(sum(moment.whole))
         activations = sum(map(mul, moment.whole, kept)) + sum(map(mul, moment.halves, left))
-        messages = _messages(known, layout, number, moment)
-        brought = own.brought * moment.begun // count
+        brought = own.arrived(moment.begun) // count
+        all_ = moment.begun[0] + moment.begun[2] == count  # chunks have their gradients
         yield brought, activations, chunk.working[moment.kind], messages + own.start
-        if moment.kind == "I" and own.opened:
-            # Gradients of norms have arrived; all buckets wait for those of linear layers.
-            rest = activations - chunk.kept + chunk.left
-            yield brought, rest, 0, messages + own.opened // count + own.ending
+        if moment.kind in "IW" and splits:
+            # All buckets are sent when it ends: the first one waits for the other half.
+            first = moment.kind == "I"
+            rest = activations + (chunk.left - chunk.kept if first else -chunk.left)
+            opened = (own.opened if first else own.late) // count + own.shared * (count > 1)
+            yield brought, rest, 0, messages + opened + own.ending
+            coming = own.again if first or all_ else own.second
+            yield brought + coming // count, rest, 0, messages + own.inside
+            if first:
+                come = round(opened * max(0.0, 1 - chunk.ahead * count)) + own.single
+                yield brought, activations - chunk.kept, chunk.split, messages + come
             continue
         if own.last:  # the last backward: no other micro-batch is alive
-            activations, coming = chunk.kept, own.last
+            activations, come = chunk.kept, round(own.last * max(0.0, 1 - share - chunk.ahead))
         elif own.inside or own.brought:
-            coming = (own.again if moment.begun else own.brought) // count
+            coming = own.again if all_ else own.brought
+            ahead = chunk.ahead if own.whole else 0.0  # the running layer's come during its peak
+            come = round(coming * max(0.0, 1 / count - share - ahead))
         else:
             continue
-        come = round(coming * max(0.0, 1 - share - chunk.ahead))
         for gone, working, gradients in (
             (share, chunk.inside, brought),
             (1.0, chunk.tail, brought + come),
@@ -195,62 +223,67 @@ def _parts(
             opened = max(0, own.inside - min(filled, max(0, working)))
             yield gradients, rest, max(0, working), messages + opened
     # The last bucket is received while the shards of all earlier ones exist.
-    before, coming = (own.brought, own.again) if layout.micro_batches > 1 else (0, own.brought)
+    end = own.arrived(begun(layout, rank)) // count
+    before, coming = (end, own.again) if layout.micro_batches > 1 else (0, own.brought)
     if own.ending:
         yield before + round((coming + own.last) * (1 - share)), 0, 0, own.ending
-    yield own.brought + own.last, 0, 0, own.ties
+    yield end + own.last, 0, 0, own.ties
 
 
-def _messages(known: Known, layout: Layout, number: int, moment: Moment) -> int:
-    """Return the bytes of messages between stages; a sent output stays until its backward."""
-    if layout.grid.pp == 1:
-        return 0
-    content = known.content(number)
+def _messages(facts: Facts, layout: Layout, number: int, size: int) -> Callable[[int], int]:
+    """Return a function of live micro-batches: the bytes of messages of `size` between stages.
+
+    A sent output stays until its backward.
+    """
+    content = facts.contents[number]
     ways = (content.sent > 0) + (content.received > 0)
     if not ways:
-        return 0
-    size, alive_ = known.handed(layout), sum(moment.whole)
-    passed = round(alive_ * content.sent / len(content.chunks))
-    if layout.recompute == "offload":  # the received input stays on the device as well
-        passed += round(alive_ * content.received / len(content.chunks))
-    if not known.description.early:
-        return (passed + ways) * size
-    done = layout.micro_batches * len(content.chunks) - alive_
-    back = min(IN_FLIGHT // ways, done) if content.received else 0
-    forward = max(0, min(IN_FLIGHT // ways, done + passed) - passed) if content.sent else 0
-    return (passed + back + forward + 1) * size
+        return lambda _: 0
+    chunks, early = len(content.chunks), facts.description.early
+    all_ = layout.micro_batches * chunks
+
+    def message(alive_: int) -> int:
+        passed = round(alive_ * content.sent / chunks)
+        if layout.recompute == "offload":  # the received input stays on the device as well
+            passed += round(alive_ * content.received / chunks)
+        if not early:
+            return (passed + ways) * size
+        done = all_ - alive_
+        back = min(IN_FLIGHT // ways, done) if content.received else 0
+        forward = max(0, min(IN_FLIGHT // ways, done + passed) - passed) if content.sent else 0
+        return (passed + back + forward + 1) * size
+
+    return message
 
 
-def chunks_of(known: Known, layout: Layout, number: int) -> list[Chunk]:
-    """Return the memory needs of a rank's chunks for a micro-batch."""
-    split = layout.schedule in SPLIT
-    way = layout.cut, layout.recompute, layout.micro_rows, split
+def chunks_of(facts: Facts, layout: Layout, number: int) -> tuple[list[Chunk], int]:
+    """Return the memory needs of a rank's chunks for a micro-batch, and the bytes of a message."""
+    way = layout.cut, layout.recompute, layout.micro_rows
 
-    def work_out() -> list[Chunk]:
-        content, behaviours = known.content(number), known.description.behaviours(layout.cut)
-        all_ = sum(_elements(behaviours[kind]) * n for kind, n in content.kinds.items()) or 1
+    def work_out() -> tuple[list[Chunk], int]:
         found = [
-            known.once(("chunk", *way, runs), partial(_chunk, known, layout, runs, split=split))
-            for runs in content.chunks
+            facts.once(("chunk", *way, runs), partial(_chunk, facts, layout, runs))
+            for runs in facts.contents[number].chunks
         ]
-        return [own._replace(ahead=own.ahead / all_) for own in found]
+        all_ = sum(group.elements for group in facts.groups(layout, number)) or 1
+        return [own._replace(ahead=own.ahead / all_) for own in found], facts.handed(layout)
 
-    return known.once(("chunks", *way, number), work_out)
+    return facts.once(("chunks", *way, number), work_out)
 
 
-def _chunk(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
+def _chunk(facts: Facts, layout: Layout, runs: Runs) -> Chunk:
     """Return the bytes of a chunk.
 
     Blocks after the running one keep `left` and the gradient of its output, nothing else.
     """
     rows = layout.micro_rows
-    behaviours = known.description.behaviours(layout.cut)
+    behaviours = facts.description.behaviours(layout.cut)
     shared = left = under = 0.0
     forwards: list[float] = []
     backwards: list[tuple[float, float, bool]] = []  # bytes, `left`, whether it is a layer
     gradients = [behaviours[kind].entered.at(rows) for kind, _ in runs[1:]] + [0.0]
     for (kind, times), gradient in zip(runs, gradients, strict=True):
-        own, layer = behaviours[kind], kind in known.layers
+        own, layer = behaviours[kind], kind in facts.layers
         entered, again, keeps = own.entered.at(rows), 0.0, own.kept.at(rows)
         if layer and layout.recompute == "full":
             keeps, again = entered, max(0.0, keeps - entered)
@@ -258,7 +291,7 @@ def _chunk(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
             keeps = 0.0
         if layout.recompute != "offload":
             shared = max(shared, own.shared.at(rows))
-        leaves, needs = own.left.at(rows) * split, own.backward_peak.at(rows) + again
+        leaves, needs = own.left.at(rows), own.backward_peak.at(rows) + again
         # In a run of equal blocks, `kept` is largest at the last one and `left` at the first.
         first = under + keeps + needs + (entered if times > 1 else gradient)
         under += keeps * times
@@ -267,19 +300,17 @@ def _chunk(known: Known, layout: Layout, runs: Runs, *, split: bool) -> Chunk:
         backwards.append((under + needs + gradient, left + leaves * times, layer))
         left += leaves * times
     plain = [needs for needs, _, _ in backwards]
-    inside = [needs for needs, _, layer in backwards if layer] or plain
-    most = {
-        "F": max(forwards), "B": max(plain),
-        "I": max(needs + left - here for needs, here, _ in backwards),
-    }  # fmt: skip
+    halved = [needs + left - here for needs, here, _ in backwards]
+    layers = [at for at, (_, _, layer) in enumerate(backwards) if layer] or [*range(len(plain))]
+    most = {"F": max(forwards), "B": max(plain), "I": max(halved), "W": under}
     most["FB"] = max(most["F"], most["B"])
     working = {kind: max(0, round(needs - under)) for kind, needs in most.items()}
-    first = next((at for at, (kind, _) in enumerate(runs) if kind in known.layers), 0)
+    first = next((at for at, (kind, _) in enumerate(runs) if kind in facts.layers), 0)
     early = [*runs[:first], (runs[first][0], 1)]
     ahead = sum(_elements(behaviours[kind]) * times for kind, times in early)
     return Chunk(
-        round(under + shared), round(left), working, round(max(inside) - under), round(inside[0]),
-        ahead,
+        round(under + shared), round(left), working, round(max(plain[at] for at in layers) - under),
+        round(plain[layers[0]]), round(halved[layers[0]]), ahead,
     )  # fmt: skip
 
 

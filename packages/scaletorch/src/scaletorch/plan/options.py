@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 
 from ..dist.errors import InvalidArgumentError
@@ -69,7 +69,7 @@ def legal(
     """
     chosen = options or Options()
     if rows < 1 or ranks < 1:
-        raise InvalidArgumentError(f"a plan needs rows and ranks, not {rows} rows, {ranks} ranks")
+        raise InvalidArgumentError(f"rows and ranks must be at least 1, got {rows} and {ranks}")
     experts = sorted({cut.ep for cut in (*description.cuts, *description.refused)}) or [1]
     for plain, ep in product(legal_layouts(ranks), experts):
         if ep > 1 and (plain.tp * plain.cp * plain.dp) % ep:
@@ -94,7 +94,7 @@ def _layouts(description: Description, grid: Grid, rows: int, options: Options) 
     zeros = [zero for zero in _zeros(grid, options) if zero < 3 or grid.pp == 1]
     if not zeros:
         raise InvalidArgumentError(
-            f"zero 3 is torch's fully_shard, which has no pipeline (pp {grid.pp}) here: try zero 2"
+            f"zero 3, torch's fully_shard, does not combine with pp {grid.pp}: try zero 2"
         )
     layers = sum(block.place == "layer" for block in description.blocks)
     schedules = [("1f1b", 1)] if grid.pp == 1 else options.schedules
@@ -111,17 +111,15 @@ def _layouts(description: Description, grid: Grid, rows: int, options: Options) 
         )
 
 
-def ladder(layout: Layout, options: Options) -> Iterator[tuple[tuple[int, int], Layout]]:
-    """Yield a layout with increasing memory savings by recomputation and ZeRO.
-
-    With each come the indices into `options.recompute` and the ZeRO stages; least savings first.
-    """
-    zeros = _zeros(layout.grid, options)
+def ladder(grid: Grid, options: Options) -> list[tuple[tuple[int, int], Recompute, int]]:
+    """Return recomputations and ZeRO stages with their indices, those that save the least first."""
+    zeros = _zeros(grid, options)
     steps = product(range(len(options.recompute)), range(len(zeros)))
-    for step in sorted(steps, key=lambda step: (sum(step), step)):
-        recompute, zero = options.recompute[step[0]], zeros[step[1]]
-        if zero < 3 or layout.grid.pp == 1:
-            yield step, replace(layout, recompute=recompute, zero=zero)
+    return [
+        (step, options.recompute[step[0]], zeros[step[1]])
+        for step in sorted(steps, key=lambda step: (sum(step), step))
+        if zeros[step[1]] < 3 or grid.pp == 1
+    ]
 
 
 def _zeros(grid: Grid, options: Options) -> tuple[int, ...]:

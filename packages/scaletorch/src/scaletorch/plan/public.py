@@ -22,13 +22,13 @@ from .description import Work as Work
 from .estimate import Estimate as Estimate
 from .estimate import Memory as Memory
 from .estimate import Time as Time
-from .known import Optimizer as Optimizer
+from .facts import Optimizer as Optimizer
 from .layout import Layout as Layout
 from .options import Options as Options
 from .options import Refused as Refused
 from .options import legal as legal
 from .search import Plan as Plan
 from .search import plan as plan
-from .showing import page as page
-from .showing import table as table
+from .tables import page as page
+from .tables import table as table
 from .timing import time as time

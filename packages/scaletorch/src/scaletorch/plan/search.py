@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import count, islice
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid, count_communicators
 from .clusters import Cluster
 from .description import Description
 from .estimate import Estimate, in_bytes
-from .known import Known, Optimizer
+from .facts import Facts, Optimizer
 from .layout import Layout
 from .memory import memory, peak
 from .options import Options, Refused, ladder, legal
@@ -34,13 +36,13 @@ class Plan:
         optimizer: Optimizer | None,
     ) -> None:  # fmt: skip
         self.description, self.rows, self.cluster = description, rows, cluster
-        self._known = Known(description, optimizer)
-        self._steps = Steps(description, cluster, self._known)
+        self._facts = Facts(description, optimizer)
+        self._steps = Steps(description, cluster, self._facts)
         self._communicators = cache(self._communicators_of)
         self._peak = cache(
-            lambda layout: peak(self._known, layout) + self._communicators(layout.grid)
+            lambda layout: peak(self._facts, layout) + self._communicators(layout.grid)
         )
-        self._time = cache(self._steps.exact)
+        self._search, self._found = self._in_order(), list[Estimate]()
         self._options, self._fitted = options, cache(self._fit)
         found = list(legal(description, rows, cluster.ranks, options))
         self._illegal = [each for each in found if isinstance(each, Refused)]
@@ -56,24 +58,36 @@ class Plan:
         enough: list[tuple[int, int]] = []
         fitting: list[Layout] = []
         tried: list[Layout] = []
-        for (recompute, zero), variant in ladder(layout, self._options):
-            if any(a <= recompute and b <= zero for a, b in enough):  # fewer savings fit already
+        for (first, second), recompute, zero in ladder(layout.grid, self._options):
+            if any(a <= first and b <= second for a, b in enough):  # fewer savings fit already
                 continue
+            variant = replace(layout, recompute=recompute, zero=zero)
             if variant.cut not in self.description.cuts:  # not described with this recomputation
                 continue
             tried.append(variant)
-            if peak(self._known, variant, room) <= room:
+            if peak(self._facts, variant, room) <= room:
                 fitting.append(variant)
-                enough.append((recompute, zero))
+                enough.append((first, second))
         return fitting, tried
 
     @cached_property
     def fitting(self) -> list[Layout]:
         """Layouts that fit, in no order."""
-        return [variant for layout in self._legal for variant in self._fitted(layout)[0]]
+        with _uncollected():
+            return [variant for layout in self._legal for variant in self._fitted(layout)[0]]
 
     def ranked(self) -> Iterator[Estimate]:
-        """Yield the estimates that fit, fastest first.
+        """Yield the estimates that fit, fastest first."""
+        for number in count():
+            if number == len(self._found):
+                following = next(self._search, None)
+                if following is None:
+                    return
+                self._found.append(self.estimate(following))
+            yield self._found[number]
+
+    def _in_order(self) -> Iterator[Layout]:
+        """Yield the layouts that fit, fastest first.
 
         Layouts wait in a queue by a lower bound of their step time. When one reaches the front, it
         is fitted into memory, then bounded more closely, then simulated.
@@ -90,9 +104,9 @@ class Plan:
                 for variant, own in enumerate(self._fitted(layout)[0]):
                     heappush(queue, (self._steps.least(own), close, (number[0], variant), own))
             elif known == close:
-                heappush(queue, (self._time(layout).step, self._peak(layout), number, layout))
+                heappush(queue, (self._steps.step(layout), self._peak(layout), number, layout))
             else:
-                yield self.estimate(layout)
+                yield layout
 
     def top(self, count: int) -> list[Estimate]:
         """Return the best layouts that fit, or the ones nearest to fitting if none does."""
@@ -106,27 +120,31 @@ class Plan:
     @cached_property
     def over(self) -> tuple[Estimate, ...]:
         """The smallest estimate of each layout that does not fit, by increasing memory."""
-        return tuple(map(self.estimate, sorted(self._large, key=self._peak)))
+        least = (min(tried, key=self._peak) for tried in self._large)
+        return tuple(map(self.estimate, sorted(least, key=self._peak)))
 
     @cached_property
-    def _large(self) -> list[Layout]:
+    def _large(self) -> list[list[Layout]]:
+        """All variants of each layout of which none fits."""
         each = map(self._fitted, self._legal)
-        return [min(tried, key=self._peak) for fitting, tried in each if tried and not fitting]
+        return [tried for fitting, tried in each if tried and not fitting]
 
     @cached_property
     def refused(self) -> tuple[Refused, ...]:
         """Refused grids and layouts, and why."""
-        room = in_bytes(self.cluster.device.memory)
-        large = (
-            Refused(
-                layout.grid,
-                f"needs {in_bytes(self._peak(layout))} of {room}, with zero {layout.zero} and "
-                f"recompute {layout.recompute}",
-                layout,
-            )
-            for layout in self._large
-        )
-        return (*self._illegal, *large)
+        return (*self._illegal, *map(self._too_large, self._large))
+
+    @cached_property
+    def reasons(self) -> list[tuple[int, Refused]]:
+        """Refused grids, and one layout of those that do not fit, each with their number."""
+        large = [(len(self._large), self._too_large(self._large[0]))] if self._large else []
+        return [*((1, each) for each in self._illegal), *large]
+
+    def _too_large(self, tried: list[Layout]) -> Refused:
+        layout = min(tried, key=self._peak)
+        needed, room = in_bytes(self._peak(layout)), in_bytes(self.cluster.device.memory)
+        saved = f"zero {layout.zero} and recompute {layout.recompute}"
+        return Refused(layout.grid, f"needs {needed} of {room}, with {saved}", layout)
 
     def estimate(self, layout: Layout) -> Estimate:
         """Return the cost of a layout.
@@ -134,8 +152,8 @@ class Plan:
         Raises:
             InvalidArgumentError: The model cannot have this cut, or has fewer layers than stages.
         """
-        held = memory(self.description, layout, known=self._known)
-        return Estimate(layout, held, self._time(layout), self._communicators(layout.grid))
+        held = memory(self.description, layout, facts=self._facts)
+        return Estimate(layout, held, self._steps.exact(layout), self._communicators(layout.grid))
 
     @cached_property
     def first(self) -> Estimate | None:
@@ -181,12 +199,19 @@ def plan(
     Raises:
         InvalidArgumentError: No rows, no ranks, or no figure of the device for the model's dtype.
     """
-    collecting = gc.isenabled()
-    gc.disable()  # a search makes no reference cycles, but very many long-lived objects
-    try:
+    with _uncollected():
         found = Plan(description, rows, cluster, options or Options(), optimizer)
         _ = found.first  # compute it now
+    return found
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage: a search makes no reference cycles, but very many long-lived objects."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collecting:
             gc.enable()
-    return found

@@ -28,11 +28,13 @@ Places = tuple[tuple[tuple[int, ...], ...], ...]
 class Moment(NamedTuple):
     """The moment of an action at which a rank holds the most."""
 
-    kind: str  # of the action: "F" (counts itself), "B", "I" (first half of "B"), "FB" (either)
+    kind: str  # "F" (counts itself), "B", its halves "I" and "W", or "FB" (either of the two)
     chunk: int  # of the action
     whole: tuple[int, ...]  # live micro-batches by chunk, without halves
     halves: tuple[int, ...]  # first halves of backwards that wait for their second, by chunk
-    begun: int  # number of chunks in which an earlier backward has ended
+    # Numbers of chunks whose earlier backwards began with a whole one, with a first half, and of
+    # the latter those that have also ended a second half or a whole one.
+    begun: tuple[int, int, int]
 
 
 class Content(NamedTuple):
@@ -71,29 +73,27 @@ def stages_of(schedule: str, pp: int, chunks: int) -> tuple[tuple[int, ...], ...
     return _built(schedule, pp, 1, chunks).stages
 
 
-def places(description: Description, layout: Layout) -> Places:
+def places(description: Description, schedule: str, pp: int, chunks: int) -> Places:
     """Return the block indices of each pipeline rank, by chunk; refuse stages without layers."""
     where = [block.place for block in description.blocks]
     first, layers, last = where.count("first"), where.count("layer"), where.count("last")
-    stages = stages_of(layout.schedule, layout.grid.pp, layout.chunks)
+    stages = stages_of(schedule, pp, chunks)
     count = sum(map(len, stages))
     if count == 1:
         return ((tuple(range(first + layers + last)),),)
     if layers < count:
-        raise InvalidArgumentError(
-            f"{layers} layers are fewer than {count} stages: pp {layout.grid.pp}"
-            + (f" x {layout.chunks} chunks" if layout.chunks > 1 else "")
-        )
+        times = f" x {chunks} chunks" if chunks > 1 else ""
+        raise InvalidArgumentError(f"{layers} layers are fewer than {count} stages: pp {pp}{times}")
     cut = [[first + layer for layer in each] for each in distribute_layers(layers, count)]
     cut[0] = [*range(first), *cut[0]]
     cut[-1] += range(first + layers, first + layers + last)
     return tuple(tuple(tuple(cut[stage]) for stage in own) for own in stages)
 
 
-def contents(description: Description, layout: Layout) -> list[Content]:
+def contents(description: Description, schedule: str, pp: int, chunks: int) -> list[Content]:
     """Return the content of each pipeline rank."""
-    where = places(description, layout)
-    stages = stages_of(layout.schedule, layout.grid.pp, layout.chunks)
+    where = places(description, schedule, pp, chunks)
+    stages = stages_of(schedule, pp, chunks)
     owner = {stage: rank for rank, own in enumerate(stages) for stage in own}
     kinds = [[[description.blocks[at].kind for at in chunk] for chunk in own] for own in where]
     on: dict[str, set[int]] = {}  # kind -> ranks that have it
@@ -101,8 +101,8 @@ def contents(description: Description, layout: Layout) -> list[Content]:
         for kind in chain(*own):
             on.setdefault(str(kind), set()).add(rank)
     found = []
-    for rank, (numbers, chunks) in enumerate(zip(stages, kinds, strict=True)):
-        runs = (tuple((kind, len([*run])) for kind, run in groupby(chunk)) for chunk in chunks)
+    for rank, (numbers, rows) in enumerate(zip(stages, kinds, strict=True)):
+        runs = (tuple((kind, len([*run])) for kind, run in groupby(row)) for row in rows)
         sent = sum(owner.get(stage + 1, rank) != rank for stage in numbers)
         received = sum(owner.get(stage - 1, rank) != rank for stage in numbers)
         ties = []
@@ -123,9 +123,10 @@ def alive(layout: Layout, rank: int) -> tuple[Moment, ...]:
     _check(schedule, pp, chunks)
     if schedule in ("afab", "looped_bfs"):
         none = (0,) * chunks
-        first = Moment("FB", chunks - 1, (m,) * chunks, none, 0)
+        first = Moment("FB", chunks - 1, (m,) * chunks, none, (0, 0, 0))
         # With gradients, once the first micro-batch is freed.
-        return (first, Moment("B", chunks - 1, (m - 1,) * chunks, none, chunks))[: min(m, 2)]
+        begun = chunks, 0, 0
+        return (first, Moment("B", chunks - 1, (m - 1,) * chunks, none, begun))[: min(m, 2)]
     few = enough(schedule, pp, m)
     return _alive(schedule, pp, few, chunks, few < m, rank)
 
@@ -147,28 +148,50 @@ def _alive(
 ) -> tuple[Moment, ...]:
     """Return the moments of `m` micro-batches; `more` is True if others follow."""
     if schedule == "1f1b":
-        return (Moment("FB", 0, (min(pp - rank, m),), (0,), int(more or pp - rank < m)),)
-    whole, halves, begun = [0] * chunks, [0] * chunks, set[int]()
-    most: dict[tuple[str, int, int], tuple[tuple[int, int], Moment]] = {}
+        begun = int(more or pp - rank < m), 0, 0
+        return (Moment("FB", 0, (min(pp - rank, m),), (0,), begun),)
+    whole, halves, kinds = [0] * chunks, [0] * chunks, [""] * chunks  # kinds of backwards so far
+    most: dict[tuple[str, int, int], tuple[tuple[int, ...], Moment]] = {}
     for action in _built(schedule, pp, m, chunks).ranks[rank]:
         kind, chunk = action.kind, action.chunk
         before = tuple(whole), tuple(halves)
-        added, parts = CHANGES[kind]
+        added, left = CHANGES[kind]
         whole[chunk] += added
-        halves[chunk] += parts
-        if kind == "W":  # holds less than the first half did
-            continue
+        halves[chunk] += left
         counts = (tuple(whole), tuple(halves)) if kind == "F" else before
         both = sum(counts[0]), sum(counts[1])
-        moment = Moment(kind, chunk, *counts, chunks if more else len(begun))
-        for at, weighed in enumerate((both, (sum(both), both[0]), both[::-1])):
+        begun = _ends(schedule, pp, m, chunks, rank) if more else _begun(kinds)
+        moment = Moment(kind, chunk, *counts, begun)
+        for at, weighed in enumerate((both, (sum(both), both[0]), both[::-1], (*begun, *both))):
             if weighed >= most.get((kind, chunk, at), ((-1, -1), moment))[0]:
                 most[kind, chunk, at] = weighed, moment
         if kind != "F":
-            begun.add(chunk)
+            kinds[chunk] += kind
     found = dict.fromkeys(moment for _, moment in most.values())
     # The fullest first, so that a layout that does not fit is rejected soonest.
     return tuple(sorted(found, key=lambda moment: -sum(moment.whole)))
+
+
+def _begun(kinds: list[str]) -> tuple[int, int, int]:
+    """Return `Moment.begun` of chunks with these kinds of backwards."""
+    halved = [own for own in kinds if own[:1] == "I"]
+    return sum(own[:1] == "B" for own in kinds), len(halved), sum({*own} != {"I"} for own in halved)
+
+
+def begun(layout: Layout, rank: int) -> tuple[int, int, int]:
+    """Return `Moment.begun` at the end of a step on a pipeline rank."""
+    few = enough(layout.schedule, layout.grid.pp, layout.micro_batches)
+    return _ends(layout.schedule, layout.grid.pp, few, layout.chunks, rank)
+
+
+@lru_cache(maxsize=4096)
+def _ends(schedule: str, pp: int, m: int, chunks: int, rank: int) -> tuple[int, int, int]:
+    if schedule not in SPLIT:
+        return chunks, 0, 0
+    kinds = [""] * chunks
+    for action in _built(schedule, pp, m, chunks).ranks[rank]:
+        kinds[action.chunk] += action.kind.replace("F", "")
+    return _begun(kinds)
 
 
 def _check(schedule: str, pp: int, chunks: int) -> None:

@@ -149,9 +149,9 @@ def _check_numbers(config: PretrainConfig) -> None:
 def _at_least(config: PretrainConfig, names: tuple[str, ...], least: int) -> None:
     values = {name: getattr(config, name) for name in names}
     if odd := [f"{name}={value!r}" for name, value in values.items() if type(value) is not int]:
-        raise InvalidArgumentError(f"must be whole numbers: {', '.join(odd)}")
+        raise InvalidArgumentError(f"settings must be whole numbers: {', '.join(odd)}")
     if low := [f"{name}={value}" for name, value in values.items() if value < least]:
-        raise InvalidArgumentError(f"must be at least {least}: {', '.join(low)}")
+        raise InvalidArgumentError(f"settings must be at least {least}: {', '.join(low)}")
 
 
 def _check_folders(config: PretrainConfig) -> None:

@@ -57,10 +57,10 @@ def refuse_mixing(config: PretrainConfig) -> None:
 
 
 def _files_of_a_run(out: Path) -> str:
-    parts = ["checkpoints"] if latest(out / "checkpoints") is not None else []
+    found = ["checkpoints"] if latest(out / "checkpoints") is not None else []
     log = out / LOG
-    parts += [LOG] if log.is_file() and log.stat().st_size else []
-    return ", ".join(parts)
+    found += [LOG] if log.is_file() and log.stat().st_size else []
+    return ", ".join(found)
 
 
 def save_step(
@@ -112,16 +112,11 @@ def load_last(
         if not isinstance(saved, dict):
             raise StateError(f"{folder} has a checkpoint that this program did not save")
         planned = saved.get("decay_steps")
-        if not config.decay_steps and planned is None:
-            raise StateError(
-                f"{folder} does not say in how many steps the saved run falls to its lowest rate: "
-                "pass that number as --decay-steps"
-            )
         if not config.decay_steps and planned != config.steps:
             raise StateError(
                 f"the saved run falls to its lowest rate in {planned} steps, and this one in "
-                f"{config.steps}: keep that with --decay-steps {planned}, or plan the rate anew "
-                f"with --decay-steps {config.steps}"
+                f"{config.steps}: keep that with --decay-steps {planned}, or decay anew with "
+                f"--decay-steps {config.steps}"
             )
         if different := [
             f"{name}: saved {saved.get(name)}, now {value}"

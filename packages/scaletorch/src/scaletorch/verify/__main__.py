@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> Report:
     """Run `verify` with the command line's arguments; show progress if stderr is a terminal."""
     layouts = [parse_layout(text) for text in arguments.layout]
     if not layouts and arguments.world_size is None:
-        raise InvalidArgumentError("say --world-size N, or --layout DPxPPxCPxTP")
+        raise InvalidArgumentError("pass --world-size N, or --layout DPxPPxCPxTP")
     model, batch = problem_of(arguments, layouts or every_layout(arguments.world_size))
     numbers = count(1)
 

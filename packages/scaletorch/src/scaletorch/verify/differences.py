@@ -116,26 +116,6 @@ def compare_tensor(
     return Difference(what, step, error, bound, note=note)
 
 
-def compare_named(
-    kind: str,
-    step: int,
-    ours: Mapping[str, Tensor],
-    theirs: Mapping[str, Tensor],
-    bound: float,
-    shard: Shard = whole,
-) -> Iterator[Difference]:
-    """Compare this rank's tensors with the same shards of one process's, by plain names."""
-    typical = root_mean_square(theirs.values())
-    for name, tensor in ours.items():
-        what = f"{kind} {name}"
-        if name not in theirs:
-            yield Difference(what, step, INFINITE, bound, note="unknown to one process")
-            continue
-        full = theirs[name]
-        scale = scale_of(full, typical)
-        yield compare_tensor(what, step, tensor, shard(name, full), bound, scale=scale)
-
-
 def _largest_gap(gap: Tensor, ours: Tensor, theirs: Tensor) -> str:
     index = gap.abs().nan_to_num(nan=INFINITE).argmax()
     place = [int(i) for i in torch.unravel_index(index, gap.shape)]
@@ -176,11 +156,11 @@ def unlike(
     for key, sides in differing_sides([*held.items()], manager).items():
         if key in held:
             other = min(rank for side in sides if get_rank() not in side for rank in side)
-            note = f"rank {other} holds other bits of it: never synchronised"
+            note = f"rank {other} holds other bits: they were never synchronised"
             yield Difference(f"{kind} {key.name}", step, INFINITE, bound, note=note)
 
 
-def own_part(model: nn.Module) -> Shard:
+def own_shard(model: nn.Module) -> Shard:
     """Return a function that takes this rank's shard of a whole tensor, by its plain name."""
     cuts = find_expert_cuts(model)
 
@@ -210,39 +190,41 @@ def compare_number(
     return Difference(what, step, lost, allowed, note=f"{float(ours):.9g}, exactly {true:.9g}")
 
 
-def compare_all(
+def compare_tensors(
     kind: str,
     step: int,
     ours: Mapping[str, Tensor],
     theirs: Mapping[str, Any],
     limit: float,
-    exact: Exact,
+    exact: Exact = None,
     shard: Shard = whole,
 ) -> Iterator[Difference]:
-    """Compare each tensor with one process's, or in bfloat16 the total rounding losses of both.
+    """Compare this rank's tensors with the same shards of one process's, by plain names.
 
-    `kind` is "gradient", "weight" or "whole weight"; `exact` is None unless in bfloat16.
+    In bfloat16 (`exact` is not None), compare the total rounding losses of both. The last word of
+    `kind`, such as "gradient" or "whole weight", names the tensors of a step.
     """
     plural = f"{kind.split()[-1]}s"
     theirs = theirs[plural]
-    if exact is None:
-        yield from compare_named(kind, step, ours, theirs, limit, shard)
-        return
-    exact = exact[plural]
-    typical = root_mean_square(exact.values())
+    reference = theirs if exact is None else exact[plural]
+    typical = root_mean_square(reference.values())
     ours_lost, theirs_lost = 0.0, 0.0
     for name, tensor in ours.items():
-        part = shard(name, theirs[name]) if name in theirs else None
-        if part is None or (part.shape, part.dtype) != (tensor.shape, tensor.dtype):
-            yield Difference(f"{kind} {name}", step, INFINITE, limit, note="not one process's")
+        if name not in theirs:
+            note = "unknown to one process"
+            yield Difference(f"{kind} {name}", step, INFINITE, limit, note=note)
             continue
-        true, scale = widest(shard(name, exact[name])), scale_of(exact[name], typical)
+        own, scale = shard(name, theirs[name]), scale_of(reference[name], typical)
+        if exact is None or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
+            yield compare_tensor(f"{kind} {name}", step, tensor, own, limit, scale=scale)
+            continue
+        true = widest(shard(name, reference[name]))
         ours_lost += _distance(tensor, true, scale) ** 2
-        theirs_lost += _distance(part, true, scale) ** 2
-    note = "of all together, what rounding loses against float64; the bound is what it may"
-    yield Difference(
-        f"{kind}s", step, math.sqrt(ours_lost), FACTOR * math.sqrt(theirs_lost), note=note
-    )
+        theirs_lost += _distance(own, true, scale) ** 2
+    if exact is not None:
+        note = "rounding loss of all tensors against float64; the bound is the largest allowed"
+        bound = FACTOR * math.sqrt(theirs_lost)
+        yield Difference(f"{kind}s", step, math.sqrt(ours_lost), bound, note=note)
 
 
 def _distance(tensor: Tensor, true: Tensor, scale: float) -> float:

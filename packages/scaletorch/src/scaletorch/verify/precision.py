@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 ROOT = __package__.rsplit(".", 1)[0]
-COMPUTING = tuple(f"{ROOT}.{part}." for part in ("dist", "parallel", "compose"))
+COMPUTING = tuple(f"{ROOT}.{room}." for room in ("dist", "parallel", "compose"))
 CASTS = ("float", "to", "type", "softmax", "log_softmax", "mean", "sum")  # methods that can cast
 
 

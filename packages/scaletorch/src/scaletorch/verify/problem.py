@@ -285,7 +285,7 @@ def router_loss(model: nn.Module, output: Any, mask: Tensor | None = None) -> Te
     (choices / tokens) x (mean probability). Source: Switch Transformers (arXiv 2101.03961),
     equations 4 to 6, as transformers implements it.
     """
-    config = next(filter(_asks, (getattr(part, "config", None) for part in model.modules())), None)
+    config = next(filter(_asks, (getattr(each, "config", None) for each in model.modules())), None)
     if config is None:
         return 0.0
     logits = torch.stack(output.router_logits)

@@ -39,12 +39,11 @@ from .device import in_dtype, moved, rank_device
 from .differences import (
     Difference,
     Exact,
-    compare_all,
-    compare_named,
     compare_number,
+    compare_tensors,
     doubled,
     missing,
-    own_part,
+    own_shard,
     unlike,
 )
 from .expert_choices import Choice, by_scores, decided
@@ -112,8 +111,8 @@ def compare_case(
     """Build the model, and compare its initial weights, its training and its dropout."""
     device = next(x.device for x in saved["batches"][0].values() if isinstance(x, Tensor))
     model = subject.model(case.dtype, device)
-    part = own_part(model)
-    yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, part)
+    whole, shard = {"weights": saved["state"]}, own_shard(model)
+    yield from compare_tensors("initial weight", 0, model.state_dict(), whole, 0.0, shard=shard)
     load_full_state_dict(model, saved["state"])
     with refusing():
         parallel = build(case, model, subject, manager)
@@ -226,14 +225,14 @@ def train_and_compare(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        part = own_part(model)
-        found += compare_all("weight", step, model.state_dict(), theirs, limit, exact, part)
+        weights, shard = model.state_dict(), own_shard(model)
+        found += compare_tensors("weight", step, weights, theirs, limit, exact, shard)
         yield from found
         if any(all_gather_object(any(difference.failed for difference in found))):
             return False
     weights = moved(full_state_dict(model, manager), loss.device)  # from the CPU
     yield from missing("whole weight", step, weights, theirs["weights"], limit)
-    yield from compare_all("whole weight", step, weights, theirs, limit, exact)
+    yield from compare_tensors("whole weight", step, weights, theirs, limit, exact)
     return True
 
 
@@ -287,7 +286,7 @@ def compare_gradients(
     mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     yield from missing("gradient", step, set().union(*stages), expected, limit)
     yield from missing("gradient", step, gradients, expected & mine, limit)
-    yield from compare_all("gradient", step, gradients, theirs, limit, exact, own_part(model))
+    yield from compare_tensors("gradient", step, gradients, theirs, limit, exact, own_shard(model))
     yield from unlike("gradient", step, model, gradients, manager, limit)
 
 

@@ -269,8 +269,8 @@ def assert_trains_alike(
     __tracebackhide__ = True  # pytest leaves this frame out: the report has all details
     if isinstance(model, nn.Module):
         raise InvalidArgumentError(
-            f"assert_trains_alike needs what makes the model, not a {type(model).__name__} that is "
-            "made: every rank makes its own, so give the class, or a function at module level"
+            f"assert_trains_alike needs a function that makes the model, got a "
+            f"{type(model).__name__}: each rank makes its own; pass the class or a function"
         )
     chosen = [layouts] if isinstance(layouts, str | Grid) else list(layouts)
     if not chosen:

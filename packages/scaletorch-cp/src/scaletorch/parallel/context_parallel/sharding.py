@@ -11,7 +11,7 @@ made by hand, or if sequences in several layouts are in use (as `ShardedSequence
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -86,7 +86,7 @@ def unshard_sequence(
     """
     ring = ring_of(group)
     dim = _dim(x, dim)
-    layout = resolve_layout(layout, ring, "unshard_sequence", consume=True)
+    layout = resolve_layout(layout, ring, "unshard_sequence", consume=True, settle=True)
     found = layout_for_shards(layout, x.shape[dim], length, ring.size)
     whole = x if ring.size == 1 else functional.gather(x, dim, ring.group)
     if not _is_contiguous(found):
@@ -213,6 +213,7 @@ class _Record:
     calls: dict[str, str] = field(default_factory=dict)  # layout -> the call that sharded in it
     padded: bool = False  # whether any of their sequences had padding
     used: bool = False  # a call has taken these shards; the next sharding call starts a new record
+    settled: bool = False  # that call knew the padding, or has joined the shards
 
     def __str__(self) -> str:
         """List the layouts with the calls that sharded in them."""
@@ -222,19 +223,36 @@ class _Record:
 _records: WeakKeyDictionary[ProcessGroup, _Record] = WeakKeyDictionary()
 
 
-def record_layout(layout: Layout, ring: Ring, call: str, *, used_next: bool = False) -> None:
-    """Record that `call` has sharded sequences in this layout over the ranks of `ring`.
-
-    With `used_next` the next call takes these shards, even if others were made earlier.
-    """
+def record_layout(layout: Layout, ring: Ring, call: str) -> None:
+    """Record that `call` has sharded sequences in this layout over the ranks of `ring`."""
     if ring.group is None or ring.size == 1:
         return
     record = _records.setdefault(ring.group, _Record())
-    if record.used:
-        record.calls, record.padded, record.used = {}, False, False
+    if record.used:  # causal attention ignores padding; full attention may take the same shards
+        padded = record.padded and not record.settled
+        record.calls, record.padded, record.used, record.settled = {}, padded, False, False
     record.calls[layout.name] = call
-    has_padding = layout.padded_length > layout.length
-    record.padded = has_padding or (record.padded and not used_next)
+    record.padded = record.padded or _has_padding(layout)
+
+
+def record_next(layouts: Sequence[Layout], ring: Ring, call: str) -> None:
+    """Record that the next calls take shards in these layouts, even if others were made earlier."""
+    for layout in layouts:
+        record_layout(layout, ring, call)
+    record = None if ring.group is None else _records.get(ring.group)
+    if record is not None:
+        record.padded = any(_has_padding(layout) for layout in layouts)
+
+
+def record_padding(ring: Ring) -> None:
+    """Record that the shards of the next calls may have padding."""
+    record = None if ring.group is None else _records.get(ring.group)
+    if record is not None:
+        record.padded = True
+
+
+def _has_padding(layout: Layout) -> bool:
+    return layout.padded_length > layout.length
 
 
 def may_be_padded(requested: str | None, ring: Ring) -> bool:
@@ -254,12 +272,14 @@ def resolve_layout(
     call: str,
     *,
     consume: bool = False,
+    settle: bool = False,
     default: str | None = None,
 ) -> Layout | str:
     """Return the layout of the shards that `call` takes: the one named, or the recorded one.
 
     `default` is the layout of unrecorded shards; None if the caller must name it. With `consume`
-    the next sharding call starts a new record.
+    the next sharding call starts a new record, which does not remember padding if this call knows
+    it, by a `Layout`, or is to `settle` it.
     """
     if not isinstance(layout, Layout | None):
         require_name(layout)
@@ -272,8 +292,8 @@ def resolve_layout(
             names = " or ".join(f'layout="{name}"' for name in LAYOUTS)
             raise _error(
                 call,
-                "which positions does each rank have? No sequence was sharded over this group, and "
-                f"no layout was given. Pass {names}, or shard with shard_sequence, shard_batch or "
+                "the layout of these shards is unknown, since no sequence was sharded over this "
+                f"group: pass {names}, or shard with shard_sequence, shard_batch or "
                 "ShardedSequences",
             )
         return layout
@@ -288,10 +308,11 @@ def resolve_layout(
         raise _error(
             call,
             f"it takes the shards to be {layout}, but the sequences of this group were sharded "
-            f"{record}: use the same layout for both. For shards made by hand, pass a Layout: "
+            f"{record}: use one layout for both; for shards made by hand, pass "
             f"layout={layout}(length, ranks)",
         )
     record.used = record.used or consume
+    record.settled = record.settled or settle or (consume and isinstance(layout, Layout))
     return layout
 
 

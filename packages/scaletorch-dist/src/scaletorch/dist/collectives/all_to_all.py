@@ -20,6 +20,7 @@ from ..wire.checks import (
     check_target,
     check_tensor,
     checking,
+    comparing,
 )
 from ..wire.sums import as_one
 from ..wire.work import Async, Group, Sync, Work, identity, settled
@@ -106,14 +107,16 @@ def all_to_all_flat(
     if members is None:
         if list(counts) != list(received_counts):
             raise InvalidArgumentError(
-                f"all_to_all_flat sends {counts[0]} elements to this rank alone, and "
-                f"{received_counts[0]} are expected of it"
+                f"all_to_all_flat sends {counts[0]} elements to this rank, which expects "
+                f"{received_counts[0]}"
             )
         return Work((), partial(_copied, data))
-    if checking():
-        scale = data.element_size()
-        sizes = [[count * scale for count in each] for each in (counts, received_counts)]
-        _compare_pairs(sizes[0], sizes[1], members)
+    if comparing():  # not for a guard alone: it would cost a message for each dispatch of experts
+        width = data.element_size()
+        sent_bytes, received_bytes = (
+            [count * width for count in each] for each in (counts, received_counts)
+        )
+        _compare_pairs(sent_bytes, received_bytes, members)
     sent = on_wire(data, members)
     done = identity if sent is data else partial(_moved, data.device)
     way = way_of(sent, members)
@@ -147,16 +150,14 @@ def _check_blocks(data: Tensor, members: ProcessGroup) -> None:
         for rank, (length, _) in zip(group_ranks(members), rows, strict=True)
     )
     if any(length % size for length, _ in rows):
-        message = (
-            f"all_to_all cuts dim 0 into {size} equal blocks, one a rank, which {size} must "
-            f"divide; dim 0 is {lengths}: pad it, or use all_to_all(send_list, recv_list)"
+        raise InvalidArgumentError(
+            f"all_to_all cuts dim 0 into {size} equal blocks, one per rank, so its size must be a "
+            f"multiple of {size}; it is: {lengths}. Pad it, or use all_to_all(send_list, recv_list)"
         )
-        raise InvalidArgumentError(message)
-    message = (
-        f"all_to_all needs one shape and dtype on every rank; dim 0 is {lengths}, and a row takes "
-        f"{', '.join(str(taken) for _, taken in rows)} bytes: use all_to_all(send_list, recv_list)"
+    raise MismatchError(
+        f"all_to_all needs one shape and dtype on every rank; dim 0 is: {lengths}; a row has "
+        f"{', '.join(str(taken) for _, taken in rows)} bytes. Use all_to_all(send_list, recv_list)"
     )
-    raise MismatchError(message)
 
 
 def _all_to_all_lists(
@@ -177,7 +178,7 @@ def _all_to_all_lists(
         return settled((), partial(bring_home, from_self.detach(), to_self.detach()), async_op)
     sent = [as_bytes(on_wire(entry, members)) for entry in send_list]
     counts = [entry.numel() * entry.element_size() for entry in recv_list]
-    sizes = [part.numel() for part in sent]
+    sizes = [block.numel() for block in sent]
     if checking():
         _compare_pairs(sizes, counts, members)
     joined = as_one(sent)
@@ -201,10 +202,10 @@ def _compare_pairs(sent: list[int], received: list[int], members: ProcessGroup) 
 
 
 def _distribute(targets: Sequence[Tensor], counts: list[int], received: Tensor) -> None:
-    for target, part in zip(targets, received.split(counts), strict=True):
-        if part.storage_offset() % target.element_size():  # a view needs the dtype's alignment
-            part = part.clone()
-        target.detach().copy_(part.view(target.dtype).view(target.shape))
+    for target, block in zip(targets, received.split(counts), strict=True):
+        if block.storage_offset() % target.element_size():  # a view needs the dtype's alignment
+            block = block.clone()
+        target.detach().copy_(block.view(target.dtype).view(target.shape))
 
 
 def _moved(device: torch.device, received: Tensor) -> Tensor:

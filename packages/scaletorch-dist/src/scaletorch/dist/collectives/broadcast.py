@@ -105,7 +105,7 @@ def _check_list_of_root(tensors: Any, data: Tensor, src: int, mine: bool, member
     if members is not None:
         (bad,) = broadcast_ints([int(error is not None)], src, members)
         if bad and error is None:
-            message = f"scatter: the list of rank {src} does not fit; its error says how"
+            message = f"scatter: the list of rank {src} does not fit; see the error of that rank"
             raise InvalidArgumentError(message)
     if error is not None:
         raise error

@@ -15,7 +15,7 @@ from ..transport.ways import way_of
 from ..wire.backend import bring_home, on_wire, process_group
 from ..wire.checks import begin
 from ..wire.recipes import recipe_for
-from ..wire.sums import even_parts, sum_dtype
+from ..wire.sums import even_counts, sum_dtype
 from ..wire.work import Work, identity, nothing, settled
 from ..world.info import get_world_size
 from .reduce import all_reduce
@@ -47,7 +47,7 @@ def all_reduce_flat(
     _is_mean(op)
     members = process_group(group)
     if members is not None and members.size() > 1 and data.numel() > 0 and _is_narrow(data):
-        counts = even_parts(data.numel(), members.size())
+        counts = even_counts(data.numel(), members.size())
         shard = reduce_scatter_flat(data, counts, op, members)
         return Work((shard,), partial(_put_together, data, counts, members, shard))
     return Work((all_reduce(data, op, group, async_op=True),), partial(identity, data))

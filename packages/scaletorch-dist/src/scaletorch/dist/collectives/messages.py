@@ -167,11 +167,10 @@ def _bring_all_home(targets: list[Tensor], buffers: list[Tensor]) -> None:
 def _copies_to_self(sent: list[Tensor], received: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
     shapes = [[(tuple(x.shape), x.dtype) for x in side] for side in (sent, received)]
     if shapes[0] != shapes[1]:
-        message = (
+        raise InvalidArgumentError(
             f"what rank {get_rank()} sends to itself, {shapes[0]}, "
             f"is not what it receives from itself, {shapes[1]}"
         )
-        raise InvalidArgumentError(message)
     return list(zip(received, sent, strict=True))
 
 

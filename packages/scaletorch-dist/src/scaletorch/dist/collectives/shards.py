@@ -114,22 +114,20 @@ def _check_sizes(sizes: Sequence[int] | None, members: Group, call: str) -> list
     lengths = [int(size) for size in sizes]
     count = 1 if members is None else members.size()
     if len(lengths) != count or min(lengths) < 0:
-        message = (
+        raise InvalidArgumentError(
             f"{call} needs one length of 0 or more for each of the group's {count} ranks "
             f"in sizes, got {lengths}"
         )
-        raise InvalidArgumentError(message)
     return lengths
 
 
 def _check_length(x: Tensor, dim: int, expected: int, what: str) -> None:
     """Check that `x` has the expected length along `dim`."""
     if x.size(dim) != expected:
-        message = (
+        raise InvalidArgumentError(
             f"{what} is {expected}, but dim {dim} of the tensor of shape "
             f"{tuple(x.shape)} is {x.size(dim)}"
         )
-        raise InvalidArgumentError(message)
 
 
 def _shard_lengths(
@@ -144,11 +142,10 @@ def _shard_lengths(
     length, rest = divmod(x.size(dim), count)
     if rest:
         way_out = "pad it" if call == "all_to_all" else "pad it or pass sizes"
-        message = (
-            f"{call} cuts dim {dim} into {count} equal shards, one a rank, but its size "
-            f"{x.size(dim)} (shape {tuple(x.shape)}) is no multiple of {count}: {way_out}"
+        raise InvalidArgumentError(
+            f"{call} cuts dim {dim} into {count} equal shards, one per rank, but its size "
+            f"{x.size(dim)} (shape {tuple(x.shape)}) is not a multiple of {count}: {way_out}"
         )
-        raise InvalidArgumentError(message)
     return [length] * count
 
 

@@ -43,8 +43,7 @@ def set_device(local_rank: int) -> torch.device:
         InvalidArgumentError: `local_rank` is not an integer of at least 0.
     """
     if not isinstance(local_rank, int) or local_rank < 0:
-        message = f"local_rank must be a number of at least 0, got {local_rank!r}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"local_rank must be a number of at least 0, got {local_rank!r}")
     device = default_entry().device
     if device != "cpu":
         module = torch_module(device)
@@ -61,7 +60,7 @@ def synchronize(device: torch.device | str | None = None) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _comm_entry(config: str) -> tuple[str, str]:
-    pairs = [part.split(":", 1) for part in config.split(",")]
+    pairs = [pair.split(":", 1) for pair in config.split(",")]
     for device, backend in pairs:
         if device != "cpu" and backend != "gloo" and is_usable(device):
             return device, backend

@@ -120,10 +120,9 @@ def resolve_backend(backend: str) -> list[tuple[str, str]]:
         [('cpu', 'gloo'), ('cuda', 'nccl')]
     """
     if not isinstance(backend, str):
-        message = f"a backend is named by a text such as 'nccl', got {backend!r}"
-        raise InvalidArgumentError(message)
-    parts = [part.strip().lower() for part in backend.split(",")]
-    pairs = [(device, name) for device, _, name in (part.rpartition(":") for part in parts)]
+        raise InvalidArgumentError(f"a backend is named by a text such as 'nccl', got {backend!r}")
+    entries = [entry.strip().lower() for entry in backend.split(",")]
+    pairs = [(device, name) for device, _, name in (entry.rpartition(":") for entry in entries)]
     named = [device for device, _ in pairs]
     if not all(name for _, name in pairs) or (len(pairs) > 1 and not all(named)):
         raise InvalidArgumentError(
@@ -169,5 +168,5 @@ def backend_config(backend: str) -> str:
     if ":" in backend or backend in ("gloo", "mpi"):
         return backend
     served = [d for d in c10d.Backend.backend_capability.get(backend, ["cpu"]) if is_usable(d)]
-    parts = [] if "cpu" in served else ["cpu:gloo"]
-    return ",".join(parts + [f"{device}:{backend}" for device in served])
+    pairs = [] if "cpu" in served else ["cpu:gloo"]
+    return ",".join(pairs + [f"{device}:{backend}" for device in served])

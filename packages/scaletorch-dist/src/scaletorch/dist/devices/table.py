@@ -138,7 +138,7 @@ DEVICES: tuple[DeviceEntry, ...] = (
         "hccl",
         "torch_npu",
         frozenset({"gather", "avg", *_BITS}),
-        "Huawei Ascend: `pip install torch-npu` of torch's own version, beside CANN",
+        "Huawei Ascend: CANN, and `pip install torch-npu` in the version of torch",
         "/dev/davinci[0-9]*",
         tags=False,
         sharing=(),  # HCCL's documentation: a communicator takes each device once
@@ -185,11 +185,11 @@ DEVICES: tuple[DeviceEntry, ...] = (
         "cpu",
         "mpi4py",
         "mpi4py",
-        source="`pip install scaletorch-dist[mpi]`, beside Open MPI or MPICH",
+        source="Open MPI or MPICH, and `pip install scaletorch-dist[mpi]`",
         activate=functools.partial(_mpi, "register_backend"),
-        alone="MPI over mpi4py serves a whole group and cannot stand beside another backend: use "
-        "'mpi' alone (tensors of devices are copied through the CPU), or a torch that was built "
-        "with MPI",
+        alone="MPI over mpi4py serves a whole group and cannot be combined with another backend: "
+        "use 'mpi' alone (tensors of devices are copied through the CPU), or a torch that was "
+        "built with MPI",
         check=functools.partial(_mpi, "check_world"),
     ),
 )

@@ -134,14 +134,14 @@ def read_placement(launcher: str) -> Placement:
     environment = find_environment()
     if environment is None or environment.launcher != launcher:
         candidates = [e for e in ENVIRONMENTS if e.launcher == launcher]
-        set_in_part = [e for e in candidates if e.rank in env or e.world_size in env]
-        environment = (set_in_part or candidates)[0]
+        partly_set = [e for e in candidates if e.rank in env or e.world_size in env]
+        environment = (partly_set or candidates)[0]
     rank = _number(environment.rank, environment)
     world_size = _number(environment.world_size, environment)
     if rank >= world_size:
         raise StateError(
-            f"{environment.rank}={rank} is no rank of {environment.world_size}={world_size}: ranks "
-            "count from 0"
+            f"{environment.rank}={rank} is not a rank of {environment.world_size}={world_size}: "
+            "ranks count from 0"
         )
     return Placement(
         environment.program,

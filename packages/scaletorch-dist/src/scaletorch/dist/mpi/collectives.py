@@ -46,10 +46,10 @@ def flat(data: Tensor) -> Tensor:
     return data.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def raw(mpi: Any, data: Tensor, parts: int = 1) -> list[Any]:
-    """Describe a flat tensor's bytes to MPI: memory, count for one of `parts` shards, and type."""
+def raw(mpi: Any, data: Tensor, shards: int = 1) -> list[Any]:
+    """Describe a flat tensor's bytes to MPI: memory, count of one of the shards, and type."""
     size = data.numel() * data.element_size()
-    memory, count = mpi.buffer.fromaddress(data.data_ptr(), size), size // parts
+    memory, count = mpi.buffer.fromaddress(data.data_ptr(), size), size // shards
     if count > MOST and count % 8 == 0:  # Open MPI 5 has 32-bit counts
         return [memory, count // 8, mpi.INT64_T]
     return [memory, count, mpi.BYTE]
@@ -108,14 +108,14 @@ def reduce(mpi: Any, comm: Any, data: Tensor, op: Any, root: int) -> Call:
     return Call("reduce", [request], [data], finish, content)
 
 
-def all_gather(mpi: Any, comm: Any, parts: Sequence[Tensor], data: Tensor) -> Call:
+def all_gather(mpi: Any, comm: Any, shards: Sequence[Tensor], data: Tensor) -> Call:
     """All-gather every rank's tensor into a list; sizes may differ."""
-    _check_count(parts, comm.size, "all_gather")
-    content, received, pieces = flat(data), *_buffer(parts, data)
-    counts = _byte_counts(parts)
+    _check_count(shards, comm.size, "all_gather")
+    content, received, pieces = flat(data), *_buffer(shards, data)
+    counts = _byte_counts(shards)
     described = [raw(mpi, received)[0], counts, _starts(counts), mpi.BYTE]
     request = comm.Iallgatherv(raw(mpi, content), described)
-    return Call("all_gather", [request], list(parts), partial(_spread, parts, pieces), content)
+    return Call("all_gather", [request], list(shards), partial(_spread, shards, pieces), content)
 
 
 def all_gather_single(mpi: Any, comm: Any, output: Tensor, data: Tensor) -> Call:
@@ -131,36 +131,36 @@ def all_gather_single(mpi: Any, comm: Any, output: Tensor, data: Tensor) -> Call
     return Call("all_gather", [request], [output], finish, content)
 
 
-def gather(mpi: Any, comm: Any, parts: Sequence[Tensor], data: Tensor, root: int) -> Call:
+def gather(mpi: Any, comm: Any, shards: Sequence[Tensor], data: Tensor, root: int) -> Call:
     """Gather every rank's tensor into the root's list."""
     content = flat(data)
     if comm.rank != root:
         request = comm.Igather(raw(mpi, content), None, root=root)
         return Call("gather", [request], [], keep=content)
-    _check_count(parts, comm.size, "gather")
-    received, pieces = _buffer(parts, data)
+    _check_count(shards, comm.size, "gather")
+    received, pieces = _buffer(shards, data)
     request = comm.Igather(raw(mpi, content), raw(mpi, received, comm.size), root=root)
-    return Call("gather", [request], list(parts), partial(_spread, parts, pieces), content)
+    return Call("gather", [request], list(shards), partial(_spread, shards, pieces), content)
 
 
-def scatter(mpi: Any, comm: Any, output: Tensor, parts: Sequence[Tensor], root: int) -> Call:
+def scatter(mpi: Any, comm: Any, output: Tensor, shards: Sequence[Tensor], root: int) -> Call:
     """Fill every rank's `output` with its entry of the root's list."""
     received, content = flat(output), None
     if comm.rank == root:
-        _check_count(parts, comm.size, "scatter")
-        content = torch.cat([flat(part) for part in parts])
+        _check_count(shards, comm.size, "scatter")
+        content = torch.cat([flat(shard) for shard in shards])
     sent = None if content is None else raw(mpi, content, comm.size)
     request = comm.Iscatter(sent, raw(mpi, received), root=root)
     return Call("scatter", [request], [output], partial(bring_home, output, received), content)
 
 
-def reduce_scatter(mpi: Any, comm: Any, output: Tensor, parts: Sequence[Tensor], op: Any) -> Call:
+def reduce_scatter(mpi: Any, comm: Any, output: Tensor, shards: Sequence[Tensor], op: Any) -> Call:
     """Reduce entry r of each rank's list into `output` of rank r; sizes may differ."""
-    _check_count(parts, comm.size, "reduce_scatter")
-    content, recipe, kind = pack(mpi, torch.cat([flat(part) for part in parts]), op)
+    _check_count(shards, comm.size, "reduce_scatter")
+    content, recipe, kind = pack(mpi, torch.cat([flat(shard) for shard in shards]), op)
     scale = 2 if content.is_complex() else 1
-    counts = [part.numel() * scale for part in parts]
-    received = content.new_empty(parts[comm.rank].numel())
+    counts = [shard.numel() * scale for shard in shards]
+    received = content.new_empty(shards[comm.rank].numel())
     request = comm.Ireduce_scatter(typed(mpi, content), typed(mpi, received), counts, op=kind)
     finish = partial(unpack, output, received, recipe, comm.size)
     return Call("reduce_scatter", [request], [output], finish, content)
@@ -170,11 +170,11 @@ def all_to_all(mpi: Any, comm: Any, outputs: Sequence[Tensor], inputs: Sequence[
     """Send `inputs[r]` to rank r, and fill `outputs[r]` from rank r."""
     _check_count(outputs, comm.size, "all_to_all")
     _check_count(inputs, comm.size, "all_to_all")
-    content = torch.cat([flat(part).view(torch.uint8) for part in inputs])
+    content = torch.cat([flat(shard).view(torch.uint8) for shard in inputs])
     received = content.new_empty(sum(_byte_counts(outputs)))
     request = _exchange(mpi, comm, received, _byte_counts(outputs), content, _byte_counts(inputs))
     pieces = list(received.split(_byte_counts(outputs)))
-    views = [piece.view(part.dtype) for piece, part in zip(pieces, outputs, strict=True)]
+    views = [piece.view(shard.dtype) for piece, shard in zip(pieces, outputs, strict=True)]
     return Call("all_to_all", [request], list(outputs), partial(_spread, outputs, views), content)
 
 
@@ -222,29 +222,29 @@ def _row_counts(data: Tensor, sizes: Sequence[int], ranks: int, name: str) -> li
     return [size * row for size in sizes or [rows // ranks] * ranks]
 
 
-def _buffer(parts: Sequence[Tensor], data: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _buffer(shards: Sequence[Tensor], data: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return one buffer for all tensors, and its slice for each."""
-    counts = [part.numel() for part in parts]
+    counts = [shard.numel() for shard in shards]
     memory = data.new_empty(sum(counts))
     return memory, list(memory.split(counts))
 
 
-def _byte_counts(parts: Sequence[Tensor]) -> list[int]:
-    return [part.numel() * part.element_size() for part in parts]
+def _byte_counts(shards: Sequence[Tensor]) -> list[int]:
+    return [shard.numel() * shard.element_size() for shard in shards]
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
     return list(accumulate(counts, initial=0))[:-1]
 
 
-def _check_count(parts: Sequence[Tensor], size: int, call: str) -> None:
-    if len(parts) != size:
-        raise InvalidArgumentError(f"{call} needs {size} tensors, one a rank, got {len(parts)}")
+def _check_count(shards: Sequence[Tensor], size: int, call: str) -> None:
+    if len(shards) != size:
+        raise InvalidArgumentError(f"{call} needs {size} tensors, one per rank, got {len(shards)}")
 
 
-def _spread(parts: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
-    for part, piece in zip(parts, pieces, strict=True):
-        bring_home(part, piece)
+def _spread(shards: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
+    for shard, piece in zip(shards, pieces, strict=True):
+        bring_home(shard, piece)
 
 
 def send(mpi: Any, comm: Any, data: Tensor, dst: int, tag: int) -> Call:

@@ -140,16 +140,16 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
         return self._start_several(collectives.all_gather_single, outputs, inputs, opts=opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> MPIWork:
-        parts = outputs[0] if outputs else []
-        return self._start(collectives.gather, parts, inputs[0], opts.rootRank, opts=opts)
+        shards = outputs[0] if outputs else []
+        return self._start(collectives.gather, shards, inputs[0], opts.rootRank, opts=opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> MPIWork:
-        parts = inputs[0] if inputs else []
-        return self._start(collectives.scatter, outputs[0], parts, opts.rootRank, opts=opts)
+        shards = inputs[0] if inputs else []
+        return self._start(collectives.scatter, outputs[0], shards, opts.rootRank, opts=opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> MPIWork:
-        own, parts = outputs[0], inputs[0]
-        return self._start(collectives.reduce_scatter, own, parts, opts.reduceOp, opts=opts)
+        own, shards = outputs[0], inputs[0]
+        return self._start(collectives.reduce_scatter, own, shards, opts.reduceOp, opts=opts)
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any) -> MPIWork:
         return self.reduce_scatter_single_coalesced([output], [data], opts)
@@ -157,9 +157,9 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any
     ) -> MPIWork:
-        parts = [list(data.detach().reshape(self.size(), -1).unbind(0)) for data in inputs]
-        ops = [opts.reduceOp] * len(parts)
-        return self._start_several(collectives.reduce_scatter, outputs, parts, ops, opts=opts)
+        shards = [list(data.detach().reshape(self.size(), -1).unbind(0)) for data in inputs]
+        ops = [opts.reduceOp] * len(shards)
+        return self._start_several(collectives.reduce_scatter, outputs, shards, ops, opts=opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MPIWork:
         return self._start(collectives.all_to_all, outputs, inputs, opts=opts)

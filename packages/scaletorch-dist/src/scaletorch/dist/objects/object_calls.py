@@ -179,11 +179,11 @@ def _check_counts(counts: list[int], members: ProcessGroup) -> None:
         raise InvalidArgumentError(message)
 
 
-def _loaded(parts: list[Buffer], terms: Terms, members: ProcessGroup) -> list[Any]:
+def _loaded(contents: list[Buffer], terms: Terms, members: ProcessGroup) -> list[Any]:
     """Load objects, and raise on every rank if any rank could not."""
     error, loaded = None, []
     try:
-        loaded = [load_object(part, terms) for part in parts]
+        loaded = [load_object(content, terms) for content in contents]
     except InvalidArgumentError as found:
         error = found
     if any(failed for (failed,) in gather_ints((error is not None,), members)):

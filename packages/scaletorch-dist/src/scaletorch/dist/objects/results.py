@@ -79,7 +79,7 @@ def _check(results: Any, size: Any, device: Any, tmpdir: Any) -> None:
             f"collect_results: device must be one of {', '.join(_DEVICE_NAMES)}, got {device!r}"
         )
     elif tmpdir is not None and device != "cpu":
-        message = f"collect_results: tmpdir goes with device 'cpu', not {device!r}: leave it out"
+        message = f"collect_results: tmpdir needs device 'cpu', got {device!r}: leave tmpdir out"
     if message:
         raise InvalidArgumentError(message)
 

@@ -26,6 +26,9 @@ from ..startup.sharing import Notice, prepare_local_rank
 from . import state as rank_state
 from .locate import Locator, loading
 
+# A function, the modules of its arguments, these in pickled form, and filters of warnings.
+Task = tuple[Locator, list[Locator], bytes, list[bytes]]
+
 
 def main(connection_fd: int, request: dict[str, Any]) -> None:
     """Run one rank, as `RankPool` requests, until the caller closes the connection."""
@@ -103,15 +106,19 @@ def _join_group(request: dict[str, Any]) -> Notice | None:
 
 
 def _run(
-    task: tuple[Locator, bytes, list[bytes]], seed: int | None, before: dict[str, Any]
+    task: tuple[Locator, list[Locator], bytes, list[bytes]],
+    seed: int | None,
+    before: dict[str, Any],
 ) -> bytes:
     """Run one function; return the pickled answer: ("returned", result, state) or a failure."""
-    locator, arguments, filters = task
+    locator, modules, arguments, filters = task
     if seed is not None:
         _seed(seed)
     try:
         fn = locator.find()
         with loading(locator):
+            for module in modules:
+                module.load()
             args, kwargs = ForkingPickler.loads(arguments)
         with rank_state.filtered(filters):
             result = fn(*args, **kwargs)

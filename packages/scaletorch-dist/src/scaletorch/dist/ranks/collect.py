@@ -70,16 +70,16 @@ class RankReport:
         return list(found.values())
 
     def _headline(self, hung: tuple[int, ...], timeout: float | None, timed_out: bool) -> str:
-        parts = []
+        phrases = []
         if self.failures:
-            parts.append(f"{name_ranks(list(self.failures))} failed")
+            phrases.append(f"{name_ranks(list(self.failures))} failed")
         if hung:
             verb = "was" if len(hung) == 1 else "were"
             why = f"had not finished after {timeout:g} s" if timed_out else f"{verb} left waiting"
-            parts.append(f"{name_ranks(list(hung))} {why}")
+            phrases.append(f"{name_ranks(list(hung))} {why}")
         if self.results:
-            parts.append(f"{name_ranks(sorted(self.results))} finished")
-        return f"{self.name} on {self.world_size} ranks: " + "; ".join(parts)
+            phrases.append(f"{name_ranks(sorted(self.results))} finished")
+        return f"{self.name} on {self.world_size} ranks: " + "; ".join(phrases)
 
 
 def without_coordinates(text: str) -> str:
@@ -90,7 +90,7 @@ def without_coordinates(text: str) -> str:
 def describe_exit(exit_code: int | None) -> str:
     """Describe how a process ended."""
     if exit_code is None:
-        return "disappeared with the fork-server"
+        return "ended with the fork-server"
     if exit_code >= 0:
         return f"exited with code {exit_code}"
     try:
@@ -183,17 +183,17 @@ def _take_stacks(processes: Sequence[RankProcess], report: RankReport) -> None:
             time.sleep(0.01)
             with open(processes[rank].stack_file) as file:
                 text = file.read()
-        report.stacks[rank] = _own_part(text) or "(no stack: it did not answer a signal)"
+        report.stacks[rank] = _own_frames(text) or "(no stack: it did not answer a signal)"
 
 
 def _last_stacks(process: RankProcess) -> str:
     """Return the stacks that a rank wrote when a signal such as SIGSEGV killed it."""
     with contextlib.suppress(OSError), open(process.stack_file) as file:
-        return _own_part(file.read().partition("\nExtension modules:")[0]).strip()
+        return _own_frames(file.read().partition("\nExtension modules:")[0]).strip()
     return ""
 
 
-def _own_part(stacks: str) -> str:
+def _own_frames(stacks: str) -> str:
     """Return the stacks without the frames that called the rank's function."""
     hidden = False
     lines = []

@@ -42,6 +42,14 @@ class Locator:
             target = getattr(target, name)
         return rank_body(target)
 
+    def load(self) -> None:
+        """Load the module, from its file if its name cannot be imported, so that pickles find it.
+
+        pytest names a test file by its folders, from which only `python -m pytest` imports.
+        """
+        if self.is_main or self.module not in sys.modules:
+            _find_module(self)
+
 
 def locate(fn: Callable[..., Any]) -> Locator:
     """Return the locator of a module-level function.
@@ -58,7 +66,7 @@ def locate(fn: Callable[..., Any]) -> Locator:
     qualname = getattr(fn, "__qualname__", None)
     if module is None or qualname is None or _is_bound(fn):
         raise InvalidArgumentError(
-            f"ranks can run a module-level function, not {fn!r}: write a function that makes "
+            f"ranks can run a module-level function, not {fn!r}: write a function that creates "
             "the object on the rank"
         )
     if "<" in qualname:
@@ -66,6 +74,15 @@ def locate(fn: Callable[..., Any]) -> Locator:
             f"ranks cannot find {qualname!r} of {module}: lambdas and functions defined inside "
             "functions exist in this process alone; move it to module level"
         )
+    return locate_name(module, qualname)
+
+
+def locate_name(module: str, qualname: str) -> Locator:
+    """Return the locator of a name in a loaded module.
+
+    Raises:
+        InvalidArgumentError: The module is the main program, which has no file.
+    """
     is_main = module in ("__main__", MAIN_ALIAS)
     source = sys.modules.get("__main__" if is_main else module)
     spec = getattr(source, "__spec__", None)
@@ -123,12 +140,22 @@ def _find_module(locator: Locator) -> ModuleType:
 
 
 def _import(locator: Locator) -> ModuleType:
+    loaded = sys.modules.get("__main__" if locator.is_main else locator.module)
+    if loaded is not None and locator.path is not None and _is_own(loaded, locator.path):
+        return loaded
     by_name = not locator.explains and _is_importable(locator.module, locator.path)
     if locator.path is None or by_name:
         return importlib.import_module(locator.module)
     name = MAIN_ALIAS if locator.is_main else locator.module
     mtime = os.stat(locator.path).st_mtime_ns
     return _load_file(name, locator.path, mtime, locator.explains)
+
+
+def _is_own(module: ModuleType, path: str) -> bool:
+    """Return whether this process loaded a file by itself, not by its path for a rank."""
+    file, spec = getattr(module, "__file__", None), getattr(module, "__spec__", None)
+    by_path = spec is not None and spec.loader_state == _LOADED_BY_PATH
+    return file is not None and os.path.abspath(file) == path and not by_path
 
 
 def _is_importable(module: str, path: str | None) -> bool:
@@ -158,6 +185,7 @@ def _load_file(name: str, path: str, mtime_ns: int, explains: bool) -> ModuleTyp
         raise InvalidArgumentError(f"{path} is not a Python file, so that ranks cannot load it")
     spec.loader_state = _LOADED_BY_PATH
     module = importlib.util.module_from_spec(spec)
+    _add_parents(name)
     sys.modules[name] = module
     try:
         code = _explaining_code(path) if explains else None
@@ -169,6 +197,17 @@ def _load_file(name: str, path: str, mtime_ns: int, explains: bool) -> ModuleTyp
         del sys.modules[name]
         raise
     return module
+
+
+def _add_parents(name: str) -> None:
+    """Add modules for the folders in a module's name, since pickle imports the first of them."""
+    parent = name.rpartition(".")[0]
+    if parent and parent not in sys.modules:
+        try:
+            importlib.import_module(parent)
+        except ModuleNotFoundError:
+            _add_parents(parent)
+            sys.modules[parent] = ModuleType(parent)
 
 
 def _explaining_code(path: str) -> CodeType | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import os
 import pickle
@@ -13,13 +14,14 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 from ..errors import InvalidArgumentError, StateError
 from ..launchers.interfaces import LOOPBACK
 from ..startup.rendezvous import free_port
 from .collect import RankReport, collect
-from .locate import locate, rank_body
+from .locate import locate, locate_name, rank_body
 from .process import START_TIMEOUT, RankProcess, get_server, stop
 from .state import own_filters
 
@@ -118,7 +120,7 @@ class RankPool:
         """
         __tracebackhide__ = True  # for pytest: the ranks' tracebacks suffice
         if not self._close.alive:
-            raise StateError("this pool of ranks is closed: make another RankPool")
+            raise StateError("this pool of ranks is closed: create another RankPool")
         name, task = _pickle_task(fn, args, kwargs)
         report = RankReport(name, self.world_size)
         self.reusable = False
@@ -246,15 +248,32 @@ def _pickle_task(
     __tracebackhide__ = True
     if isinstance(fn, functools.partial):
         args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
-    locator = locate(rank_body(fn))
-    try:  # separately, since a rank imports the function's module before it loads them
-        arguments = pickle.dumps((args, kwargs))
+    locator, buffer = locate(rank_body(fn)), io.BytesIO()
+    pickler = _Arguments(buffer)
+    try:  # separately, since a rank imports the modules before it loads them
+        pickler.dump((args, kwargs))
     except Exception as error:
         raise InvalidArgumentError(
-            f"the arguments of {locator.qualname} do not pickle, so that they cannot be sent to "
+            f"the arguments of {locator.qualname} do not pickle, so they cannot be sent to "
             f"ranks: {_culprit(args, kwargs)}: {error}"
         ) from error
-    return locator.qualname, pickle.dumps((locator, arguments, own_filters()))
+    modules = [locate_name(module, name) for module, name in pickler.names.items()]
+    task = locator, [each for each in modules if each.path], buffer.getvalue(), own_filters()
+    return locator.qualname, pickle.dumps(task)
+
+
+class _Arguments(pickle.Pickler):
+    """A pickler that notes the modules of all functions and classes in arguments."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer)
+        self.names: dict[str, str] = {}  # module -> a name in it
+
+    def reducer_override(self, value: Any) -> Any:
+        """Note a module, and pickle as usual."""
+        if isinstance(value, FunctionType | type):
+            self.names[value.__module__] = value.__qualname__
+        return NotImplemented
 
 
 def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -191,4 +191,4 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
-    raise OSError(f"of {_TRIES} ports of the loopback none is free")
+    raise OSError(f"none of {_TRIES} loopback ports is free")

@@ -52,7 +52,7 @@ def judge(callers: list[Caller], too_late: bool) -> str:
             )
         if caller.world_size != me.world_size:
             return (
-                f"rank {caller.rank} ({caller}) was told a world of {caller.world_size} ranks and "
+                f"rank {caller.rank} ({caller}) expects a world of {caller.world_size} ranks and "
                 f"rank 0 ({me}) one of {me.world_size}: two programs share this MASTER_PORT, or "
                 "the launcher's variables were changed"
             )
@@ -189,7 +189,7 @@ def _refuse_latecomer(name: str, me: Caller) -> None:
     if name == _last_start:  # rank 0 is about to close this store and open the next one
         raise StoreClosedError(name)
     raise StateError(
-        f"another process has already joined as rank {me.rank}, all ranks being there: two "
+        f"another process has already joined as rank {me.rank}, and all ranks are there: two "
         "programs share this MASTER_PORT, or two processes were given one RANK"
     )
 

@@ -46,7 +46,7 @@ def rank_variables(
         if share and entry.sharing is not None and _count(entry) < ranks:
             if not entry.sharing:
                 raise StateError(
-                    f"backend {entry.backend!r} takes one rank a device: {ranks} ranks, "
+                    f"backend {entry.backend!r} takes one rank per device: {ranks} ranks, "
                     f"{_devices(entry)}. Start fewer ranks, or take backend 'gloo'"
                 )
             wanted |= {name: value.replace(_RANK, str(rank)) for name, value in entry.sharing}
@@ -94,5 +94,5 @@ def _own_backend(ranks: int) -> tuple[str, Notice | None]:
     if _count(entry) >= ranks:
         return own, (logging.INFO, f"{numbers}: backend {own!r}")
     hint = f"; backend={own!r} lets ranks share devices" if entry.sharing else ""
-    text = f"{numbers}: backend 'gloo', by way of the host's memory{hint}"
+    text = f"{numbers}: backend 'gloo', through the host's memory{hint}"
     return "gloo", (logging.WARNING, text)

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from ..wire import port
 from ..wire.backend import Route, process_group, route
 from ..wire.recipes import Recipe, recipe_for
-from ..wire.sums import as_one, even_parts
+from ..wire.sums import as_one, even_counts
 from ..wire.work import Work
 from ..world.hosts import ranks_by_node
 from ..world.info import get_timeout, group_ranks, info_of
@@ -101,7 +101,7 @@ class LevelsWay(Way):
     ) -> T | Work[T]:
         """All-reduce: reduce-scatter in the node, all-reduce shards across nodes, all-gather."""
         flat = buffer.view(-1)
-        counts = even_parts(flat.numel(), len(self.order))
+        counts = even_counts(flat.numel(), len(self.order))
         own = flat.split(counts)[self.inside.rank()]
         alike = recipe_for(recipe.run, flat.dtype)  # the buffer is packed already
 

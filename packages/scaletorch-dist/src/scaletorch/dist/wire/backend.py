@@ -66,8 +66,8 @@ def process_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 def _with_complex(dtypes: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
     """Return the dtypes, plus the complex dtypes whose real dtype is among them."""
-    parts = (torch.float32, torch.float64)
-    return dtypes | {part.to_complex() for part in parts if part in dtypes}
+    real = (torch.float32, torch.float64)
+    return dtypes | {dtype.to_complex() for dtype in real if dtype in dtypes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def route(data: Tensor, group: ProcessGroup) -> Route:
 
 def _find_route(device: str, group: ProcessGroup) -> Route:
     config = c10d.get_backend_config(group)
-    backend = dict(part.split(":", 1) for part in config.split(",")).get(device)
+    backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device)
     # Gloo supports only some collectives on accelerators, so it gets copies on the CPU.
     native = backend is not None and (device == "cpu" or backend != "gloo")
     backend = backend if native and backend else comm_entry(group)[1]

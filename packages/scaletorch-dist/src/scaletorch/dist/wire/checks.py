@@ -38,8 +38,7 @@ def check_collectives(on: bool | None = True) -> None:
     """
     global _switch
     if on is not None and not isinstance(on, bool):
-        message = f"check_collectives takes True, False or None, got {on!r}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"check_collectives takes True, False or None, got {on!r}")
     _switch = on
 
 
@@ -110,8 +109,7 @@ def differing_texts(text: str, group: ProcessGroup) -> str:
 def check_tensor(data: Any, call: str, name: str = "data") -> None:
     """Check that `data` is a dense tensor with memory."""
     if not isinstance(data, Tensor):
-        message = f"{call} needs a tensor for {name}, got {type(data).__name__}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"{call} needs a tensor for {name}, got {type(data).__name__}")
     if data.layout is not torch.strided or data.is_quantized or data.is_meta:
         kind = "meta" if data.is_meta else "quantized" if data.is_quantized else str(data.layout)
         message = f"{call} needs a dense tensor for {name}, got a {kind} one: convert it first"
@@ -126,11 +124,10 @@ def check_target(data: Any, call: str, name: str = "data") -> None:
     if any(
         stride == 0 and size > 1 for stride, size in zip(data.stride(), data.shape, strict=True)
     ):
-        message = (
+        raise InvalidArgumentError(
             f"{call} fills {name} in place, but its entries share memory (shape "
             f"{tuple(data.shape)}, strides {data.stride()}): pass {name}.clone()"
         )
-        raise InvalidArgumentError(message)
 
 
 def check_list(
@@ -145,23 +142,21 @@ def check_list(
     """Check that `tensors` are `count` dense tensors, all shaped as `like` or all of `dtype`."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence) or len(tensors) != count:
         got = f"{len(tensors)}" if isinstance(tensors, Sequence) else type(tensors).__name__
-        message = f"{call} needs a list of {count} tensors for {name}, one a rank, got {got}"
+        message = f"{call} needs a list of {count} tensors for {name}, one per rank, got {got}"
         raise InvalidArgumentError(message)
     for position, tensor in enumerate(tensors):
         label = f"{name}[{position}]" if count > 1 else name
         check_tensor(tensor, call, label)
         wanted = like.dtype if like is not None else dtype
         if wanted is not None and tensor.dtype != wanted:
-            message = (
-                f"{call} needs {wanted} for {label}, as the tensor beside it; got {tensor.dtype}"
+            raise InvalidArgumentError(
+                f"{call} needs {wanted} for {label}, like its other tensor; got {tensor.dtype}"
             )
-            raise InvalidArgumentError(message)
         if like is not None and tensor.shape != like.shape:
-            message = (
-                f"{call} needs shape {tuple(like.shape)} for {label}, as the tensor beside it; "
+            raise InvalidArgumentError(
+                f"{call} needs shape {tuple(like.shape)} for {label}, like its other tensor; "
                 f"got {tuple(tensor.shape)}"
             )
-            raise InvalidArgumentError(message)
 
 
 def check_form_with_list(
@@ -177,15 +172,13 @@ def check_form_with_list(
 def check_member(rank: Any, name: str, group: ProcessGroup | None) -> bool:
     """Check that global rank `rank` is in the group; return whether it is this rank."""
     if not isinstance(rank, int) or isinstance(rank, bool):
-        message = f"{name} must be a global rank, got {rank!r}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"{name} must be a global rank, got {rank!r}")
     ranks = group_ranks(group)
     if rank not in ranks:
-        message = (
+        raise NotInGroupError(
             f"{name}={rank} is not in the group, whose ranks are {', '.join(map(str, ranks))} "
             f"({name} is a global rank)"
         )
-        raise NotInGroupError(message)
     members = process_group(group)
     return rank == (0 if members is None else ranks[members.rank()])
 

@@ -54,12 +54,11 @@ def op_name(op: Op) -> str:
         for name, known in REDUCE_OPS.items():
             if op == known:
                 return name
-    message = (
+    raise InvalidArgumentError(
         f"unknown reduce operation {op!r}: use one of {', '.join(REDUCE_OPS)} "
         f"({', '.join(f'{alias} is {name}' for alias, name in ALIASES.items())}), "
         "in any case, or torch's ReduceOp of that meaning"
     )
-    raise InvalidArgumentError(message)
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:

@@ -18,10 +18,10 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def even_parts(elements: int, parts: int) -> list[int]:
+def even_counts(elements: int, ranks: int) -> list[int]:
     """Split `elements` evenly; return the lengths of the shards; the last may be shorter."""
-    share = -(-elements // parts)
-    return [max(min(share, elements - share * rank), 0) for rank in range(parts)]
+    share = -(-elements // ranks)
+    return [max(min(share, elements - share * rank), 0) for rank in range(ranks)]
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -85,8 +85,8 @@ def _node_digest() -> bytes:
     """Return a digest that is the same on all processes of a node and differs between nodes."""
     # Two torchruns on one host count as two nodes everywhere.
     ranks = [os.environ.get(name, "") for name in ("GROUP_RANK", "SLURM_NODEID")]
-    parts = [str(this_host()), *ranks]
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
+    names = [str(this_host()), *ranks]
+    return hashlib.blake2b("\0".join(names).encode(), digest_size=16).digest()
 
 
 def wait_for_connections() -> None:

@@ -185,7 +185,7 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
     known |= {id(shard.tensor) for shard in model.optimizer_shards or ()}
     if not _parameters_of(optimizer) & known:
         raise InvalidArgumentError(
-            "the optimizer has none of the model's parameters that require grad: make it of "
+            "the optimizer has none of the model's parameters that require grad: build it from "
             "model.parameters()"
         )
     shards = {id(shard.tensor) for shard in model.optimizer_shards or () if not shard.replicated}
@@ -199,8 +199,8 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
     whole = not known_elementwise(optimizer)
     if any(bucket.whole < whole for bucket in _buckets_of(optimizer, model)):
         raise StateError(
-            f"{describe_rank()}: parameters were cut for another optimizer, and "
-            f"{type(optimizer).__name__} needs them whole: wrap the model anew"
+            f"{describe_rank()}: parameters were divided between ranks for another optimizer, and "
+            f"{type(optimizer).__name__} needs whole ones: wrap the model again"
         )
     for manager in model.bucket_managers:
         _refuse_shared_memory(model, _slots_to_shard(optimizer, model, manager))

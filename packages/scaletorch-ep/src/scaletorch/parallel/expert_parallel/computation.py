@@ -55,7 +55,7 @@ def _result_error(results: Any, inputs: Tensor) -> InvalidArgumentError | None:
         if results.shape == inputs.shape:
             remedy = ": let them return results.to(hidden.dtype)"
     return InvalidArgumentError(
-        f"{describe_rank()}: experts must return what they are given, {inputs.dtype} "
+        f"{describe_rank()}: experts must return a tensor like their input, {inputs.dtype} "
         f"{tuple(inputs.shape)}, got {got}{remedy}"
     )
 

@@ -90,7 +90,7 @@ def _divide(
     if ranks > found.experts:
         raise InvalidArgumentError(
             f"{describe_rank()}: '{found.name}' has {found.experts} experts, fewer than the "
-            f"{ranks} ranks that they are to be divided over: take ep = {found.experts} at most"
+            f"{ranks} ranks of ep: use at most {found.experts} ranks"
         )
     counts = counts_of(found.experts, ranks)
     return Division(found.name, group, tokens, counts, found.stacked, found.buffers)
@@ -100,7 +100,10 @@ def _check(model: nn.Module, found: list[ModuleExperts], shared: bool) -> None:
     """Refuse a cut with wrong results, before anything is cut."""
     for each in found:
         if isinstance(each.module, DividedExperts):
-            raise InvalidArgumentError(f"{describe_rank()}: '{each.name}' is divided already")
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the experts of '{each.name}' are divided already: divide a "
+                "model once"
+            )
     inside: set[int] = set()
     for each in found:
         own = dict(each.module.named_parameters(remove_duplicate=False))
@@ -108,14 +111,15 @@ def _check(model: nn.Module, found: list[ModuleExperts], shared: bool) -> None:
         whole = [name for name in own if name not in each.stacked]
         if whole and shared:
             raise InvalidArgumentError(
-                f"{describe_rank()}: {', '.join(whole)} of '{each.name}' belong to all experts, "
-                "and each tp rank would have a partial sum of their gradient: take etp = tp instead"
+                f"{describe_rank()}: parameters of '{each.name}' belong to all experts "
+                f"({', '.join(whole)}), and each tp rank would have a partial sum of their "
+                "gradient: use etp_size equal to tp_size"
             )
         for name, parameter in own.items():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise InvalidArgumentError(
-                    f"{describe_rank()}: '{each.name}.{name}' has gradient hooks: divide experts "
-                    "before the model is wrapped"
+                    f"{describe_rank()}: '{each.name}.{name}' has gradient hooks: divide the "
+                    "experts before you register hooks or wrap the model"
                 )
     expert_modules = {module for each in found for module in each.module.modules()}
     for name, module in model.named_modules():
@@ -123,7 +127,7 @@ def _check(model: nn.Module, found: list[ModuleExperts], shared: bool) -> None:
             if module not in expert_modules and parameter is not None and id(parameter) in inside:
                 raise InvalidArgumentError(
                     f"{describe_rank()}: '{name}.{own_name}' is tied to a parameter of experts, "
-                    "which is cut along dim 0; untie it"
+                    "which is cut along dim 0: untie it"
                 )
 
 

@@ -54,14 +54,14 @@ def sequence_balance_loss(
     if sequence_of is None:
         if scores.dim() != 3:
             raise InvalidArgumentError(
-                f"{describe_rank()}: scores {tuple(scores.shape)} are not [B, S, N]: say which "
-                "sequence each token is of by sequence_of"
+                f"{describe_rank()}: scores {tuple(scores.shape)} are not [B, S, N]: pass "
+                "sequence_of, the number of each token's sequence"
             )
         known = len(scores)
         rows = torch.arange(known, device=scores.device)
         sequence_of = rows.unsqueeze(1).expand(scores.shape[:2])
     else:
-        known = _most(sequence_of.reshape(-1), group) + 1
+        known = _largest(sequence_of.reshape(-1), group) + 1
     flat, valid = sequence_of.reshape(-1), sequence_of.reshape(-1) >= 0
     mine, experts = flat[valid], scores.shape[-1]
     index = top_k_index.reshape(-1, top_k_index.shape[-1])[valid]
@@ -181,7 +181,7 @@ def _check(scores: Tensor, index: Tensor) -> None:
         )
 
 
-def _most(sequence_of: Tensor, group: ProcessGroup | None) -> int:
+def _largest(sequence_of: Tensor, group: ProcessGroup | None) -> int:
     """Return the largest sequence number on any rank, or -1 if there is none."""
     none = sequence_of.new_full((1,), -1)
     most = torch.cat((sequence_of, none)).max().long()

@@ -69,8 +69,8 @@ class DividedExperts(nn.Module):
         """Refuse to be pickled, as by `torch.save(model)`."""
         raise StateError(
             f"{describe_rank()}: experts '{self._division.name}' cannot be pickled, as they are "
-            "tied to this rank's process group: save a state_dict, and load it into a model made "
-            "anew; copy.deepcopy works"
+            "tied to this rank's process group: save their state_dict, and load it into a new "
+            "model; copy.deepcopy works"
         )
 
 
@@ -96,8 +96,8 @@ def _read_call(
         given = list(inspect.signature(forward).bind(*args, **kwargs).arguments.values())
     if len(given) != 3 or not all(isinstance(each, Tensor) for each in given):
         raise InvalidArgumentError(
-            f"{describe_rank()}: '{name}' must be called with hidden states, indices and weights "
-            f"alone, got {[type(each).__name__ for each in given]}"
+            f"{describe_rank()}: '{name}' takes three tensors (hidden states, indices and "
+            f"weights), got {[type(each).__name__ for each in given]}"
         )
     hidden, index, weights = given
     return hidden, index, weights
@@ -125,15 +125,15 @@ def _call(
     shape, run = hidden.shape, forward
     if hidden.dim() > 2:
         hidden, run = hidden.reshape(-1, shape[-1]), partial(_run_shaped, forward, len(shape))
-    return _over_tokens(module, run, RoutedCall(hidden, index, weights)).view(shape)
+    return _split_tokens(module, run, RoutedCall(hidden, index, weights)).view(shape)
 
 
-def _over_tokens(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
+def _split_tokens(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
     """Split tokens over the ranks that hold the same ones, and gather the results."""
     group, name = module._division.tokens, module._division.name
     ranks = 1 if group is None else get_world_size(group)
     if ranks == 1:
-        return _over_experts(module, run, call)
+        return _run_experts(module, run, call)
     if not module._division.checked:
         shapes = [f"{tuple(each.shape)} {each.dtype}" for each in call]
         agree(f"the tokens of '{name}', the same on all tp ranks", shapes, group)
@@ -143,10 +143,10 @@ def _over_tokens(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
         call.top_k_index.split(list(sizes))[get_rank(group)],
         functional.split(call.top_k_weights, 0, group, sizes=sizes),
     )
-    return functional.gather(_over_experts(module, run, share), 0, group, sizes=sizes)
+    return functional.gather(_run_experts(module, run, share), 0, group, sizes=sizes)
 
 
-def _over_experts(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
+def _run_experts(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
     """Send tokens to the ranks of their experts, run the experts, and send results back."""
     division, counts = module._division, module._division.counts
     if len(counts) == 1:

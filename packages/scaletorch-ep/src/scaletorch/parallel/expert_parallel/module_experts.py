@@ -67,7 +67,7 @@ def _check_lists(name: str, module: nn.Module) -> None:
     found = find_list(module)
     if found is not None:
         inner, experts = found
-        place = ".".join(part for part in (name, inner) if part)
+        place = ".".join(filter(None, (name, inner)))
         raise InvalidArgumentError(
             f"the experts of '{name}' are in a list ('{place}', a "
             f"{type(module.get_submodule(inner)).__name__}), and experts in a list are not "
@@ -88,7 +88,7 @@ def _check_call(name: str, module: nn.Module) -> None:
         )
     if "forward" in vars(module):
         raise InvalidArgumentError(
-            f"the forward of '{name}' was replaced on the instance: divide experts before that"
+            f"the forward of '{name}' was replaced on the instance: divide the experts first"
         )
     signature = inspect.signature(module.forward)
     try:
@@ -122,7 +122,7 @@ def _numbers_of(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], int]
     """Yield attributes that may hold the number of experts, of the module and its submodules."""
     for each in module.modules():
         for attribute, value in vars(each).items():
-            excluded = any(part in attribute for part in _NOT_A_NUMBER_OF_EXPERTS)
+            excluded = any(word in attribute for word in _NOT_A_NUMBER_OF_EXPERTS)
             if type(value) is int and "experts" in attribute and not excluded:
                 yield (each, attribute), value
 

@@ -33,8 +33,8 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
             chosen.setdefault(modules[name], name)
     if not chosen:
         raise InvalidArgumentError(
-            f"{type(model).__name__} brings no plan for experts (base_model_ep_plan of its config) "
-            "and calls no module experts: pass one that names the modules called as "
+            f"{type(model).__name__} has no plan for experts (base_model_ep_plan of its config) "
+            "and no module named experts: pass a plan with the names of modules that are called as "
             'experts(hidden, top_k_index, top_k_weights), such as {"**.mlp.experts": "experts"}'
         )
     return {chosen[module]: module for module in model.modules() if module in chosen}
@@ -69,6 +69,6 @@ def _patterns(plan: Plan) -> list[str]:
     for pattern, style in plan.items():
         if style != EXPERTS:
             raise InvalidArgumentError(
-                f"the plan gives '{pattern}' the style {style!r}; there is one, {EXPERTS!r}"
+                f"the plan gives '{pattern}' the style {style!r}; the only style is {EXPERTS!r}"
             )
     return list(plan)

@@ -292,10 +292,10 @@ def axis_names(axis: str) -> frozenset[str]:
     """Return the single axes in a name: `"dp_cp"` is `{"cp", "dp"}`."""
     if axis in WHOLE:
         return frozenset(ORDER)
-    parts = axis.split("_") if isinstance(axis, str) else []
-    names = frozenset(parts)
+    joined = axis.split("_") if isinstance(axis, str) else []
+    names = frozenset(joined)
     known = any(names <= frozenset(axes) for axes in (ORDER, EXPERT_AXES))
-    if not names or len(names) < len(parts) or not known:
+    if not names or len(names) < len(joined) or not known:
         legal, experts = ", ".join(reversed(ORDER)), ", ".join(reversed(EXPERT_AXES))
         message = f"unknown axis {axis!r}: expected one of {legal}, several of them joined by '_'"
         raise InvalidArgumentError(

@@ -67,12 +67,12 @@ def global_token_count(
     if not isinstance(labels, Iterable):
         message = f"labels must be integer tensors, got {type(labels).__name__}"
         raise InvalidArgumentError(message)
-    for part in [labels] if isinstance(labels, Tensor) else labels:
-        if not isinstance(part, Tensor) or part.is_floating_point() or part.is_complex():
-            given = part.dtype if isinstance(part, Tensor) else type(part).__name__
+    for each in [labels] if isinstance(labels, Tensor) else labels:
+        if not isinstance(each, Tensor) or each.is_floating_point() or each.is_complex():
+            given = each.dtype if isinstance(each, Tensor) else type(each).__name__
             message = f"labels must be integer tensors, got {given}"
             raise InvalidArgumentError(message)
-        count += int((part != ignore_index).sum())
+        count += int((each != ignore_index).sum())
     return int(_sum_counts(count, axis_group("cp_dp", group)))
 
 
@@ -132,9 +132,9 @@ def _sum_counts(number: int | float, group: ProcessGroup | None) -> int | float:
     whole = isinstance(number, int)
     # A rank with an integer must learn that another rank has a float: both have 8 bytes, and a
     # reduction would silently add integer and float bits.
-    parts = torch.tensor([number if whole else 0, 0 if whole else 1])
-    all_reduce(parts, "sum", group=group)
-    total, fractional = parts.tolist()
+    sums = torch.tensor([number if whole else 0, 0 if whole else 1])
+    all_reduce(sums, "sum", group=group)
+    total, fractional = sums.tolist()
     if not fractional:
         return int(total)
     weights = torch.tensor([0.0 if whole else number], dtype=torch.float64)

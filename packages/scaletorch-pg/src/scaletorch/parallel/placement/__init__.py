@@ -1,4 +1,4 @@
-"""Placements of a tensor on one axis of the grid, conversions between them, and `ModelView`.
+"""Placements of tensors on one axis of the grid, conversions, boundaries, and `ModelView`.
 
 | placement | each rank holds | its gradient on each rank is |
 | --- | --- | --- |
@@ -12,11 +12,13 @@
 where gradients are summed. The terms are those of the package `spmd_types`.
 """
 
+from .boundary import Boundary, ends
 from .conversion import Invariant, Partial, Placement, Replicate, Shard, Varying, convert
 from .cut import Cut, fuse, shard_sizes, share_cut
 from .view import ModelView, modules_within
 
 __all__ = [
+    "Boundary",
     "Cut",
     "Invariant",
     "ModelView",
@@ -26,6 +28,7 @@ __all__ = [
     "Shard",
     "Varying",
     "convert",
+    "ends",
     "fuse",
     "modules_within",
     "shard_sizes",

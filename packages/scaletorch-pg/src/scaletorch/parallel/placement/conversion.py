@@ -38,6 +38,10 @@ class Shard:
     dim: int
     sizes: tuple[int, ...] | None = None
 
+    def __repr__(self) -> str:
+        sizes = "" if self.sizes is None else f", {self.sizes}"
+        return f"Shard({self.dim}{sizes})"
+
 
 @dataclass(frozen=True, slots=True)
 class Varying:
@@ -79,14 +83,18 @@ def convert(
     """
     if src == dst:
         return x
-    change = CONVERSIONS.get((type(src), type(dst)))
-    if change is None:
+    require_conversion(src, dst, where)
+    return CONVERSIONS[type(src), type(dst)](x, src, dst, group)
+
+
+def require_conversion(src: Placement, dst: Placement, where: str) -> None:
+    """Refuse a pair of placements without a conversion; arguments are those of `convert`."""
+    if src != dst and (type(src), type(dst)) not in CONVERSIONS:
         targets = [target.__name__ for kind, target in CONVERSIONS if kind is type(src)]
         raise InvalidArgumentError(
             f"{describe_rank()}: {where} is {src} and is needed as {dst}, and there is no such "
-            f"conversion; {type(src).__name__} converts to {', '.join(targets)}"
+            f"conversion; {type(src).__name__} converts to {', '.join(targets) or 'nothing'}"
         )
-    return change(x, src, dst, group)
 
 
 def _own_piece(x: Tensor, _: Any, dst: Shard, group: Group) -> Tensor:

@@ -24,15 +24,15 @@ class Cut:
     ranges: tuple[tuple[range, ...], ...]
 
     @classmethod
-    def of(cls, parts: Sequence[int], ranks: Sequence[int] | None = None) -> Cut:
+    def of(cls, lengths: Sequence[int], ranks: Sequence[int] | None = None) -> Cut:
         """Cut a length into consecutive slices.
 
         Args:
-            parts: Length of each slice, in order.
+            lengths: Length of each slice, in order.
             ranks: Index of each rank's slice, ascending; None gives rank i slice i.
         """
-        ends = [0, *accumulate(parts)]
-        places = range(len(parts)) if ranks is None else ranks
+        ends = [0, *accumulate(lengths)]
+        places = range(len(lengths)) if ranks is None else ranks
         return cls(tuple((range(ends[place], ends[place + 1]),) for place in places))
 
     @property

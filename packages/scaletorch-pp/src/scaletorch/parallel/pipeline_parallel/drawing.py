@@ -66,8 +66,8 @@ def _common_unit(timeline: Timeline) -> float | None:
     start = min(s.start for s in timeline.spans)
     times = {t - start for s in timeline.spans for t in (s.start, s.end)}
     shortest = min(s.end - s.start for s in timeline.spans if s.end > s.start)
-    for parts in range(1, 5):
-        unit = shortest / parts
+    for divisor in range(1, 5):
+        unit = shortest / divisor
         if all(abs(t / unit - round(t / unit)) < _CLOSE for t in times):
             return unit
     return None

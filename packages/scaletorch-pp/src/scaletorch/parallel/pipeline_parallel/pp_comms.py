@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from ...dist import exchange, get_rank, group_ranks
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import axis_group, describe_rank
-from .steps.batches import checked_dtype, checked_shape
+from .runtime.forms import checked_dtype, checked_shape
 
 # Offsets along the pipeline of the rank to send to and the rank to receive from; 0 if none.
 _Ends = tuple[int, int]

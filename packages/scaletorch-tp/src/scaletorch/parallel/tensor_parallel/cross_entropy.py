@@ -220,8 +220,8 @@ def _blocks(x: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _cut(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...]]:
     rows_each = math.prod(tensors[0].shape[1:])
     if tensors[0].dim() > 2 and rows_each > limit:
-        for parts in zip(*tensors, strict=True):
-            yield from _cut(parts, limit)
+        for rows in zip(*tensors, strict=True):
+            yield from _cut(rows, limit)
     else:
         length = max(1, limit // rows_each)
         yield from zip(*(tensor.split(length) for tensor in tensors), strict=True)
@@ -236,7 +236,7 @@ def _lengths(logits: Tensor, group: ProcessGroup | None, vocab_size: int | None)
             raise InvalidArgumentError(
                 f"{describe_rank()}: of a vocabulary of {vocab_size} over tp = {size} this rank's "
                 f"share is {lengths[get_rank(group)]}, but its logits have {length} in their last "
-                "dim; without vocab_size parts may have any length"
+                "dim; without vocab_size shards may have any length"
             )
         return lengths
     if size == 1:

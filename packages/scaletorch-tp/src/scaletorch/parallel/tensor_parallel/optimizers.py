@@ -52,8 +52,8 @@ def _check(optimizer: Optimizer) -> None:
         raise InvalidArgumentError(
             f"{describe_rank()}: {type(optimizer).__name__} {scope.words}, but {name} "
             f"{tuple(tensor.shape)} is of a model whose parameters are divided over the "
-            "tensor-parallel ranks: the update of a part would be another than that of the "
-            "whole. Give it whole matrices by whole_matrices(optimizer, model) of "
+            "tensor-parallel ranks: the update of a shard would differ from that of the "
+            "full parameter. Give it whole matrices by whole_matrices(optimizer, model) of "
             "scaletorch.compose, take an optimizer that treats every element alike, such as "
             "AdamW, or do without tensor parallelism"
         )

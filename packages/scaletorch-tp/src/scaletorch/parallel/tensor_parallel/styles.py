@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from ...dist.errors import InvalidArgumentError
-from ..placement import Cut, fuse
+from ..placement import Boundary, Cut, Invariant, Partial, Replicate, Shard, ends, fuse
 
 FUSABLE = ("column", "column_gather", "row")
 
@@ -23,7 +24,7 @@ class Fused:
 
     Args:
         style: "column", "column_gather" or "row".
-        parts: Length of each projection in the full weight, or the number of equal projections.
+        projections: Length of each one in the full weight, or the number of equal ones.
 
     Raises:
         InvalidArgumentError: The style cannot be fused, or a length is not positive.
@@ -33,35 +34,42 @@ class Fused:
     """
 
     style: str
-    parts: int | tuple[int, ...]
+    projections: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
         if self.style not in FUSABLE:
             styles = ", ".join(map(repr, FUSABLE))
             raise InvalidArgumentError(f"Fused takes one of {styles}, got {self.style!r}")
-        lengths = (self.parts,) if isinstance(self.parts, int) else tuple(self.parts)
+        lengths = (
+            (self.projections,) if isinstance(self.projections, int) else tuple(self.projections)
+        )
         if not lengths or not all(type(n) is int and n > 0 for n in lengths):
             raise InvalidArgumentError(
-                f"Fused takes a number of equal parts or the length of each, got {self.parts!r}"
+                "Fused takes a number of equal projections or the length of each, got "
+                f"{self.projections!r}"
             )
-        if not isinstance(self.parts, int):
-            object.__setattr__(self, "parts", lengths)
+        if not isinstance(self.projections, int):
+            object.__setattr__(self, "projections", lengths)
 
     def misfit(self, length: int) -> str | None:
         """Return why a length cannot be split into these projections, or None if it can."""
-        if isinstance(self.parts, int):
-            uneven = length % self.parts
-            return f"its {length} features are not {self.parts} equal parts" if uneven else None
-        total = sum(self.parts)
+        if isinstance(self.projections, int):
+            uneven = length % self.projections
+            return (
+                f"its {length} features are not {self.projections} equal projections"
+                if uneven
+                else None
+            )
+        total = sum(self.projections)
         if total == length:
             return None
-        return f"its parts add up to {total} features, but it has {length}"
+        return f"its projections add up to {total} features, but it has {length}"
 
     def lengths(self, length: int) -> tuple[int, ...]:
         """Return the length of each projection, for a `length` that fits."""
-        if isinstance(self.parts, int):
-            return (length // self.parts,) * self.parts
-        return self.parts
+        if isinstance(self.projections, int):
+            return (length // self.projections,) * self.projections
+        return self.projections
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -112,7 +120,7 @@ class PerHead:
             return f"its own parameters are {', '.join(found) or 'none'}"
         shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
         if len({shape[:1] for shape in shapes.values()}) > 1 or () in shapes.values():
-            return f"its parameters are of the shapes {shapes}, where each has a dim 0 of all heads"
+            return f"its parameters have the shapes {shapes}; dim 0 of each must be the heads"
         return misfit_of(module, found)
 
 
@@ -121,8 +129,8 @@ class Slices:
     """The layout of the experts' width (intermediate size) in one stacked parameter.
 
     Args:
-        dim: The dim of the stack whose length is `parts` * `unit` * width.
-        parts: Number of equal matrices packed along `dim`: 2 for [gate | up] in one weight. A rank
+        dim: The dim of the stack whose length is `packed` * `unit` * width.
+        packed: Number of equal matrices along `dim`: 2 for [gate | up] in one weight. A rank
             gets its shard of each.
         unit: Number of adjacent features for one index of the width: 2 for interleaved gate and up.
 
@@ -131,19 +139,19 @@ class Slices:
     """
 
     dim: int
-    parts: int = 1
+    packed: int = 1
     unit: int = 1
 
     def __post_init__(self) -> None:
-        if any(type(n) is not int or n < 1 for n in (self.dim, self.parts, self.unit)):
+        if any(type(n) is not int or n < 1 for n in (self.dim, self.packed, self.unit)):
             raise InvalidArgumentError(
-                f"Slices takes a dim behind that of the experts, a number of parts and a unit, "
-                f"each at least 1, got {(self.dim, self.parts, self.unit)}"
+                "Slices takes a dim behind that of the experts, a number of packed matrices and a "
+                f"unit, each at least 1, got {(self.dim, self.packed, self.unit)}"
             )
 
     def cut(self, width: Cut) -> Cut:
         """Return the cut of `dim`, given the cut of the width."""
-        return fuse([width.times(self.unit)] * self.parts)
+        return fuse([width.times(self.unit)] * self.packed)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -163,7 +171,7 @@ class Stacked:
         InvalidArgumentError: No parameter is sharded.
 
     Example:
-        >>> plan = {"**.experts": Stacked({"gate_up_proj": Slices(1, parts=2), "down_proj": 2})}
+        >>> plan = {"**.experts": Stacked({"gate_up_proj": Slices(1, packed=2), "down_proj": 2})}
     """
 
     sharded: Mapping[str, Slices]
@@ -188,7 +196,7 @@ class Stacked:
     def length(self, module: nn.Module) -> int:
         """Return the width of each expert of a module that fits."""
         name, slices = next(iter(self.sharded.items()))
-        return int(module.get_parameter(name).shape[slices.dim]) // (slices.parts * slices.unit)
+        return int(module.get_parameter(name).shape[slices.dim]) // (slices.packed * slices.unit)
 
     def cut_of(self, name: str, width: Cut) -> Cut:
         """Return the cut of a parameter, given the cut of the width."""
@@ -203,18 +211,79 @@ class Stacked:
         unnamed = [name for name in found if name not in (*self.sharded, *self.added)]
         if unnamed:
             return (
-                f"{', '.join(unnamed)} would see this rank's shard of the experts' width or of "
-                "their results, and is neither sharded nor added"
+                f"{', '.join(unnamed)} would work on this rank's shard of the experts' width or "
+                "of their results, and is neither sharded nor added"
             )
         widths = set()
         for name, slices in self.sharded.items():
-            shape, packed = tuple(found[name].shape), slices.parts * slices.unit
+            shape, packed = tuple(found[name].shape), slices.packed * slices.unit
             if slices.dim >= len(shape) or shape[slices.dim] % packed:
-                return f"its {name} {shape} has no dim {slices.dim} of {packed} equal parts"
+                return (
+                    f"its {name} {shape} has no dim {slices.dim} that packs {packed} equal lengths"
+                )
             widths.add(shape[slices.dim] // packed)
         if len(widths) > 1:
-            return f"its parameters are of the widths {sorted(widths)}, where one is cut"
+            return (
+                f"its parameters have different widths, {sorted(widths)}; only one can be sharded"
+            )
         return misfit_of(module, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The own parameters of a module with a `Boundary`: each is divided evenly over the ranks."""
+
+    boundary: Boundary
+    lengths: Mapping[str, int]  # sharded parameter -> full length of its shard dim
+    dims: Mapping[str, int]
+
+    @classmethod
+    def of(cls, boundary: Boundary, module: nn.Module) -> Placed:
+        """Return the parameters of a module that fits."""
+        dims = {n: d % module.get_parameter(n).ndim for n, d in boundary.dims.items()}
+        return cls(boundary, {n: module.get_parameter(n).shape[d] for n, d in dims.items()}, dims)
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """Names of the parameters that are added to terms of a sum."""
+        return self.boundary.terms
+
+    def length(self, module: nn.Module) -> int:
+        """Return the number of units that every sharded parameter consists of."""
+        return math.gcd(*self.lengths.values())
+
+    def cut_of(self, name: str, units: Cut) -> Cut:
+        """Return the cut of a parameter, given the cut of the units."""
+        return units.times(self.lengths[name] // units.whole)
+
+    def misfit(self, module: nn.Module) -> str | None:
+        """Return why the module does not fit its boundary, or None if it does."""
+        found = {name: p for name, p in module._parameters.items() if p is not None}
+        unnamed = [name for name in found if name not in self.boundary.parameters]
+        outputs = self.boundary.outputs
+        if unnamed and outputs is not None and isinstance(ends(outputs)[0], Partial):
+            return (
+                "it computes Partial() outputs, and its boundary has no placement of "
+                f"{', '.join(unnamed)}: Shard(dim), Partial() if it is added to the outputs, or "
+                "Replicate()"
+            )
+        return misfit_of(module, {name: found[name] for name in self.boundary.parameters})
+
+
+def unknown_parameters(module: nn.Module, boundary: Boundary) -> str | None:
+    """Return which parameters of a boundary a module does not have, or None."""
+    found = {name: p for name, p in module._parameters.items() if p is not None}
+    for name, placement in boundary.parameters.items():
+        if name not in found:
+            return f"it has no parameter {name}, but {', '.join(found) or 'none'}"
+        ndim = found[name].ndim
+        if isinstance(placement, Shard) and not -ndim <= placement.dim < ndim:
+            return f"its {name} {tuple(found[name].shape)} has no dim {placement.dim}"
+        if placement in (Invariant(), Replicate(), Partial()):
+            continue
+        if not isinstance(placement, Shard) or placement.sizes is not None:
+            return f"its {name} cannot be {placement}; a parameter is Shard(dim) of equal shards"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,32 +21,24 @@ from ..pg_manager.building import uncompiled
 from .regions.region import Entrance, enter
 
 
-class CopyToModelParallelRegion(Copy):
+class _OnAxis:
+    """Base before a collective of dist: without a group it is the tensor-parallel axis."""
+
+    @classmethod
+    def forward(cls, ctx: Any, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        return super().forward(ctx, x, axis_group("tp", group))  # type: ignore[misc,no-any-return]
+
+    @classmethod
+    def spmd_typecheck(cls, *, x: Tensor, group: ProcessGroup | None) -> Any:
+        return super().spmd_typecheck(x=x, group=axis_group("tp", group))  # type: ignore[misc]
+
+
+class CopyToModelParallelRegion(_OnAxis, Copy):
     """Identity on a replicated tensor; backward sums the gradient over the ranks."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-        """Return `x` itself."""
-        return Copy.forward(ctx, x, axis_group("tp", group))
 
-    @classmethod
-    def spmd_typecheck(cls, *, x: Tensor, group: ProcessGroup | None) -> Any:
-        """Return the type of the result."""
-        return super().spmd_typecheck(x=x, group=axis_group("tp", group))
-
-
-class ReduceFromModelParallelRegion(Reduce):
+class ReduceFromModelParallelRegion(_OnAxis, Reduce):
     """Sum partial results over the ranks; backward is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-        """Return the sum of `x` over the ranks."""
-        return Reduce.forward(ctx, x, axis_group("tp", group))
-
-    @classmethod
-    def spmd_typecheck(cls, *, x: Tensor, group: ProcessGroup | None) -> Any:
-        """Return the type of the result."""
-        return super().spmd_typecheck(x=x, group=axis_group("tp", group))
 
 
 class GatherFromModelParallelRegion(torch.autograd.Function):
@@ -77,7 +69,7 @@ def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int) -> list[Ten
     if num_partitions < 1 or tensor.dim() == 0 or tensor.shape[-1] % num_partitions:
         raise InvalidArgumentError(
             f"a tensor of shape {tuple(tensor.shape)} cannot be cut into {num_partitions} equal "
-            "parts along its last dim; choose a divisor of that dim"
+            "shards along its last dim; choose a divisor of that dim"
         )
     return list(tensor.chunk(num_partitions, dim=-1))
 

@@ -8,24 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...compose.naming import listed
-from ..keys import (
-    BACKWARD,
-    DATA,
-    FINAL,
-    FORWARD,
-    GRADIENT,
-    LOSS,
-    NORM,
-    SHARE,
-    START,
-    TERM,
-    WEIGHT,
-    Key,
-)
-from .judge import BAD, NEAR, UNSEEN, Judged, Met, adds_up, meet
+from ..keys import FINAL, Key, Kind
+from .judge import BAD, NEAR, UNSEEN, Judged, Pair, adds_up, meet
 from .patterns import explain
-from .places import ALIKE, GIVEN, WHOLE, Sharding, assemble, part_of, pieces_of
-from .runs import Run
+from .places import ALIKE, GIVEN, WHOLE, Sharding, assemble, norm, pieces_of, shard_at
+from .runs import Run, reach
 from .wrong_shards import numbered
 
 JUMP = 8.0  # largest factor by which a computation may amplify its sources' error
@@ -39,7 +26,8 @@ class Birth:
     """A wrong tensor whose sources are all right."""
 
     judged: Judged  # the verdict on it
-    direction: str  # START, FORWARD, BACKWARD, SYNCHRONISATION of gradients, UPDATE or DATA
+    # 'data', 'start', 'forward', 'backward', SYNCHRONISATION of gradients, or UPDATE
+    direction: str
     modules: list[str]  # the innermost modules whose code computed it
     inputs: list[Judged]  # the verdicts on the tensors that it was computed from
     # further tensors that were born wrong in the same way
@@ -52,47 +40,42 @@ def find_births(
     """Return the tensors at which faults begin, in the first step that has any, in its order.
 
     Intended differences, such as terms before ranks sum them, are not births: there are none if all
-    results of the training are right. See also `_absorbed`.
+    results of the training are right. See also `_find_absorbed`.
     """
-    sources = _seen_sources(ancestry, judged)
+    sources = _compared_sources(ancestry, judged)
     wrong = {key for key, each in judged.items() if each.state == BAD}
-    intended = _absorbed(wrong, sources, judged)
-    for key in [k for each in intended if (k := each._replace(kind=BACKWARD)) in wrong]:
-        if adds_up(run.held[key], reference.held[key], NEAR):
-            intended.add(key)
-    wrong -= intended
-    mattering = _mattering(sources, wrong)
-    born = [key for key in judged if key in mattering and not wrong.intersection(sources[key])]
-    born = born or [key for key in judged if key in mattering][:1]  # sources form a cycle
+    absorbed = _find_absorbed(wrong, sources, judged)
+    gradients = wrong & {key._replace(kind=Kind.BACKWARD) for key in absorbed}
+    wrong -= absorbed
+    wrong -= {k for k in gradients if adds_up(k, run, reference)}
+    results = [key for key in sources if key in wrong and key.kind in FINAL]
+    causes = set(reach(results, lambda key: wrong.intersection(sources[key])))
+    born = [key for key in judged if key in causes and not wrong.intersection(sources[key])]
+    born = born or [key for key in judged if key in causes][:1]  # sources form a cycle
     worst = {key: max((judged[each].error for each in sources[key]), default=0.0) for key in born}
     clear = [key for key in born if judged[key].error > JUMP * worst[key]] or born
     first = [key for key in clear if key.step == min(each.step for each in clear)]
     births = []
     for key in first:
-        agreeing = [judged[each] for each in sources[key] if judged[each].state != BAD]
-        births.append(Birth(judged[key], *_blame(key, run, reference), agreeing))
-    return _gathered(births, judged)
+        right = [judged[each] for each in sources[key] if judged[each].state != BAD]
+        births.append(Birth(judged[key], *_blame(key, run, reference), right))
+    return _merge(births, judged)
 
 
-def _seen_sources(
+def _compared_sources(
     sources: Mapping[Key, list[Key]], judged: Mapping[Key, Judged]
 ) -> dict[Key, list[Key]]:
     """Return each tensor's sources; those that were not compared are replaced by their sources."""
-    found: dict[Key, list[Key]] = {}
-    for key in judged:
-        waiting, visited, found[key] = list(sources.get(key, ())), {key}, []
-        for source in waiting:  # grows during the loop
-            if source in visited:
-                continue
-            visited.add(source)
-            if source in judged and judged[source].state != UNSEEN:
-                found[key].append(source)
-            else:
-                waiting += sources.get(source, ())
-    return found
+    compared = {key for key, each in judged.items() if each.state != UNSEEN}
+
+    def skip(source: Key) -> Sequence[Key]:
+        return () if source in compared else sources.get(source, ())
+
+    nearest = {key: reach(sources.get(key, ()), skip) for key in judged}
+    return {key: [s for s in found if s in compared and s != key] for key, found in nearest.items()}
 
 
-def _absorbed(
+def _find_absorbed(
     wrong: set[Key], sources: Mapping[Key, list[Key]], judged: Mapping[Key, Judged]
 ) -> set[Key]:
     """Return the wrong tensors of a forward whose users are all right, such as masked scores.
@@ -101,11 +84,11 @@ def _absorbed(
     """
     users: dict[Key, list[Key]] = {}
     for key, own in sources.items():
-        for source in own if key.kind in (FORWARD, LOSS) else ():
+        for source in own if key.kind in (Kind.FORWARD, Kind.LOSS) else ():
             users.setdefault(source, []).append(key)
     found: set[Key] = set()
     for key in reversed(list(sources)):  # from the loss back
-        used = users.get(key, []) if key.kind == FORWARD and key in wrong else []
+        used = users.get(key, []) if key.kind == Kind.FORWARD and key in wrong else []
         left = [user for user in used if user not in found]
         most = max((judged[user].error for user in left), default=0.0)
         if used and not wrong.intersection(left) and most < judged[key].error / ABSORBED:
@@ -113,86 +96,65 @@ def _absorbed(
     return found
 
 
-def _mattering(sources: Mapping[Key, list[Key]], wrong: set[Key]) -> set[Key]:
-    """Return the wrong tensors that make a result of the training wrong."""
-    waiting = [key for key in sources if key in wrong and key.kind in FINAL]
-    found = set(waiting)
-    while waiting:
-        for source in sources[waiting.pop()]:
-            if source in wrong and source not in found:
-                found.add(source)
-                waiting.append(source)
-    return found
-
-
 def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
     """Return the direction and the modules whose code computed a tensor."""
-    if key.kind in (NORM, WEIGHT):
-        return UPDATE, [NORM if key.kind == NORM else "weights"]
-    if key.kind == START:
-        return START, [key.name.rpartition(".")[0]]
-    if key.kind == DATA:
-        return DATA, [key.name]
-    if key.kind == LOSS:
-        return FORWARD, [LOSS]
-    if key.kind == FORWARD:
-        if key.item.startswith("out"):
-            return FORWARD, [key.name]
+    if key.kind in (Kind.NORM, Kind.WEIGHT):
+        return UPDATE, [Kind.NORM if key.kind == Kind.NORM else "weights"]
+    if key.kind == Kind.START:
+        return Kind.START, [key.name.rpartition(".")[0]]
+    if key.kind == Kind.DATA:
+        return Kind.DATA, [key.name]
+    if key.kind == Kind.LOSS:
+        return Kind.FORWARD, [Kind.LOSS]
+    if key.is_output:
+        return Kind.FORWARD, [key.name]
+    if key.kind == Kind.FORWARD:
         inside = reference.inside.get(key)
-        return (DATA, [key.item]) if inside is None else (FORWARD, [inside])
-    if key.kind == GRADIENT:
+        return (Kind.DATA, [key.item]) if inside is None else (Kind.FORWARD, [inside])
+    if key.kind == Kind.GRADIENT:
         return _blame_gradient(key, run, reference)
-    forward = key._replace(kind=FORWARD)
+    forward = key._replace(kind=Kind.FORWARD)
     if wrong := _wrong_shares(reference.first.get(forward, forward), run, reference):
-        return BACKWARD, _innermost(wrong)
+        return Kind.BACKWARD, _innermost(wrong)
     users = [
         child.name
-        if child.item.startswith("out") or _travels(child, run, reference)
+        if child.is_output or _is_received(child, run, reference)
         else reference.inside.get(child) or ""
-        for child in reference.used_by(forward, lambda name: _travels(name, run, reference))
-        if child.kind == FORWARD
+        for child in reference.used_by(forward, lambda name: _is_received(name, run, reference))
+        if child.kind == Kind.FORWARD
     ]
-    return BACKWARD, _innermost(users) or [LOSS]
+    return Kind.BACKWARD, _innermost(users) or [Kind.LOSS]
 
 
 def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
     """Return the modules that add wrong terms to a gradient; none if its summation is wrong."""
-    tied = reference.steps[key.step][0].header["tied"]
-    name = tied.get(key.name, key.name)
-    terms = [k for k in reference.held if k[:3] == (key.step, TERM, name)]
+    name = reference.tied(key.step).get(key.name, key.name)
+    terms = [k for k in reference.held if k[:3] == (key.step, Kind.TERM, name)]
     unknown = [term.item for term in terms if term not in run.held]
-    wrong = [
-        term.item
-        for term in terms
-        if term in run.held and not adds_up(run.held[term], reference.held[term], NEAR)
-    ]
-    if terms and not wrong and (not unknown or _untied(key, run, reference)):
+    wrong = [k.item for k in terms if k in run.held and not adds_up(k, run, reference)]
+    if terms and not wrong and (not unknown or _unsummed_names(key, run, reference)):
         return SYNCHRONISATION, []
-    return BACKWARD, wrong or unknown or [name.rpartition(".")[0]]
+    return Kind.BACKWARD, wrong or unknown or [name.rpartition(".")[0]]
 
 
-def _untied(key: Key, run: Run, reference: Run) -> list[str]:
+def _unsummed_names(key: Key, run: Run, reference: Run) -> list[str]:
     """Return the names of a tied weight if its separate gradients add up to the right one."""
-    tied = reference.steps[key.step][0].header["tied"]
+    tied = reference.tied(key.step)
     first = tied.get(key.name, key.name)
     names = [first, *(other for other, same in tied.items() if same == first)]
-    held = [run.held.get(key._replace(name=name), []) for name in names]
-    if len(names) < 2 or not all(held):
+    found = [meet(key._replace(name=name), run, reference) for name in names]
+    met = [each for each in found if each is not None]
+    if len(names) < 2 or len(met) < len(names):
         return []
-    met = [meet(each, reference.held[key]) for each in held]
-    if any(each is None for each in met):
-        return []
-    total = torch.stack([assemble(each.pieces, each.dims) for each in met if each]).sum(0)
-    whole = met[0].whole if met[0] else total
-    off = float(torch.linalg.vector_norm(total - whole))
-    return names if off <= NEAR * float(torch.linalg.vector_norm(whole)) else []
+    total = torch.stack([assemble(each.pieces, each.dims) for each in met]).sum(0)
+    right = norm(total - met[0].whole) <= NEAR * norm(met[0].whole)
+    return names if right else []
 
 
-def _travels(key: Key, run: Run, reference: Run) -> bool:
+def _is_received(key: Key, run: Run, reference: Run) -> bool:
     """Return whether a key is a second name of a tensor in the reference, and received in `run`."""
-    return all(h.recording.lines[h.number].same >= 0 for h in reference.held[key]) and any(
-        held.recording.lines[held.number].same < 0 for held in run.held.get(key, ())
-    )
+    second = all(held.is_second_name for held in reference.held[key])
+    return second and not all(held.is_second_name for held in run.held.get(key, ()))
 
 
 def _wrong_shares(first: Key, run: Run, reference: Run) -> list[str]:
@@ -201,16 +163,12 @@ def _wrong_shares(first: Key, run: Run, reference: Run) -> list[str]:
     shares = [
         key
         for key in reference.held
-        if key[:2] == (first.step, SHARE)
+        if key[:2] == (first.step, Kind.SHARE)
         and (key.name, key.item.partition(" ")[0], key.call) in names
     ]
     if len(shares) < 2 or not all(key in run.held for key in shares):
         return []
-    return [
-        key.item.partition(" ")[2]
-        for key in shares
-        if not adds_up(run.held[key], reference.held[key], NEAR)
-    ]
+    return [key.item.partition(" ")[2] for key in shares if not adds_up(key, run, reference)]
 
 
 def _innermost(names: Sequence[str]) -> list[str]:
@@ -222,74 +180,63 @@ def _innermost(names: Sequence[str]) -> list[str]:
     ]
 
 
-def _gathered(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
+def _merge(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
     """Merge births that have one cause; births in backward of several modules come last.
 
     Equal errors are names of one tensor. If most gradients of parameters are born wrong, although
     those of activations are right, the cause is their summation.
     """
-    step = births[0].judged.key.step if births else 0
-    every = sum(key.kind == GRADIENT and key.step == step for key in judged)
-    if sum(b.judged.key.kind == GRADIENT for b in births) > max(1, MOST * every):
-        for birth in births:
-            if birth.judged.key.kind == GRADIENT:
-                birth.direction, birth.modules = SYNCHRONISATION, []
+    gradients = [birth for birth in births if birth.judged.key.kind == Kind.GRADIENT]
+    every = {birth.judged.key.step for birth in gradients}
+    count = sum(key.kind == Kind.GRADIENT and key.step in every for key in judged)
+    if len(gradients) > max(1, MOST * count):
+        for birth in gradients:
+            birth.direction, birth.modules = SYNCHRONISATION, []
     found: dict[tuple[str, str, float | None], Birth] = {}
-    for birth in sorted(births, key=lambda b: len(b.modules) if b.direction == BACKWARD else 0):
-        kind = birth.judged.key.kind
-        together = birth.direction in (START, SYNCHRONISATION, UPDATE)
-        known = found.setdefault(
-            (birth.direction, kind, None if together else birth.judged.error), birth
-        )
+    births.sort(key=lambda b: len(b.modules) if b.direction == Kind.BACKWARD else 0)
+    for birth in births:
+        together = birth.direction in (Kind.START, SYNCHRONISATION, UPDATE)
+        cause = birth.direction, birth.judged.key.kind, None if together else birth.judged.error
+        known = found.setdefault(cause, birth)
         if known is not birth:
             known.modules = list(dict.fromkeys(known.modules + birth.modules))
             known.others.append(birth.judged)
     return list(found.values())
 
 
-# Explanations
-
-
 def explain_birth(birth: Birth, run: Run, reference: Run) -> list[str]:
     """Return sentences that describe the error of a tensor, surest first."""
     key, bound = birth.judged.key, birth.judged.bound
-    met = _meet_key(key, run, reference)
+    met = meet(key, run, reference)
     if met is None:
         return []
-    if key.kind == GRADIENT and (names := _untied(key, run, reference)):
+    if key.kind == Kind.GRADIENT and (names := _unsummed_names(key, run, reference)):
         held = {name: run.held[key._replace(name=name)] for name in names}
         ranks = {name: {each.recording.rank for each in held[name]} for name in names}
         copies = [f"{name} on {numbered('rank', ranks[name])}" for name in names]
         return [
             f"{listed(copies)} have partial sums: the gradients of a tied weight are not summed"
         ]
-    if key.kind == WEIGHT and (start := reference.held.get(key._replace(kind=START))):
+    if key.kind == Kind.WEIGHT and (start := reference.held.get(key._replace(kind=Kind.START))):
         before = assemble(pieces_of(start, met.dims), met.dims)
-        steps = [replace(p, tensor=p.tensor - part_of(before, p)) for p in met.pieces]
-        size = float(torch.linalg.vector_norm(met.whole))
+        steps = [replace(p, tensor=p.tensor - shard_at(before, p)) for p in met.pieces]
         change = replace(met, pieces=steps, whole=met.whole - before)
-        sentences = _explain(key, change, bound, run, size)
         stale = ": does the optimizer hold other tensors than those that are trained?"
         return [
             f"of its change in the step {text}" + stale * (" all zeros" in text)
-            for text in sentences
+            for text in _explain(key, change, bound, run, norm(met.whole))
         ]
     sentences = _explain(key, met, bound, run)
-    for parent in reference.parents.get(key, ()) if key.kind == LOSS else ():
-        gradient, limit = parent._replace(kind=BACKWARD), max(bound, NEAR)
-        back = _meet_key(gradient, run, reference)
+    for parent in reference.parents.get(key, ()) if key.kind == Kind.LOSS else ():
+        gradient, limit = parent._replace(kind=Kind.BACKWARD), max(bound, NEAR)
+        back = meet(gradient, run, reference)
         if back is not None and back.error > limit:
             found = _explain(gradient, back, limit, run)
             sentences += [f"of the {gradient}, {text}" for text in found]
     return sentences
 
 
-def _meet_key(key: Key, run: Run, reference: Run) -> Met | None:
-    ours, theirs = run.held.get(key), reference.held.get(key)
-    return meet(ours, theirs, weighed=key.kind == BACKWARD) if ours and theirs else None
-
-
-def _explain(key: Key, met: Met, bound: float, run: Run, scale: float | None = None) -> list[str]:
+def _explain(key: Key, met: Pair, bound: float, run: Run, scale: float | None = None) -> list[str]:
     groups = run.held[key][0].recording.header["groups"].items()
     return explain(
         met.pieces,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...compose.summation import ROOM, root_mean_square
-from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, START, TERM, WEIGHT, Key
-from .places import Held, Piece, Sharding, assemble, in_terms, part_of, pieces_of, shardings
-from .runs import Run, calling
+from ..keys import FINAL, Key, Kind
+from .places import Held, Piece, Sharding, assemble, in_terms, norm, pieces_of, shard_at, shardings
+from .runs import Run, calling, reach
 
 GOOD, BAD, UNSEEN = "good", "bad", "unseen"
 MEASURED = 4.0  # a layout's rounding error may be this many times that of one process
@@ -43,7 +43,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class Pair:
     """A tensor of two runs, assembled."""
 
     pieces: list[Piece]  # the shards of the run in question
@@ -63,10 +63,9 @@ def measure(noise: Run, reference: Run) -> dict[Key, float]:
     It is infinite for integers that rounding changes, such as expert indices.
     """
     found, eps = {}, coarsest(noise)
-    for key, theirs in reference.held.items():
-        ours = noise.held.get(key)
-        met = meet(ours, theirs, weighed=key.kind == BACKWARD) if ours else None
-        if ours and met is not None and eps and (met.error < INFINITE) == (eps_of(ours[0]) > 0):
+    for key in noise.held if eps else ():
+        met = meet(key, noise, reference)
+        if met is not None and (met.error < INFINITE) == (eps_of(noise.held[key][0]) > 0):
             found[key] = met.error / eps
     return found
 
@@ -87,18 +86,19 @@ def judge_all(
     # In a dtype below float64, rounding alone may choose other experts.
     chooses = eps > torch.finfo(torch.float64).eps and INFINITE in lost.values()
     for step in reference.steps:
-        gradients = [k for k in reference.held if k[:2] == (step, GRADIENT)]
+        gradients = [k for k in reference.held if k[:2] == (step, Kind.GRADIENT)]
         typical = root_mean_square(h.tensor for k in gradients for h in reference.held[k])
         for key in reference.held:
-            may_lack = key.kind in (SHARE, TERM) or (key.kind == DATA and key not in run.held)
-            if key.step == step and not may_lack:
-                limit = _bound(key, rounds[key], lost, eps, chain)
-                found[key] = _judge(key, run, reference, limit, typical)
-                if chooses and key.kind == FORWARD and not found[key].bound and found[key].wrong:
-                    why = "whole numbers, and rounding alone chose others"
-                    found[key] = Judged(key, UNSEEN, why=why)
+            missing = key.kind == Kind.DATA and key not in run.held
+            if key.step != step or key.kind in (Kind.SHARE, Kind.TERM) or missing:
+                continue
+            limit = _bound(key, rounds[key], lost, eps, chain)
+            found[key] = verdict = _judge(key, run, reference, limit, typical)
+            if chooses and key.kind == Kind.FORWARD and verdict.wrong and not verdict.bound:
+                why = "these are integers, and rounding alone chose others"
+                found[key] = Judged(key, UNSEEN, why=why)
         for key, held in run.held.items():
-            extra = key[:2] == (step, GRADIENT) and key not in reference.held
+            extra = key[:2] == (step, Kind.GRADIENT) and key not in reference.held
             if extra and any(bool(each.tensor.any()) for each in held):
                 found[key] = Judged(key, BAD, INFINITE, why="the reference has no gradient of it")
         if any(each.state == BAD and key.kind in FINAL for key, each in found.items()):
@@ -106,24 +106,26 @@ def judge_all(
     return found
 
 
-def meet(
-    ours: Sequence[Held], theirs: Sequence[Held], typical: float = 0.0, *, weighed: bool = False
-) -> Met | None:
+def meet(key: Key, run: Run, reference: Run, typical: float = 0.0) -> Pair | None:
     """Assemble a tensor of two runs and compare them; None if the shards fit no full tensor.
 
-    Differences are divided by elements of at least `typical`; `weighed` is as for `pieces_of`.
+    Differences are divided by elements of at least `typical`. Gradients of activations are weighed
+    by `Description.weight`.
     """
-    best: Met | None = None
+    ours, theirs = run.held.get(key), reference.held.get(key)
+    if not ours or not theirs:
+        return None
+    best: Pair | None = None
+    weighed = key.kind == Kind.BACKWARD
     for dims in shardings([*theirs, *ours]):
-        whole = assemble(
-            pieces_of(theirs, dims, weighed=weighed), dims, sums=any(h.line.sums for h in theirs)
-        )
+        right = pieces_of(theirs, dims, weighed=weighed)
+        whole = assemble(right, dims, sums=any(h.line.sums for h in theirs))
         pieces = pieces_of(ours, dims, weighed=weighed)
         if any(held.line.sums for held in ours) or (weighed and in_terms(ours, dims)):
             errors = [_error(assemble(pieces, dims, sums=True), whole, whole, typical)]
         else:
-            errors = [_error(p.tensor, part_of(whole, p), whole, typical) for p in pieces]
-        met = Met(pieces, whole, dims, errors)
+            errors = [_error(p.tensor, shard_at(whole, p), whole, typical) for p in pieces]
+        met = Pair(pieces, whole, dims, errors)
         if best is None or met.error < best.error:
             best = met
         if met.error <= NEAR:
@@ -136,10 +138,9 @@ def _judge(key: Key, run: Run, reference: Run, limit: float, typical: float) -> 
     if reason := run.uncounted.get(calling(key)) or reference.uncounted.get(calling(key)):
         return Judged(key, UNSEEN, why=reason)
     if not ours:
-        state = BAD if key.kind in (START, GRADIENT) else UNSEEN
+        state = BAD if key.kind in (Kind.START, Kind.GRADIENT) else UNSEEN
         return Judged(key, state, INFINITE if state == BAD else 0.0, why="no rank has it")
-    floor = typical if key.kind == GRADIENT else 0.0
-    met = meet(ours, theirs, floor, weighed=key.kind == BACKWARD)
+    met = meet(key, run, reference, typical if key.kind == Kind.GRADIENT else 0.0)
     if met is None:
         shards, whole = ({tuple(h.line.shape) for h in each} for each in (ours, theirs))
         return Judged(
@@ -152,16 +153,12 @@ def _judge(key: Key, run: Run, reference: Run, limit: float, typical: float) -> 
         for piece, error in zip(met.pieces, met.errors, strict=False)
         if not error <= limit
     ]
-    if key.kind == GRADIENT and (none := _without(key, run)):
+    if key.kind == Kind.GRADIENT and (none := _without(key, run)):
         wrong += [(rank, 0) for rank in none]
         why = f"ranks {none} have the parameter and no gradient of it"
         return Judged(key, BAD, INFINITE, limit, wrong, why)
-    if (
-        wrong
-        and key.kind == BACKWARD
-        and _is_of_all_rows(met, ours)
-        and adds_up(ours, theirs, limit)
-    ):
+    sums = wrong and key.kind == Kind.BACKWARD and _is_of_all_rows(met, ours)
+    if sums and adds_up(key, run, reference, limit):
         return Judged(key, GOOD, 0.0, limit)  # a tensor without rows: ranks hold gradient terms
     state = GOOD if met.error <= limit else BAD
     return Judged(key, state, met.error, limit, wrong)
@@ -171,12 +168,12 @@ def _without(key: Key, run: Run) -> list[int]:
     """Return the ranks that have a parameter's weight after the step, but no gradient of it."""
     have, trained = (
         {held.recording.rank for held in run.held.get(each, ())}
-        for each in (key, key._replace(kind=WEIGHT))
+        for each in (key, key._replace(kind=Kind.WEIGHT))
     )
     return sorted(trained - have)
 
 
-def _is_of_all_rows(met: Met, ours: Sequence[Held]) -> bool:
+def _is_of_all_rows(met: Pair, ours: Sequence[Held]) -> bool:
     """Return whether a tensor has no dim of rows, although the batch's rows are divided."""
     axes = [held.recording.header["axes"].get("rows") for held in ours]
     divided = all(axis is not None and sum(b - a for a, b in axis[1][0]) < axis[0] for axis in axes)
@@ -201,18 +198,14 @@ def rounding(run: Run, reference: Run, sources: Mapping[Key, list[Key]]) -> dict
         key: max(eps_of(each) for each in (*held, *run.held.get(key, ())))
         for key, held in reference.held.items()
     }
-    found: dict[Key, float] = dict(own)
+    found: dict[Key, float] = {}
     users: dict[Key, list[Key]] = {}
     for key, parents in sources.items():
         for source in parents:
             users.setdefault(source, []).append(key)
-    for eps in sorted(set(own.values()), reverse=True):  # coarser dtypes override finer ones
-        waiting = [key for key in own if own[key] == eps]
-        for key in waiting:
-            for user in users.get(key, ()):
-                if user in found and found[user] < eps:
-                    found[user] = eps
-                    waiting.append(user)
+    for eps in sorted(set(own.values())):  # coarser dtypes last, since they override finer ones
+        begin = [key for key in own if own[key] == eps]
+        found |= dict.fromkeys(reach(begin, lambda key: users.get(key, ())), eps)
     return found
 
 
@@ -233,42 +226,35 @@ def _error(ours: Tensor, theirs: Tensor, whole: Tensor, typical: float) -> float
         return INFINITE
     if not theirs.is_floating_point() and not ours.is_floating_point():
         return 0.0 if torch.equal(ours, theirs) else INFINITE
-    ours, theirs, whole = (_finite(each) for each in (ours, theirs, whole))
+    # Clamped, so that masks of any dtype are equal.
+    ours, theirs, whole = (x.double().clamp(-BEYOND, BEYOND) for x in (ours, theirs, whole))
     if torch.equal(ours, theirs):
         return 0.0
     share = math.sqrt(theirs.numel() / max(whole.numel(), 1))
-    own = float(torch.linalg.vector_norm(theirs))
-    size = max(own, share * float(torch.linalg.vector_norm(whole.nan_to_num())))
-    size = max(size, typical * math.sqrt(theirs.numel()))
-    gap = float(torch.linalg.vector_norm(ours - theirs))
-    if math.isnan(gap):
-        return INFINITE
-    return gap / size if size else INFINITE
+    size = max(norm(theirs), share * norm(whole.nan_to_num()), typical * theirs.numel() ** 0.5)
+    gap = norm(ours - theirs)
+    return gap / size if size and not math.isnan(gap) else INFINITE
 
 
-def _finite(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, clamped to `BEYOND`, so that masks of any dtype are equal."""
-    return tensor.to(torch.float64).clamp(-BEYOND, BEYOND)
-
-
-def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
+def adds_up(key: Key, run: Run, reference: Run, limit: float = NEAR) -> bool:
     """Return whether terms sum to the right tensor, over all ranks or for each tp rank."""
+    ours, theirs = run.held[key], reference.held[key]
     dims = next(iter(shardings([*theirs, *ours])), None)
     if dims is None:
         return False
     whole = assemble(pieces_of(theirs, dims), dims, sums=True)
+    total = assemble(pieces_of(ours, dims, weighed=True), dims, sums=True)
+    if _error(total, whole, whole, 0.0) <= limit:
+        return True
     by_tp_rank: dict[int, list[Held]] = {}
     for held in ours:
         groups, rank = held.recording.header["groups"].get("tp", []), held.recording.rank
         tp_rank = next((group.index(rank) for group in groups if rank in group), 0)
         by_tp_rank.setdefault(tp_rank, []).append(held)
-    total = assemble(pieces_of(ours, dims, weighed=True), dims, sums=True)
-    if _error(total, whole, whole, 0.0) <= limit:
-        return True
     for terms in by_tp_rank.values():
         pieces = pieces_of(terms, dims, weighed=True)
         total = assemble(pieces, dims, sums=True)
-        errors = (_error(part_of(total, p), part_of(whole, p), whole, 0.0) for p in pieces)
+        errors = (_error(shard_at(total, p), shard_at(whole, p), whole, 0.0) for p in pieces)
         if not all(error <= limit for error in errors):
             return False
     return True

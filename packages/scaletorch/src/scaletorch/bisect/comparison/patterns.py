@@ -5,31 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from ...compose.naming import RUNS, ranges
-from .places import Piece
-from .wrong_shards import (
-    HUGE,
-    UNEXPLAINED,
-    Case,
-    Shard,
-    box_of,
-    has,
-    norm,
-    numbered,
-    pick,
-    plain,
-    plural,
-    ranks_of,
-    shard_of,
-    slices,
-    where,
-)
+from .places import Piece, norm
+from .wrong_shards import HUGE, UNEXPLAINED, Case, Shard, box_of, has, numbered, pick, plain, slices
 
 SENTENCES = 3
 FINEST = 1e-14  # smallest bound: float64 itself rounds
@@ -71,14 +54,14 @@ def explain(
     case = Case((), (), finite, bound, scale, axes, groups or {})
     # If only the sum of the pieces exceeds the bound, look for pieces beyond half of it.
     for tried in (case, replace(case, bound=bound / 2)):
-        shards = [shard_of(piece, tried, right) for piece in pieces]
+        shards = [tried.shard_of(piece, right) for piece in pieces]
         if any(bool(shard.mask.any() or shard.odd.any()) for shard in shards):
             break
     case = replace(case, shards=shards, wrong=[s for s in shards if bool(s.mask.any())])
     sentences = []
     if odd := [shard for shard in shards if bool(shard.odd.any())]:
-        place = where(case, odd, [shard.odd for shard in odd])
-        sentences.append(f"{has(ranks_of(case, odd))} NaN or infinity{place}, unlike the reference")
+        place = case.where(odd, [shard.odd for shard in odd])
+        sentences.append(f"{has(case.ranks_of(odd))} NaN or infinity{place}, unlike the reference")
     return [*sentences, *_guessed(case)][:SENTENCES]
 
 
@@ -92,13 +75,10 @@ def _guessed(case: Case) -> Iterator[str]:
             shards = [case.wrong[i] for i in sorted(left)]
             had, due = (torch.cat([getattr(s, n) for s in shards]) for n in ("had", "due"))
             by = f", by {norm(had - due) / norm(due):.4g} of their size" if norm(due) else ""
-            yield f"{has(ranks_of(case, shards))} values that differ{where(case, shards)}{by}"
+            yield f"{has(case.ranks_of(shards))} values that differ{case.where(shards)}{by}"
             return
         yield best.sentence
         left -= best.covers
-
-
-# Factors
 
 
 def _passing(case: Case, what: str, test: Callable[[Shard], bool]) -> Iterator[Finding]:
@@ -106,7 +86,7 @@ def _passing(case: Case, what: str, test: Callable[[Shard], bool]) -> Iterator[F
     covers = [i for i, shard in enumerate(case.wrong) if test(shard)]
     if covers:
         shards = [case.wrong[i] for i in covers]
-        text = f"{has(ranks_of(case, shards))} {what}{where(case, shards)}"
+        text = f"{has(case.ranks_of(shards))} {what}{case.where(shards)}"
         yield Finding(frozenset(covers), text)
 
 
@@ -120,7 +100,12 @@ def scaled(case: Case) -> Iterator[Finding]:
     fits = [_factor(shard) for shard in case.wrong]
     simple = [factor for fit in fits for factor in _simple_factors(fit)]
     for factor in list(dict.fromkeys([*simple, *fits]))[:CANDIDATES]:
-        yield from _passing(case, _times(factor, case.bound), partial(_is_scaled, case, factor))
+
+        def fits_all(shard: Shard, factor: float = factor) -> bool:
+            return case.agrees(shard.had, factor * shard.due, shard.due, fitted=1)
+
+        if factor:
+            yield from _passing(case, _times(factor, case.bound), fits_all)
 
 
 def _factor(shard: Shard) -> float:
@@ -133,10 +118,6 @@ def _simple_factors(fit: float) -> list[float]:
     inverse = round(1 / fit) if fit else 0
     found = [float(round(fit)), 1 / inverse if inverse else 0.0]
     return [f for f in found if f not in (0.0, 1.0) and abs(f - fit) < NEAR * abs(f)]
-
-
-def _is_scaled(case: Case, factor: float, shard: Shard) -> bool:
-    return factor != 0 and case.agrees(shard.had, factor * shard.due, shard.due, fitted=1)
 
 
 def _times(factor: float, bound: float) -> str:
@@ -152,9 +133,6 @@ def _times(factor: float, bound: float) -> str:
     return f"{factor:.{digits}g} times the right values"
 
 
-# Other places
-
-
 def moved(case: Case) -> Iterator[Finding]:
     """Find slices that are in the wrong places."""
     for dim in range(case.whole.ndim):
@@ -164,9 +142,9 @@ def moved(case: Case) -> Iterator[Finding]:
                 place, source = pairs.tolist()
                 what = "in another order" if sorted(place) == sorted(source) else "from elsewhere"
                 moves = _moves(list(zip(place, source, strict=True)))
-                found.setdefault(f"{plural(case, dim)} {what}: {moves}", []).append(i)
+                found.setdefault(f"{case.plural(dim)} {what}: {moves}", []).append(i)
         for words, covers in found.items():
-            ranks = ranks_of(case, [case.wrong[i] for i in covers])
+            ranks = case.ranks_of([case.wrong[i] for i in covers])
             yield Finding(frozenset(covers), f"{has(ranks)} {words}")
 
 
@@ -212,9 +190,6 @@ def _moves(pairs: list[tuple[int, int]]) -> str:
         verb = "" if texts else " is"
         texts.append(f"at {ranges(places)}{verb} what {ranges(sources)} should have")
     return ", ".join(texts[:SHOWN]) + (" ..." if len(texts) > SHOWN else "")
-
-
-# Missing sums
 
 
 def sums(case: Case) -> Iterator[Finding]:

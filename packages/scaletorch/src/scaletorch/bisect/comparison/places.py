@@ -39,10 +39,19 @@ class Held:
         return lines[first_name(lines, self.number)]
 
     @property
+    def is_second_name(self) -> bool:
+        """True if the tensor was recorded before under another name."""
+        return self.recording.lines[self.number].same >= 0
+
+    @property
     def form(self) -> tuple[Any, ...]:
         """Everything that its place depends on, as a key for caches."""
         line = self.line
         return self.recording.number, self.micro_batch, tuple(line.shape), repr(line.place)
+
+    def place(self, dim: int) -> list[Any] | None:
+        """Return the recorded place of a dim, see `Line.place`."""
+        return None if self.line.place is None else self.line.place[dim]
 
     @property
     def tensor(self) -> Tensor:
@@ -60,44 +69,36 @@ class Sharding:
 
 def shardings(held: Sequence[Held]) -> list[tuple[Sharding, ...]]:
     """Return the possible shardings of the dims of both runs' tensors, likeliest first."""
-    key = ("shardings", *(each.form for each in held))
-    known = held[0].recording.known
-    if key not in known:
-        known[key] = _find_shardings(held)
-    found: list[tuple[Sharding, ...]] = known[key]
-    return found
+    key = "shardings", tuple(each.form for each in held)
+    return held[0].recording.cached(key, lambda: _find_shardings(held))
 
 
 def _find_shardings(held: Sequence[Held]) -> list[tuple[Sharding, ...]]:
     dims = {len(each.line.shape) for each in held}
     if len(dims) != 1:
         return []
-    choices = [_distinct(held, dim) for dim in range(dims.pop())]
-    return sorted(islice(product(*choices), _TRIED), key=_reused)
+    choices = [_choices(held, dim) for dim in range(dims.pop())]
+    return sorted(islice(product(*choices), _TRIED), key=_reuses)
 
 
-def _reused(dims: tuple[Sharding, ...]) -> int:
+def _reuses(dims: tuple[Sharding, ...]) -> int:
     """Return the number of dims whose axis also shards an earlier dim; rare in practice."""
     named = [dim.name for dim in dims if dim.name not in (GIVEN, WHOLE, ALIKE)]
     return len(named) - len(set(named))
 
 
-def _distinct(held: Sequence[Held], dim: int) -> list[Sharding]:
-    """Return the shardings of a dim that differ in the indices of some rank."""
+def _choices(held: Sequence[Held], dim: int) -> list[Sharding]:
+    """Return the shardings of a dim that fit all shards, one of those with the same indices.
+
+    A recorded place leaves no choice.
+    """
+    places = [place for each in held if (place := each.place(dim)) is not None]
     found: dict[tuple[Any, ...], Sharding] = {}
-    for sharding in _fitting(held, dim):
-        indices = tuple(tuple(index(each, dim, sharding).tolist()) for each in held)
-        found.setdefault((sharding.total, indices), sharding)
+    for sharding in [Sharding(GIVEN, int(places[0][0]))] if places else _named(held, dim):
+        indices = [tuple(index(each, dim, sharding).tolist()) for each in held]
+        if [*map(len, indices)] == [each.line.shape[dim] for each in held]:
+            found.setdefault((sharding.total, *indices), sharding)
     return list(found.values())
-
-
-def _fitting(held: Sequence[Held], dim: int) -> Iterator[Sharding]:
-    """Yield the shardings of a dim that fit all shards; a recorded place leaves no choice."""
-    totals = [int(place[0]) for each in held if (place := _recorded_place(each, dim)) is not None]
-    tried = [Sharding(GIVEN, totals[0])] if totals else _named(held, dim)
-    for sharding in tried:
-        if all(len(index(each, dim, sharding)) == each.line.shape[dim] for each in held):
-            yield sharding
 
 
 def _named(held: Sequence[Held], dim: int) -> Iterator[Sharding]:
@@ -121,11 +122,7 @@ def _named(held: Sequence[Held], dim: int) -> Iterator[Sharding]:
 def index(held: Held, dim: int, sharding: Sharding) -> Tensor:
     """Return a rank's indices in the full tensor along a dim; from its total on is padding."""
     key = "index", held.form, dim, sharding
-    known = held.recording.known
-    if key not in known:
-        known[key] = _index(held, dim, sharding)
-    found: Tensor = known[key]
-    return found
+    return held.recording.cached(key, lambda: _index(held, dim, sharding))
 
 
 def _index(held: Held, dim: int, sharding: Sharding) -> Tensor:
@@ -133,7 +130,7 @@ def _index(held: Held, dim: int, sharding: Sharding) -> Tensor:
     if name == ALIKE:
         return torch.zeros(held.line.shape[dim], dtype=torch.int64)
     if name == GIVEN:
-        place = _recorded_place(held, dim)
+        place = held.place(dim)
         return torch.arange(total) if place is None else indices_of(place[1:])
     if name in (INNER, OUTER):
         return _equal_shard(held, held.line.shape[dim], sharding)
@@ -158,11 +155,6 @@ def _equal_shard(held: Held, length: int, sharding: Sharding) -> Tensor:
     rank = held.recording.rank
     shard = rank % shards if sharding.name == INNER else rank // (ranks // shards)
     return torch.arange(shard * length, (shard + 1) * length)
-
-
-def _recorded_place(held: Held, dim: int) -> list[Any] | None:
-    place = held.line.place
-    return None if place is None else place[dim]
 
 
 def _axis(held: Held, name: str) -> tuple[int, Tensor] | None:
@@ -220,22 +212,19 @@ def assemble(pieces: Sequence[Piece], dims: Sequence[Sharding], *, sums: bool = 
     if dtype.is_floating_point and not sums:
         whole.fill_(torch.nan)
     for piece in pieces:
-        grid = _grid(piece)
-        if sums:
-            whole.index_put_(grid, piece.tensor.to(dtype), accumulate=True) if grid else whole.add_(
-                piece.tensor
-            )
+        grid, values = _grid(piece), piece.tensor.to(dtype)
+        if not sums:
+            whole[grid] = values
         elif grid:
-            whole[grid] = piece.tensor.to(dtype)
+            whole.index_put_(grid, values, accumulate=True)
         else:
-            whole.copy_(piece.tensor)
+            whole += values
     return whole
 
 
-def part_of(whole: Tensor, piece: Piece) -> Tensor:
-    """Return the values of the full tensor in the place of a piece."""
-    grid = _grid(piece)
-    return whole[grid] if grid else whole
+def shard_at(whole: Tensor, piece: Piece) -> Tensor:
+    """Return the values of the full tensor in the place of a shard."""
+    return whole[_grid(piece)]
 
 
 def _grid(piece: Piece) -> tuple[Tensor, ...]:
@@ -244,3 +233,8 @@ def _grid(piece: Piece) -> tuple[Tensor, ...]:
         place.view([-1 if dim == own else 1 for dim in range(dims)])
         for own, place in enumerate(piece.index)
     )
+
+
+def norm(tensor: Tensor) -> float:
+    """Return the 2-norm of all elements."""
+    return float(torch.linalg.vector_norm(tensor))

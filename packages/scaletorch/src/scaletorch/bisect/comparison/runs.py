@@ -8,22 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
-from ..keys import (
-    BACKWARD,
-    DATA,
-    FORWARD,
-    GRADIENT,
-    LOSS,
-    NORM,
-    SHARE,
-    START,
-    TERM,
-    UNGRADED,
-    WEIGHT,
-    Key,
-)
+from ..keys import UNGRADED, Key, Kind
 from ..recording.folder import Line, Recording, first_name, read
 from .places import Held
+
+_ORDER: Sequence[str] = tuple(Kind)
 
 
 @dataclass(slots=True)
@@ -48,8 +37,14 @@ class Run:
 
     def link(self, key: Key, parent: Key) -> None:
         """Note that a tensor was computed from another one."""
-        self.parents.setdefault(key, {})[parent] = None
-        self.children.setdefault(parent, {})[key] = None
+        if parent != key:
+            self.parents.setdefault(key, {})[parent] = None
+            self.children.setdefault(parent, {})[key] = None
+
+    def tied(self, step: int) -> Mapping[str, str]:
+        """Return other name -> first name, for parameters that have several names."""
+        names: Mapping[str, str] = self.steps[step][0].header["tied"]
+        return names
 
     def used_by(self, key: Key, is_use: Callable[[Key], bool] = lambda _: False) -> Iterator[Key]:
         """Yield the tensors computed from a tensor under any of its names; these share a gradient.
@@ -78,9 +73,8 @@ def load(folder: str | Path) -> Run:
 
 def _turn(key: Key, held: Held) -> tuple[int, int, int]:
     """Return a sort key for the order of a step; backward runs from the last stage to the first."""
-    turns = (DATA, START, FORWARD, LOSS, BACKWARD, SHARE, TERM, GRADIENT, NORM, WEIGHT)
     rank = held.recording.rank
-    return turns.index(key.kind), -rank if key.kind == BACKWARD else rank, held.number
+    return _ORDER.index(key.kind), -rank if key.kind == Kind.BACKWARD else rank, held.number
 
 
 def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Held]]:
@@ -88,21 +82,23 @@ def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Hel
     keys = _keys(run, step, recording)
     gradients: dict[int, int] = {}
     for number, (line, key) in enumerate(zip(recording.lines, keys, strict=True)):
-        if line.kind == BACKWARD:
+        if line.kind == Kind.BACKWARD:
             gradients[line.parents[0]] = number
         elif key is not None:
             yield key[0], Held(recording, number, key[1])
-            if line.kind in (FORWARD, LOSS):
-                known = (keys[parent] for parent in line.parents)
-                _note(run, key[0], [each[0] for each in known if each is not None], line)
+            if line.kind in (Kind.FORWARD, Kind.LOSS):
+                for parent in filter(None, (keys[parent] for parent in line.parents)):
+                    run.link(key[0], parent[0])
+                run.uses.setdefault(key[0], set()).update(line.uses)
+                run.inside.setdefault(key[0], line.inside)
     for number, (line, key) in enumerate(zip(recording.lines, keys, strict=True)):
         origin = first_name(recording.lines, number)
-        if line.kind != FORWARD or key is None:
+        if line.kind != Kind.FORWARD or key is None:
             continue
         if origin != number and (first := keys[origin]) is not None:
             run.first.setdefault(key[0], first[0])
         if origin in gradients:
-            yield key[0]._replace(kind=BACKWARD), Held(recording, gradients[origin], key[1])
+            yield key[0]._replace(kind=Kind.BACKWARD), Held(recording, gradients[origin], key[1])
 
 
 def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | None]:
@@ -110,7 +106,7 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
     per = _calls(run, recording)
     found: list[tuple[Key, int] | None] = []
     for line in recording.lines:
-        if line.kind in (FORWARD, BACKWARD, SHARE):
+        if line.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.SHARE):
             if calling(line) in run.uncounted:
                 found.append(None)
                 continue
@@ -118,8 +114,8 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
             found.append((Key(step, line.kind, line.name, line.item, call), micro_batch))
             continue
         first = recording.header["tied"].get(line.name, line.name)
-        name = first if line.kind == TERM else line.name
-        micro_batch = line.call if line.kind == DATA else line.call // (per.get("") or 1)
+        name = first if line.kind == Kind.TERM else line.name
+        micro_batch = line.call if line.kind == Kind.DATA else line.call // (per.get("") or 1)
         found.append((Key(step, line.kind, name, line.item), micro_batch))
     return found
 
@@ -128,7 +124,7 @@ def _calls(run: Run, recording: Recording) -> dict[str, int]:
     """Return each module's calls per micro-batch; note modules whose number of calls varies."""
     calls: Counter[str] = Counter()
     for line in recording.lines:
-        if line.kind == FORWARD:
+        if line.kind == Kind.FORWARD:
             calls[calling(line)] = max(calls[calling(line)], line.call + 1)
     several = int(recording.header["micro_batches"])
     for name, count in calls.items():
@@ -143,15 +139,6 @@ def calling(line: Line | Key) -> str:
     return line.name + UNGRADED * (UNGRADED in line.item)
 
 
-def _note(run: Run, key: Key, parents: Sequence[Key], line: Line) -> None:
-    run.parents.setdefault(key, {})
-    for parent in parents:
-        if parent != key:
-            run.link(key, parent)
-    run.uses.setdefault(key, set()).update(line.uses)
-    run.inside.setdefault(key, line.inside)
-
-
 def require_comparable(ours: Run, theirs: Run) -> None:
     """Refuse two runs of different models, or without a common step."""
     if not set(ours.steps) & set(theirs.steps):
@@ -162,12 +149,12 @@ def require_comparable(ours: Run, theirs: Run) -> None:
     alone = all(len(ranks) == 1 for run in (ours, theirs) for ranks in run.steps.values())
     for key in ours.held if alone else ():
         shapes = [run.held[key][0].line.shape for run in (ours, theirs) if key in run.held]
-        if key.kind == GRADIENT and shapes[0] != shapes[-1]:
+        if key.kind == Kind.GRADIENT and shapes[0] != shapes[-1]:
             raise InvalidArgumentError(
                 f"these runs are of different models: {key.name} has shape {shapes[0]} in "
                 f"{ours.folder} and {shapes[-1]} in {theirs.folder}"
             )
-    named = [{k.name for k in run.held if k.kind == GRADIENT} for run in (ours, theirs)]
+    named = [{k.name for k in run.held if k.kind == Kind.GRADIENT} for run in (ours, theirs)]
     if named[0] != named[1]:
         only = [sorted(a - b)[:3] for a, b in (named, named[::-1])]
         if not named[0] & named[1] or all(only):
@@ -177,15 +164,26 @@ def require_comparable(ours: Run, theirs: Run) -> None:
             )
 
 
+def reach(start: Iterable[Key], neighbours: Callable[[Key], Iterable[Key]]) -> list[Key]:
+    """Return some keys and all keys that can be reached from them, nearest first."""
+    found = dict.fromkeys(start)
+    waiting = list(found)
+    for key in waiting:  # grows during the loop
+        waiting += (new := [each for each in neighbours(key) if each not in found])
+        found |= dict.fromkeys(new)
+    return list(found)
+
+
 def ancestors(run: Run) -> dict[Key, list[Key]]:
     """Return the direct sources of each tensor of a run, in forward, backward and the update."""
     users: dict[tuple[int, str], list[Key]] = defaultdict(list)
     for key, names in run.uses.items():
         for name in names:
             users[key.step, name].append(key)
-    _link_losses(run)
+    for loss in [key for key in run.held if key.kind == Kind.LOSS and not run.parents.get(key)]:
+        _link_loss(run, loss)
     for key in run.held:  # if a parameter has no recorded use, its module's outputs count as uses
-        if key.kind == FORWARD and key.item.startswith("out"):
+        if key.is_output:
             users[key.step, key.name].append(key)
     found = {key: list(dict.fromkeys(_sources(key, run, users))) for key in run.held}
     for source, results in _without_gradients(run):
@@ -194,50 +192,49 @@ def ancestors(run: Run) -> dict[Key, list[Key]]:
     return found
 
 
-def _link_losses(run: Run) -> None:
-    """Link losses without sources to the outputs that have no known users."""
-    for loss in [key for key in run.held if key.kind == LOSS and not run.parents.get(key)]:
-        for key in run.held:
-            is_output = key[:2] == (loss.step, FORWARD) and key.item.startswith("out")
-            if is_output and all(child.kind == LOSS for child in run.children.get(key, ())):
-                run.link(loss, key)
+def _link_loss(run: Run, loss: Key) -> None:
+    """Link a loss without sources to the outputs that have no known users."""
+    for key in run.held:
+        users = run.children.get(key, ())
+        if key.is_output and key.step == loss.step and all(k.kind == Kind.LOSS for k in users):
+            run.link(loss, key)
 
 
 def _without_gradients(run: Run) -> Iterator[tuple[Key, list[Key]]]:
     """Yield (source, results) for sources that may have no gradient, which autograd misses."""
     outputs: dict[tuple[int, str, int], list[Key]] = defaultdict(list)
     for key in run.held:
-        if key.kind == FORWARD and key.item.startswith("out"):
+        if key.is_output:
             outputs[key.step, key.name, key.call].append(key)
     for key in run.held:
-        if key.kind == DATA:
+        if key.kind == Kind.DATA:
             of_loss = key.name == "labels" or key.name.startswith("loss_")
-            kinds = (LOSS,) if of_loss else (LOSS, FORWARD)
+            kinds = (Kind.LOSS,) if of_loss else (Kind.LOSS, Kind.FORWARD)
             yield key, [k for k in run.held if k.step == key.step and k.kind in kinds]
-        elif key.kind == FORWARD and key.item.startswith("in"):
+        elif key.kind == Kind.FORWARD and not key.is_output:
             yield key, outputs[key.step, key.name, key.call]
 
 
 def _sources(key: Key, run: Run, users: Mapping[tuple[int, str], list[Key]]) -> Iterator[Key]:
     step = key.step
-    if key.kind in (FORWARD, LOSS):
+    if key.kind in (Kind.FORWARD, Kind.LOSS):
         yield from run.parents.get(key, ())
         for name in run.uses.get(key, ()):
-            yield Key(step, START, name)
-    elif key.kind == BACKWARD:
-        yield from _passed_back(run.used_by(key._replace(kind=FORWARD)), run)
-    elif key.kind == GRADIENT:
-        name = run.steps[step][0].header["tied"].get(key.name, key.name)
+            yield Key(step, Kind.START, name)
+    elif key.kind == Kind.BACKWARD:
+        yield from _passed_back(run.used_by(key._replace(kind=Kind.FORWARD)), run)
+    elif key.kind == Kind.GRADIENT:
+        name = run.tied(step).get(key.name, key.name)
         own = users.get((step, name)) or users.get((step, name.rpartition(".")[0]), [])
         yield from _passed_back(own, run)
-    elif key.kind == NORM:
-        yield from (k for k in run.held if k.step == step and k.kind == GRADIENT)
-    elif key.kind == START:
-        yield Key(step - 1, WEIGHT, key.name)
-    elif key.kind == WEIGHT:
-        yield Key(step, START, key.name)
-        yield Key(step, GRADIENT, key.name)
-        yield Key(step, NORM, "")
+    elif key.kind == Kind.NORM:
+        yield from (k for k in run.held if k.step == step and k.kind == Kind.GRADIENT)
+    elif key.kind == Kind.START:
+        yield Key(step - 1, Kind.WEIGHT, key.name)
+    elif key.kind == Kind.WEIGHT:
+        yield Key(step, Kind.START, key.name)
+        yield Key(step, Kind.GRADIENT, key.name)
+        yield Key(step, Kind.NORM, "")
 
 
 def _passed_back(results: Iterable[Key], run: Run) -> Iterator[Key]:
@@ -245,5 +242,5 @@ def _passed_back(results: Iterable[Key], run: Run) -> Iterator[Key]:
     for result in results:
         yield result
         yield from run.parents.get(result, ())
-        if result.kind == FORWARD:
-            yield result._replace(kind=BACKWARD)
+        if result.kind == Kind.FORWARD:
+            yield result._replace(kind=Kind.BACKWARD)

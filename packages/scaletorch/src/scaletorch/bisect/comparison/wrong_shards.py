@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compose.naming import ranges
-from .places import Piece
+from .places import Piece, norm
 
 ROOM = 2.0  # times the bound, for the rounding of a guess and of the right values
 UNEXPLAINED = 0.3  # fraction of the difference that a guess may leave
@@ -63,16 +63,61 @@ class Case:
         room = ROOM * self.allowed(have.numel(), norm(want), norm(guess))
         return norm(have - guess) <= min(room, UNEXPLAINED * norm(have - want))
 
+    def shard_of(self, piece: Piece, right: Tensor) -> Shard:
+        """Return a piece with its values in `right`, which may have NaN and infinity."""
+        raw, want = plain(piece.tensor), pick(right, piece.index)
+        finite = raw.isfinite() & want.isfinite()
+        odd = ~finite & (raw != want) & ~(raw.isnan() & want.isnan())
+        want = want.nan_to_num(0.0, 0.0, 0.0)
+        have = torch.where(finite, raw, want)
+        mask = self._wrong(have - want, want)
+        return Shard(piece, have, want, odd, mask, have[mask], want[mask])
+
+    def _wrong(self, gap: Tensor, want: Tensor) -> Tensor:
+        """Return the mask of wrong elements; all others together are within their bound."""
+        allowed = self.allowed(gap.numel(), norm(want))
+        if norm(gap) <= allowed:
+            return torch.zeros_like(gap, dtype=torch.bool)
+        size = want.abs().clamp(min=self.allowed(1) / self.bound)
+        wrong = gap.abs() > CLEAR * self.bound * size
+        return wrong if norm(gap[~wrong]) <= allowed else gap != 0  # many are slightly wrong
+
+    def plural(self, dim: int) -> str:
+        """Return the name of a dim's slices, such as 'rows'."""
+        name = self.axes[dim] if dim < len(self.axes) else ""
+        return name or f"slices of dim {dim}"
+
+    def ranks_of(self, shards: Sequence[Shard]) -> str:
+        """Return the ranks of shards as words, with the micro-batches unless all are meant."""
+        held, chosen = (
+            {(each.piece.rank, each.piece.micro_batch) for each in several}
+            for several in (self.shards, shards)
+        )
+        ranks, every = {rank for rank, _ in chosen}, {rank for rank, _ in held}
+        text = "every rank" if ranks == every and len(every) > 1 else numbered("rank", ranks)
+        if chosen == {(rank, batch) for rank, batch in held if rank in ranks}:
+            return text
+        return f"{text} ({numbered('micro-batch', {batch for _, batch in chosen})})"
+
+    def where(self, shards: Sequence[Shard], masks: Sequence[Tensor] = ()) -> str:
+        """Return text such as ' at positions 8-11 of rows 0-15'; '' if all elements are meant."""
+        boxes = [box_of(mask) for mask in masks or [shard.mask for shard in shards]]
+        named = sum(math.prod(map(len, box)) for box in boxes)
+        whole = named == sum(shard.have.numel() for shard in shards)
+        texts = []
+        for dim in reversed(range(self.whole.ndim)):
+            pairs = zip(shards, boxes, strict=True)
+            place = torch.cat([shard.piece.index[dim][box[dim]] for shard, box in pairs]).unique()
+            if len(place) < self.whole.shape[dim] and (len(shards) == 1 or not whole):
+                name, separator, tail = self.plural(dim).partition(" of ")
+                texts.append(f"{numbered(name.removesuffix('s'), place.tolist())}{separator}{tail}")
+        return f" at {' of '.join(texts)}" if texts else ""
+
 
 def plain(tensor: Tensor) -> Tensor:
     """Return a tensor in float64 on the CPU; elements whose square overflows become infinite."""
     tensor = tensor.detach().cpu().double()
     return torch.where(tensor.abs() > HUGE, tensor.sign() * math.inf, tensor)
-
-
-def norm(tensor: Tensor) -> float:
-    """Return the 2-norm of all elements."""
-    return float(torch.linalg.vector_norm(tensor))
 
 
 def pick(tensor: Tensor, index: Sequence[Tensor]) -> Tensor:
@@ -92,33 +137,6 @@ def box_of(mask: Tensor) -> tuple[Tensor, ...]:
     return tuple(slices(mask, dim).any(1).nonzero()[:, 0] for dim in range(mask.ndim))
 
 
-def shard_of(piece: Piece, case: Case, right: Tensor) -> Shard:
-    """Return a piece with its right values, taken from `right`, which may have NaN and infinity."""
-    raw, want = plain(piece.tensor), pick(right, piece.index)
-    finite = raw.isfinite() & want.isfinite()
-    odd = ~finite & (raw != want) & ~(raw.isnan() & want.isnan())
-    want = want.nan_to_num(0.0, 0.0, 0.0)
-    have = torch.where(finite, raw, want)
-    mask = _wrong(case, have - want, want)
-    return Shard(piece, have, want, odd, mask, have[mask], want[mask])
-
-
-def _wrong(case: Case, gap: Tensor, want: Tensor) -> Tensor:
-    """Return the mask of wrong elements; all others together are within their bound."""
-    allowed = case.allowed(gap.numel(), norm(want))
-    if norm(gap) <= allowed:
-        return torch.zeros_like(gap, dtype=torch.bool)
-    size = want.abs().clamp(min=case.allowed(1) / case.bound)
-    wrong = gap.abs() > CLEAR * case.bound * size
-    return wrong if norm(gap[~wrong]) <= allowed else gap != 0  # many are slightly wrong
-
-
-def plural(case: Case, dim: int) -> str:
-    """Return the name of a dim's slices, such as 'rows'."""
-    name = case.axes[dim] if dim < len(case.axes) else ""
-    return name or f"slices of dim {dim}"
-
-
 def numbered(name: str, numbers: Iterable[int]) -> str:
     """Return a name with numbers, such as 'rank 0', 'ranks 0 and 1' or 'micro-batches 0-3'."""
     numbers = set(numbers)
@@ -126,32 +144,6 @@ def numbered(name: str, numbers: Iterable[int]) -> str:
     return f"{name}{ending if len(numbers) > 1 else ''} {ranges(numbers)}"
 
 
-def ranks_of(case: Case, shards: Sequence[Shard]) -> str:
-    """Return the ranks of shards as words, with the micro-batches unless all are meant."""
-    held, chosen = (
-        {(s.piece.rank, s.piece.micro_batch) for s in several} for several in (case.shards, shards)
-    )
-    ranks, every = {rank for rank, _ in chosen}, {rank for rank, _ in held}
-    text = "every rank" if ranks == every and len(every) > 1 else numbered("rank", ranks)
-    if chosen == {(rank, batch) for rank, batch in held if rank in ranks}:
-        return text
-    return f"{text} ({numbered('micro-batch', {batch for _, batch in chosen})})"
-
-
 def has(subject: str) -> str:
     """Return a subject followed by 'has' or 'have'."""
     return f"{subject} {'has' if subject.startswith(('every rank', 'rank ')) else 'have'}"
-
-
-def where(case: Case, shards: Sequence[Shard], masks: Sequence[Tensor] = ()) -> str:
-    """Return text such as ' at positions 8-11 of rows 0-15'; '' if all elements are meant."""
-    boxes = [box_of(mask) for mask in masks or [shard.mask for shard in shards]]
-    whole = sum(math.prod(map(len, box)) for box in boxes) == sum(s.have.numel() for s in shards)
-    texts = []
-    for dim in reversed(range(case.whole.ndim)):
-        pairs = zip(shards, boxes, strict=True)
-        place = torch.cat([shard.piece.index[dim][box[dim]] for shard, box in pairs]).unique()
-        if len(place) < case.whole.shape[dim] and (len(shards) == 1 or not whole):
-            name, separator, tail = plural(case, dim).partition(" of ")
-            texts.append(f"{numbered(name.removesuffix('s'), place.tolist())}{separator}{tail}")
-    return f" at {' of '.join(texts)}" if texts else ""

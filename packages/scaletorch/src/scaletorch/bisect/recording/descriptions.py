@@ -24,11 +24,11 @@ class Axis:
 
     Attributes:
         total: The whole length.
-        parts: A rank's indices in each micro-batch; one entry if these are the same.
+        shards: A rank's indices in each micro-batch; one entry if these are the same.
     """
 
     total: int
-    parts: list[Ranges]
+    shards: list[Ranges]
 
 
 @dataclass(slots=True)
@@ -83,23 +83,24 @@ def description_of(given: Mapping[str, Any] | Description | None) -> Description
         try:
             indices, total = value
             several = isinstance(indices, list) and not isinstance(indices[0], int)
-            parts = [as_ranges(each) for each in (indices if several else [indices])]
-            found.axes[name] = Axis(int(total), parts)
+            shards = [as_ranges(each) for each in (indices if several else [indices])]
+            found.axes[name] = Axis(int(total), shards)
         except (TypeError, ValueError, IndexError):
             raise InvalidArgumentError(
                 f'describe["{name}"] must be (indices, total), such as (range(0, 4), 8), or '
-                f"([range(0, 2), range(2, 4)], 8) for two micro-batches; it is {value!r}"
+                f"([range(0, 2), range(2, 4)], 8) for two micro-batches; got {value!r}"
             ) from None
-    counts = {len(axis.parts) for axis in found.axes.values()} - {1}
+    counts = {len(axis.shards) for axis in found.axes.values()} - {1}
     if len(counts) > 1:
         raise InvalidArgumentError(
-            f"describe says {sorted(counts)} micro-batches: axes have one part or as many as others"
+            f"the axes of describe have indices of {sorted(counts)} micro-batches: pass one list "
+            "of indices for each axis, or the same number of lists for all"
         )
     found.micro_batches = max(counts, default=1)
     return found
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
+def local_shard(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
     """Return a tensor's local shard, its place, and whether it is a term of a sum over ranks.
 
     Only a DTensor has a place (None for each dim that is not sharded) or can be such a term.
@@ -137,16 +138,17 @@ def _settled(tensor: Tensor) -> Tensor:
     return tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.clone()
 
 
-def is_seen(tensor: Tensor) -> bool:
-    """Return whether a tensor has values: plain ones, DTensors and results of collectives do."""
-    plain = type(tensor) in (Tensor, nn.Parameter)
-    return plain or hasattr(tensor, "placements") or hasattr(tensor, "trigger_wait")
-
-
 def tensors_of(value: Any, label: str) -> Iterable[tuple[str, Tensor]]:
-    """Yield the tensors of a module's input or output, under names that are equal in all runs."""
+    """Yield the tensors of a module's input or output, under names that are equal in all runs.
+
+    Masks are left out, and tensors without values: others than plain ones, DTensors and results of
+    collectives.
+    """
     if isinstance(value, Tensor):
-        yield label, value
+        plain = type(value) in (Tensor, nn.Parameter)
+        real = plain or hasattr(value, "placements") or hasattr(value, "trigger_wait")
+        if real and value.dtype != torch.bool:
+            yield label, value
     elif isinstance(value, Mapping):
         for name, each in value.items():
             yield from tensors_of(each, f"{label}.{name}")

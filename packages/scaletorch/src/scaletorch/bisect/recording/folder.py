@@ -9,16 +9,17 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
 
+T = TypeVar("T")
 VERSION = 4
 _ALIGNED = 64  # bytes; any dtype can be viewed in place
 
@@ -28,13 +29,13 @@ class Line:
     """A tensor of a recording."""
 
     kind: str  # as in `keys.Key`
-    name: str  # as in `keys.Key`
-    item: str  # as in `keys.Key`
-    # Number of earlier calls of the module in this step, or of the model for a TERM. For DATA, the
-    # micro-batch.
-    call: int
-    dtype: str  # without 'torch.'
-    shape: list[int]  # shape of this rank's tensor
+    name: str = ""  # as in `keys.Key`
+    item: str = ""  # as in `keys.Key`
+    # Number of earlier calls of the module in this step; of the model for a term. For an entry of
+    # the batch, the micro-batch.
+    call: int = 0
+    dtype: str = ""  # without 'torch.'
+    shape: list[int] = field(default_factory=list)  # shape of this rank's tensor
     offset: int = -1  # its first byte in the file; -1 if it is the tensor of line `same`
     same: int = -1  # a line of the same tensor, or -1
     # lines of the tensors that it was computed from
@@ -100,13 +101,19 @@ class Recording:
     path: Path  # the file of the tensors
     # unique among the recordings of this process
     number: int = field(default_factory=itertools.count().__next__)
-    # cache of places and indices worked out from it
-    known: dict[Any, Any] = field(default_factory=dict)
+    _cache: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
         """The global rank."""
         return int(self.header["rank"])
+
+    def cached(self, key: Any, compute: Callable[[], T]) -> T:
+        """Return what `compute` returns, which depends on nothing but the recording and the key."""
+        if key not in self._cache:
+            self._cache[key] = compute()
+        found: T = self._cache[key]
+        return found
 
     def tensor(self, number: int) -> Tensor:
         """Return the tensor of a line, read from the file."""
@@ -135,13 +142,13 @@ def read(folder: Path) -> dict[int, list[Recording]]:
         ranks, size = [each.rank for each in recordings], recordings[0].header["world_size"]
         if others := [each.rank for each in recordings if each.header["world_size"] != size]:
             raise InvalidArgumentError(
-                f"{folder} has recordings of two runs: those of ranks {others} are of another "
-                f"number of ranks than {size}; record into a new folder"
+                f"{folder} has recordings of two runs: those of ranks {others} were made by "
+                f"another number of ranks than {size}; record each run into a new folder"
             )
         if missing := sorted(set(range(size)) - set(ranks)):
             raise InvalidArgumentError(
-                f"{folder}: of step {step} the recordings of ranks {missing} are missing; it has "
-                f"those of {ranks}, and was made by {size} ranks"
+                f"{folder}: step {step} was recorded by {size} ranks, and the recordings of ranks "
+                f"{missing} are missing"
             )
     return dict(sorted(steps.items()))
 
@@ -153,19 +160,16 @@ def _read_rank(path: Path) -> Recording:
         lines = [Line(*values) for values in content.pop("lines")]
         size, version = content["bytes"], content["version"]
     except FileNotFoundError:
-        raise InvalidArgumentError(
-            f"{path} is torn: the program ended before its recording did"
-        ) from None
+        message = f"{path} is incomplete: the program ended before the recording"
+        raise InvalidArgumentError(message) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise InvalidArgumentError(f"{index} is no index of a recording: {error}") from None
+        raise InvalidArgumentError(f"{index} is not the index of a recording: {error}") from None
     if version != VERSION:
-        raise InvalidArgumentError(f"{index} is of version {version}, and {VERSION} is read here")
+        raise InvalidArgumentError(f"{index} has version {version}, this library reads {VERSION}")
     if content["failed"]:
-        raise InvalidArgumentError(
-            f"{index}: the step that was recorded failed: {content['failed']}"
-        )
+        raise InvalidArgumentError(f"{index}: the recorded step failed: {content['failed']}")
     if path.stat().st_size != size:
         raise InvalidArgumentError(
-            f"{path} is torn: it has {path.stat().st_size} bytes, and {size} were written"
+            f"{path} is incomplete: it has {path.stat().st_size} bytes, and {size} were written"
         )
     return Recording(content, lines, path)

@@ -15,6 +15,7 @@ from ...parallel.expert_parallel.building import find_expert_cuts
 from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.pipeline_parallel import PipelineParallel
 from ...parallel.pipeline_parallel.building import PassThrough
+from ...parallel.placement import share_cut
 from ...parallel.tensor_parallel.building import ParameterCut, find_cuts, summed_outside
 from .descriptions import Axis, Description, Place, as_ranges
 
@@ -32,7 +33,8 @@ def describe_grid(
     pipeline = pipeline_of(model)
     if not isinstance(micro_batches[0], MicroBatch):
         raise TypeError(
-            f"micro-batches come of shard_global_batch, got {type(micro_batches[0]).__name__}"
+            "micro_batches must be what shard_global_batch returned, got a list of "
+            f"{type(micro_batches[0]).__name__}"
         )
     stage, cut = pipeline.module, micro_batches[0].cut
     found = Description(micro_batches=len(micro_batches))
@@ -48,10 +50,8 @@ def describe_grid(
     positions = [0] if cut.sequences is None else cut.sequences.positions().tolist()
     found.axes["positions"] = Axis(length, [as_ranges(positions)])
     if terms_of(model).shares_sequences:
-        size, longer = divmod(len(positions), manager.tp_size)
-        sizes = [size + (rank < longer) for rank in range(manager.tp_size)]
-        begin = sum(sizes[: manager.tp_rank])
-        share = positions[begin : begin + sizes[manager.tp_rank]]
+        (own_share,) = share_cut(len(positions), manager.tp_size).ranges[manager.tp_rank]
+        share = positions[own_share.start : own_share.stop]
         found.axes["shares"] = Axis(length, [as_ranges(share)])
     for axis, _ in _divided(stage).values():
         found.axes |= axis

@@ -17,37 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer
 
 from ...compose.forward import rehearses
 from ...dist import get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError
 from ...verify.precision import model_precision
-from ..keys import (
-    BACKWARD,
-    DATA,
-    FORWARD,
-    GRADIENT,
-    LOSS,
-    NORM,
-    SHARE,
-    START,
-    TERM,
-    UNGRADED,
-    WEIGHT,
-)
-from .descriptions import (
-    Description,
-    Place,
-    arguments_of,
-    description_of,
-    is_seen,
-    local_part,
-    tensors_of,
-)
+from ..keys import UNGRADED, Kind
+from .descriptions import Description, Place, arguments_of, description_of, local_shard, tensors_of
 from .folder import Line, Writer, first_name
 from .lineage import Lineage, Use
 
@@ -66,29 +43,30 @@ class Tape:
         self._stack: list[str] = []
         self._ungraded = ""  # see `keys.UNGRADED`
         self._unlinked: list[list[int]] = [[]]  # for each running call, see `_unlinked`
-        self._owned: dict[str, list[str]] = {}
-        self._seen: set[int] = set()  # lines whose gradient was recorded
+        self._parameters_of: dict[str, list[str]] = {}
+        self._with_gradient: set[int] = set()  # lines whose gradient was recorded
         self._lineage = Lineage()
-        self._done: set[str] = set()
-        self._followed: set[tuple[Any, int]] = set()
+        self._recorded: set[str] = set()
+        self._hooked: set[tuple[Any, int]] = set()
         self._uses = Counter[int]({-1: 2})  # by line; -1, for parameters, always has > 1
         if model is not None:
-            self._know(model)
+            self._set_model(model)
 
-    def _know(self, model: nn.Module) -> None:
+    def _set_model(self, model: nn.Module) -> None:
         while isinstance(model, DistributedDataParallel):  # which only adds a prefix to names
             model = model.module
         self._model, self._names = model, {m: name for name, m in model.named_modules()}
         self._parameters = {id(p): name for name, p in model.named_parameters()}
         for name in self._parameters.values():
-            self._owned.setdefault(name.rpartition(".")[0], []).append(name)
-        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-        wide = dtypes == {torch.float64}
+            self._parameters_of.setdefault(name.rpartition(".")[0], []).append(name)
+        wide = {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.float64}
         self._patches.enter_context(model_precision(torch.float64 if wide else torch.float32))
-        self.put_all(START, dict(model.named_parameters(remove_duplicate=False)))
+        self.put_all(Kind.START, dict(model.named_parameters(remove_duplicate=False)))
 
     def put(self, kind: str, tensor: Tensor) -> None:
         """Record the loss or the norm of all gradients; it must be the same on every rank.
+
+        A norm that `clip_grad_norm_` of torch has recorded stays.
 
         Args:
             kind: `"loss"` or `"norm"`.
@@ -97,61 +75,57 @@ class Tape:
         Raises:
             InvalidArgumentError: Another kind, or not a tensor.
         """
-        if kind not in (LOSS, NORM):
-            raise InvalidArgumentError(f'put takes "{LOSS}" or "{NORM}", not {kind!r}')
+        if kind not in (Kind.LOSS, Kind.NORM):
+            raise InvalidArgumentError(f'put takes "{Kind.LOSS}" or "{Kind.NORM}", not {kind!r}')
         if not isinstance(tensor, Tensor):
-            came = type(tensor).__name__
-            raise InvalidArgumentError(f'put("{kind}", ...) takes a tensor, not a {came}')
-        if kind == NORM:
+            given = type(tensor).__name__
+            raise InvalidArgumentError(f'put("{kind}", ...) takes a tensor, not a {given}')
+        if kind == Kind.NORM and kind in self._recorded:
+            return
+        if kind == Kind.NORM:
             self.gradients()
-        self._done.add(kind)
-        self._add(Line(kind, "", "", 0, "", []), tensor)
+        self._recorded.add(kind)
+        self._add(Line(kind), tensor)
 
     def batch(self, entries: Mapping[str, Any], micro_batch: int = 0) -> None:
         """Record this rank's micro-batch, so that faults in the data are found."""
         for name, entry in entries.items():
             if isinstance(entry, Tensor):
-                line = Line(DATA, name, "", micro_batch, "", [])
-                self._lineage.note(entry, self._add(line, entry))
+                number = self._add(Line(Kind.DATA, name, call=micro_batch), entry)
+                self._lineage.note(entry, number)
 
     def put_all(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
         """Record gradients or weights of parameters, by plain names."""
-        self._done.add(kind)
+        self._recorded.add(kind)
         for name, tensor in tensors.items():
-            self._add(Line(kind, name, "", 0, "", []), tensor, self._description.places.get(name))
+            self._add(Line(kind, name), tensor, self._description.places.get(name))
 
     def gradients(self) -> None:
         """Record all gradients as they are now; called automatically before an optimizer step."""
-        if self._model is not None and GRADIENT not in self._done:
+        if self._model is not None and Kind.GRADIENT not in self._recorded:
             named = self._model.named_parameters(remove_duplicate=False)
-            self.put_all(GRADIENT, {n: p.grad for n, p in named if p.grad is not None})
+            self.put_all(Kind.GRADIENT, {n: p.grad for n, p in named if p.grad is not None})
 
     def weights(self) -> None:
         """Record all weights as they are now; called at the end if an optimizer made a step."""
-        if self._model is not None and WEIGHT not in self._done:
-            self.put_all(WEIGHT, dict(self._model.named_parameters(remove_duplicate=False)))
+        if self._model is not None and Kind.WEIGHT not in self._recorded:
+            self.put_all(Kind.WEIGHT, dict(self._model.named_parameters(remove_duplicate=False)))
 
-    def tied(self) -> dict[str, str]:
+    def _tied(self) -> dict[str, str]:
         """Return other name -> first name, for parameters that have several names."""
         model = self._model or nn.Module()
         named = model.named_parameters(remove_duplicate=False)
         return {n: first for n, p in named if (first := self._parameters.get(id(p), n)) != n}
 
-    def norm(self, total: Tensor) -> None:
-        """Record the norm of all gradients, unless it has been recorded."""
-        if NORM not in self._done:
-            self.put(NORM, total)
-
-    def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
+    def _call(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
         """Call a module, and record its inputs and outputs."""
         if not self._stack and self._model is None and module not in self._names:
-            self._know(module)
-        name = self._names.get(module)
-        if name is None or self._description.chunk() < 0 or torch._C._current_graph_task_id() != -1:
+            self._set_model(module)
+        name, chunk = self._names.get(module), self._description.chunk()
+        if name is None or chunk < 0 or torch._C._current_graph_task_id() != -1:
             return original(module, *args, **kw)  # without a name, or recomputed in backward
         if not self._stack:
             self._ungraded = "" if torch.is_grad_enabled() else UNGRADED
-        chunk = self._description.chunk()
         call = self._calls[name + self._ungraded, chunk]
         self._calls[name + self._ungraded, chunk] += 1
         for own, parameter in module._parameters.items():  # FSDP2 swaps them during a call
@@ -159,7 +133,8 @@ class Tape:
         with self._lineage.call():
             inputs: list[tuple[Tensor, int]] = []
             if (name, "in", chunk) not in self._description.unseen:
-                inputs = self._see(name, call, arguments_of(module, args, kw), self._unlinked[-1])
+                given = arguments_of(module, args, kw)
+                inputs = self._record_tensors(name, call, given, self._unlinked[-1])
             self._stack.append(name)
             self._unlinked.append(_unlinked(inputs))
             try:
@@ -169,25 +144,24 @@ class Tape:
                 inside = self._unlinked.pop()
             if (name, "out", chunk) in self._description.unseen:
                 return output
-            results = self._see(name, call, tensors_of(output, "out"), inside)
+            results = self._record_tensors(name, call, tensors_of(output, "out"), inside)
         for tensor, number in results:
             self._lineage.note(tensor, number)  # its name after the call
         self._unlinked[-1] += _unlinked(results)
         return output
 
-    def _see(
+    def _record_tensors(
         self, name: str, call: int, tensors: Any, unlinked: list[int]
     ) -> list[tuple[Tensor, int]]:
         """Record tensors, in the order in which they were computed."""
-        seen = [(i, t) for i, t in tensors if t.dtype != torch.bool and is_seen(t)]
-        seen.sort(key=lambda each: getattr(each[1].grad_fn, "_sequence_nr", int)())
-        lines = [Line(FORWARD, name, item + self._ungraded, call, "", []) for item, _ in seen]
-        return [
-            (tensor, self._see_one(line, tensor, unlinked))
-            for line, (_, tensor) in zip(lines, seen, strict=True)
-        ]
+        found = []
+        order = sorted(tensors, key=lambda each: getattr(each[1].grad_fn, "_sequence_nr", int)())
+        for item, tensor in order:
+            line = Line(Kind.FORWARD, name, item + self._ungraded, call)
+            found.append((tensor, self._record_tensor(line, tensor, unlinked)))
+        return found
 
-    def _see_one(self, line: Line, tensor: Tensor, unlinked: list[int]) -> int:
+    def _record_tensor(self, line: Line, tensor: Tensor, unlinked: list[int]) -> int:
         line.inside = self._stack[-1] if self._stack else None
         line.stage = self._description.chunk()
         received = line.stage > 0 and not self._stack and line.item.startswith("in")
@@ -195,18 +169,18 @@ class Tape:
         line.same = -1 if received else self._lineage.line_of(tensor)
         if line.same >= 0:
             line.parents = [line.same]
-            number = self._add(line, None)
+            number = self._writer.add(line, None)
         else:
             self._follow_uses(line, tensor)
             if tensor.grad_fn is not None or not tensor.requires_grad:  # else another rank sent it
                 line.parents = list(dict.fromkeys([*line.parents, *unlinked]))
             number = self._add(line, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                came, node, output = partial(self._came, number), tensor.grad_fn, tensor.output_nr
-                if node is None:
-                    tensor.register_hook(came)
+                arrive, output = partial(self._record_gradient, number), tensor.output_nr
+                if tensor.grad_fn is None:
+                    tensor.register_hook(arrive)
                 else:
-                    node.register_prehook(lambda gradients: came(gradients[output]))
+                    tensor.grad_fn.register_prehook(lambda gradients: arrive(gradients[output]))
         self._lineage.note(tensor, number)
         return number
 
@@ -216,53 +190,51 @@ class Tape:
         lines, parameters = self._lineage.parents(tensor)
         line.parents = list(dict.fromkeys(use.source for use in lines))
         if not tensor.requires_grad and line.item.startswith("out"):
-            line.uses += self._owned.get(line.name, [])
+            line.uses += self._parameters_of.get(line.name, [])
         for use in lines:
             known = self._writer.lines[use.source]
-            share = Line(SHARE, known.name, f"{known.item} {user}", known.call, "", [])
-            self._follow(use, share, None)
+            share = Line(Kind.SHARE, known.name, f"{known.item} {user}", known.call)
+            self._hook(use, share, None)
         for use in parameters:
             if name := self._parameters.get(id(use.source)):
                 line.uses.append(name)
-                term = Line(TERM, name, user, max(self._calls["", line.stage] - 1, 0), "", [])
-                self._follow(use, term, self._description.places.get(name))
+                term = Line(Kind.TERM, name, user, max(self._calls["", line.stage] - 1, 0))
+                self._hook(use, term, self._description.places.get(name))
 
-    def _follow(self, use: Use, line: Line, place: Place | None) -> None:
-        if (use.node, use.place) in self._followed:
+    def _hook(self, use: Use, line: Line, place: Place | None) -> None:
+        if (use.node, use.place) in self._hooked:
             return
-        self._followed.add((use.node, use.place))
-        tensor = first_name(self._writer.lines, use.source) if line.kind == SHARE else -1
+        self._hooked.add((use.node, use.place))
+        tensor = first_name(self._writer.lines, use.source) if line.kind == Kind.SHARE else -1
         self._uses[tensor] += 1
         input_of_node = use.place  # not `use` itself: the node's hook would then hold the node
 
-        def came(gradients: tuple[Tensor | None, ...], _: Any) -> None:
+        def arrive(gradients: tuple[Tensor | None, ...], _: Any) -> None:
             added = gradients[input_of_node]
             if added is not None and self._uses[tensor] > 1:  # a single use has the whole gradient
                 self._add(replace(line), added, place)
 
-        use.node.register_hook(came)
+        use.node.register_hook(arrive)
 
-    def _forget(self) -> None:
+    def _release(self) -> None:
         """Drop the graph: its hooks hold this tape, a cycle that garbage collection cannot see."""
         self._lineage = Lineage()
-        self._followed.clear()
+        self._hooked.clear()
 
-    def _came(self, number: int, gradient: Tensor | None) -> None:
-        if number in self._seen or gradient is None:
+    def _record_gradient(self, number: int, gradient: Tensor | None) -> None:
+        if number in self._with_gradient or gradient is None:
             return
-        self._seen.add(number)
+        self._with_gradient.add(number)
         known = self._writer.lines[number]
-        line = Line(BACKWARD, known.name, known.item, known.call, "", [], parents=[number])
+        line = Line(Kind.BACKWARD, known.name, known.item, known.call, parents=[number])
         line.sums = known.item.startswith("in") and known.name in self._description.terms
         self._add(line, gradient)
 
-    def _add(self, line: Line, tensor: Tensor | None, place: Place | None = None) -> int:
-        if tensor is None:
-            return self._writer.add(line, None)
-        if line.kind == LOSS and tensor.requires_grad:
+    def _add(self, line: Line, tensor: Tensor, place: Place | None = None) -> int:
+        if line.kind == Kind.LOSS and tensor.requires_grad:
             line.parents = [use.source for use in self._lineage.parents(tensor)[0]]
             line.parents += self._unlinked[0]
-        local, own_place, is_term = local_part(tensor.detach())
+        local, own_place, is_term = local_shard(tensor.detach())
         line.sums |= is_term
         line.place = place if own_place is None else own_place
         if local.is_complex():
@@ -299,26 +271,24 @@ def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
 @contextmanager
 def _following(tape: Tape) -> Iterator[None]:
     """Let a `Tape` record gradients before clipping and optimizer steps, and the new weights."""
-    stepped = False
+    steps: list[None] = []
     clip = torch.nn.utils.clip_grad_norm_
 
     def clipped(*args: Any, **kwargs: Any) -> Tensor:
         tape.gradients()
         total = clip(*args, **kwargs)
-        tape.norm(getattr(total, "full_tensor", lambda: total)())
+        tape.put(Kind.NORM, getattr(total, "full_tensor", lambda: total)())
         return total
 
-    def after(*_: Any) -> None:
-        nonlocal stepped
-        stepped = True
-
-    before = register_optimizer_step_pre_hook(lambda *_: tape.gradients())
-    hooks = before, register_optimizer_step_post_hook(after)
+    hooks = (
+        optimizer.register_optimizer_step_pre_hook(lambda *_: tape.gradients()),
+        optimizer.register_optimizer_step_post_hook(lambda *_: steps.append(None)),
+    )
     torch.nn.utils.clip_grad_norm_ = clipped
     try:
         yield
         tape.gradients()
-        if stepped:
+        if steps:
             tape.weights()
     finally:
         torch.nn.utils.clip_grad_norm_ = clip
@@ -356,25 +326,25 @@ def record(
     """
     if not isinstance(model, nn.Module | None):
         raise InvalidArgumentError(
-            f"record takes a module, not a {type(model).__name__}; of a pipeline's stage pass the "
-            "layers: nn.ModuleDict(stage.submod.named_children())"
+            f"record takes a module, not a {type(model).__name__}; for a stage of a pipeline, pass "
+            "its layers: nn.ModuleDict(stage.submod.named_children())"
         )
     described = description_of(describe)
     header: dict[str, Any] = {
         "step": step, "world_size": get_world_size(), "torch": torch.__version__,
         "micro_batches": described.micro_batches, "groups": described.groups,
         "weight": described.weight, "shared": described.shared,
-        "axes": {name: [axis.total, axis.parts] for name, axis in described.axes.items()},
+        "axes": {name: [axis.total, axis.shards] for name, axis in described.axes.items()},
     }  # fmt: skip
     writer = Writer(Path(folder), get_rank(), header)
     try:
         with ExitStack() as stack:
             tape = Tape(writer, model, described, stack)
-            stack.callback(tape._forget)
-            stack.enter_context(_calls_to(tape.called))
+            stack.callback(tape._release)
+            stack.enter_context(_calls_to(tape._call))
             stack.enter_context(_following(tape))
             yield tape
-        writer.header["tied"] = tape.tied()
+        writer.header["tied"] = tape._tied()
     except BaseException as error:
         writer.close(f"{type(error).__name__}: {error}"[:500] or "stopped")
         raise

@@ -13,7 +13,6 @@ from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
 
-from ...dist.errors import InvalidArgumentError
 from ..agreement import CheckpointError, DamagedCheckpointError
 from .metadata import METADATA, unseal
 from .safetensors_files import flush_folder
@@ -48,6 +47,11 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
+def unfinished_folder(root: Path, step: int) -> Path:
+    """Return the folder in which a step's checkpoint is written."""
+    return root / f"step-{step:08d}{UNFINISHED}"
+
+
 def is_step(folder: Path) -> bool:
     """Return whether a folder's name is that of one checkpoint, finished or not."""
     return _FINISHED.fullmatch(folder.name.removesuffix(UNFINISHED)) is not None
@@ -74,13 +78,15 @@ def candidates(root: Path) -> list[Path]:
     this function then names it.
     """
     if root.is_file():
-        raise CheckpointError(f"{root} is a file; pass the folder of a checkpoint, or of several")
+        raise CheckpointError(f"{root} is a file: pass the folder of one checkpoint, or of several")
     for _, path in _find(root.parent if is_step(root) else root, _LEFT):
         final = path.with_name(path.name.removesuffix(UNFINISHED))
         moved = any(other != path for other in final.parent.glob(f"{final.name}[.-]*"))
         if path != final and moved and not final.exists() and _is_ours(path):
             with suppress(OSError):  # without write permission it stays unfinished
                 os.replace(path, final)
+    if is_step(root) and root.name.endswith(UNFINISHED):
+        raise DamagedCheckpointError(f"{root} was never finished")
     found = [root] if is_step(root) or (root / METADATA).is_file() else finished(root)
     if not found:
         refuse_foreign(root)
@@ -145,9 +151,9 @@ def start(root: Path, step: int) -> None:
     final = step_folder(root, step)
     if final.exists() and not (final / METADATA).exists() and not _own_files(final):
         raise CheckpointError(
-            f"{final} is there and is no checkpoint; it stays as it is: save into another folder"
+            f"{final} exists and is no checkpoint; it stays as it is: save into another folder"
         )
-    unfinished = final.with_name(final.name + UNFINISHED)
+    unfinished = unfinished_folder(root, step)
     unfinished.mkdir(parents=True, exist_ok=True)
     for path in _own_files(unfinished):
         path.unlink()
@@ -158,8 +164,7 @@ def finish(root: Path, step: int, keep: int | None) -> None:
 
     Checkpoints of later steps stay and are not counted: a run may have gone back to this step.
     """
-    final = step_folder(root, step)
-    unfinished = final.with_name(final.name + UNFINISHED)
+    final, unfinished = step_folder(root, step), unfinished_folder(root, step)
     flush_folder(unfinished)
     aside = _move_aside(final) if final.exists() else None
     try:
@@ -177,12 +182,6 @@ def finish(root: Path, step: int, keep: int | None) -> None:
         for left_at, left in _find(root, _LEFT):  # left by programs that were killed
             if left_at <= step:
                 _remove(left)
-
-
-def check_keep(keep: int | None) -> None:
-    """Refuse a `keep` that is not None or a positive integer."""
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise InvalidArgumentError(f"keep must be a number of checkpoints, at least 1, got {keep}")
 
 
 def _own_files(folder: Path) -> list[Path]:
@@ -230,9 +229,9 @@ def refuse_foreign(folder: Path) -> None:
             harmless = path.is_dir() or _matches(path.name, _LOGS)
             if fnmatch(path.name, pattern) and not (pattern == "*" and harmless):
                 raise CheckpointError(
-                    f"{folder} has no checkpoint that scaletorch.checkpoint.save wrote, but {kind} "
-                    f"({path.relative_to(folder)}), which load does not read. It is loaded by "
-                    f"{way}; a run that begins anew takes another folder"
+                    f"{folder} has no checkpoint of scaletorch.checkpoint.save, but {kind} "
+                    f"({path.relative_to(folder)}), which load cannot read: load it with {way}, or "
+                    "start the new run in another folder"
                 )
 
 

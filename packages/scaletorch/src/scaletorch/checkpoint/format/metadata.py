@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
     crc32: list[int] | None  # checksum of each block of these bytes; None if none was saved
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """A saved tensor: shape and dtype of the whole, and the chunks that it is stored in."""
 
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Saved(NamedTuple):
     chunks: list[Chunk]
 
 
-def to_json(saved: Mapping[str, Saved]) -> dict[str, Any]:
+def to_json(saved: Mapping[str, SavedTensor]) -> dict[str, Any]:
     """Return the description of a checkpoint's tensors as plain values for JSON."""
     return {
         name: {
@@ -52,22 +52,17 @@ def to_json(saved: Mapping[str, Saved]) -> dict[str, Any]:
     }
 
 
-def from_json(entries: Mapping[str, Any]) -> dict[str, Saved]:
+def from_json(entries: Mapping[str, Any]) -> dict[str, SavedTensor]:
     """Return the tensors that `to_json` described."""
-    return {
-        name: Saved(
-            tuple(entry["shape"]),
-            named_dtype(entry["dtype"]),
-            [
-                Chunk(**each | {"at": tuple(each["at"]), "shape": tuple(each["shape"])})
-                for each in entry["chunks"]
-            ],
-        )
-        for name, entry in entries.items()
-    }
+    found = {}
+    for name, entry in entries.items():
+        tuples = ({key: tuple(each[key]) for key in ("at", "shape")} for each in entry["chunks"])
+        chunks = [Chunk(**each | own) for each, own in zip(entry["chunks"], tuples, strict=True)]
+        found[name] = SavedTensor(tuple(entry["shape"]), named_dtype(entry["dtype"]), chunks)
+    return found
 
 
-def require_whole(saved: Mapping[str, Saved]) -> None:
+def require_whole(saved: Mapping[str, SavedTensor]) -> None:
     """Refuse tensors whose chunks do not cover them exactly."""
     for name, entry in saved.items():
         filled = [chunk for chunk in entry.chunks if prod(chunk.shape)]
@@ -79,7 +74,7 @@ def require_whole(saved: Mapping[str, Saved]) -> None:
         held, places = sum(prod(chunk.shape) for chunk in filled), {chunk.at for chunk in filled}
         if not inside or held != prod(entry.shape) or len(places) != len(filled):
             raise CheckpointError(
-                f"the {len(entry.chunks)} chunks of {name} do not make up its {entry.shape}"
+                f"the {len(entry.chunks)} chunks of {name} do not cover its shape {entry.shape}"
             )
 
 
@@ -101,9 +96,9 @@ def unseal(path: Path) -> dict[str, Any]:
         message = f"{path} cannot be read as JSON: {type(error).__name__}: {error}"
         raise DamagedCheckpointError(message) from error
     if document.get("format") != FORMAT:
-        raise DamagedCheckpointError(f"{path} is not of a checkpoint that this library saved")
+        raise DamagedCheckpointError(f"{path} does not describe a checkpoint of this library")
     if digest != found:
-        raise DamagedCheckpointError(f"{path} has changed: its digest is another")
+        raise DamagedCheckpointError(f"{path} has changed: its digest does not match")
     if (version := document.get("version")) != VERSION:
         raise DamagedCheckpointError(
             f"{path} has version {version}, and this library reads version {VERSION}"

@@ -34,20 +34,27 @@ DTYPES = {code: dtype for dtype, code in CODES.items()}
 Slot = tuple[str, torch.dtype, Sequence[int]]  # a tensor in a file: name, dtype, shape
 
 
-def plan_file(slots: Iterable[Slot], note: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """Return a file's header, and the offset of each tensor's bytes in the file."""
-    header: dict[str, Any] = {"__metadata__": dict(note)} if note else {}
-    starts, end = [], 0
+def write_file(
+    path: Path, slots: Iterable[Slot], tensors: Iterable[Tensor], note: Mapping[str, str], mode: str
+) -> list[tuple[int, list[int]]]:
+    """Write a file, and wait until it is on the disk; return each tensor's offset and checksums.
+
+    `mode` is 'wb', or 'xb' for a file that must not exist.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(note)}
+    end = 0
     for name, dtype, shape in slots:
         if dtype not in CODES:
-            raise CheckpointError(f"{name} has dtype {dtype}, which safetensors does not hold")
+            raise CheckpointError(f"{name} has dtype {dtype}, which safetensors cannot store")
         begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        starts.append(begin)
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    first = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, [first + s for s in starts]
+    with path.open(mode) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        written = [(file.tell(), write_tensor(file, tensor)) for tensor in tensors]
+        flush(file)
+    return written
 
 
 def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
@@ -59,15 +66,12 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        return {
-            name: (
-                DTYPES[each["dtype"]],
-                tuple(each["shape"]),
-                8 + length + each["data_offsets"][0],
-                each["data_offsets"][1] - each["data_offsets"][0],
-            )
-            for name, each in header.items()
-        }
+        found = {}
+        for name, each in header.items():
+            begin, end = each["data_offsets"]
+            place = 8 + length + begin, end - begin
+            found[name] = DTYPES[each["dtype"]], tuple(each["shape"]), *place
+        return found
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         message = f"{path} cannot be read as safetensors: {type(error).__name__}: {error}"
         raise DamagedCheckpointError(message) from error

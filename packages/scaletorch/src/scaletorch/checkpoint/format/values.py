@@ -33,8 +33,8 @@ def encode(value: Any, where: str) -> Any:
         return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
     kind = f"{value.ndim}-d tensor" if isinstance(value, Tensor) else type(value).__name__
     raise InvalidArgumentError(
-        f"{where} is a {kind}, or holds one, which a checkpoint does not; it holds numbers, "
-        "strings, None, 0-d tensors, and lists, tuples and mappings of these"
+        f"{where} contains a {kind}, and a checkpoint stores only numbers, strings, None, 0-d "
+        "tensors, and lists, tuples and mappings of these"
     )
 
 
@@ -71,11 +71,6 @@ def like(current: Any, value: Any) -> Any:
     return value
 
 
-def kind_of(value: Any) -> str | None:
-    """Return the class name of an optimizer or a scheduler; None for None."""
-    return None if value is None else type(value).__name__
-
-
 def canonical(value: Any) -> str:
     """Return a value's canonical JSON text, the same for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
@@ -90,5 +85,5 @@ def named_dtype(name: str) -> torch.dtype:
     """Return the dtype with a name such as `float32`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"{name!r} is not a dtype")
     return dtype

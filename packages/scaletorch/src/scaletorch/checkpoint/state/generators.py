@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...compose.draws import seed_ranks
 from ...parallel.pg_manager import ProcessGroupManager
-from ..format.metadata import Saved
-from .model_tensors import Part
+from ..format.metadata import SavedTensor
+from .model_tensors import Rectangle
 from .record import Entry, Record
 
 
@@ -23,8 +23,8 @@ def _device_module(device: torch.device) -> Any:
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of this rank's generators: torch's, Python's, numpy's if it is in use."""
+def record_random(record: Record, manager: ProcessGroupManager, device: torch.device) -> None:
+    """Add the states of this rank's generators: torch's, Python's, numpy's if it is in use."""
     python: dict[str, Any] = {"python": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, *rest = numpy.random.get_state()
@@ -33,20 +33,14 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state(), "python": written}
     if (module := _device_module(device)) is not None:
         states[device.type] = module.get_rng_state(device)
-    return states
-
-
-def record_random(record: Record, manager: ProcessGroupManager, device: torch.device) -> None:
-    """Add the states of this rank's generators to a record."""
-    for kind, state in random_states(device).items():
-        parts = [Part((0,), state, manager.tp_rank)]
-        shape = (state.numel(),)
-        name = f"random.{manager.global_rank}.{kind}"
-        record.add(name, Entry(shape, torch.uint8, parts), replicated=False)
+    for kind, state in states.items():
+        whole = [Rectangle((0,), state, manager.tp_rank)]
+        entry = Entry((state.numel(),), torch.uint8, whole)
+        record.add(f"random.{manager.global_rank}.{kind}", entry)
 
 
 def find_random(
-    saved: Mapping[str, Saved], manager: ProcessGroupManager, targets: dict[str, Entry]
+    saved: Mapping[str, SavedTensor], manager: ProcessGroupManager, targets: dict[str, Entry]
 ) -> dict[str, Tensor]:
     """Return new tensors for this rank's saved states, and add them to `targets` to be filled."""
     states = {}
@@ -54,8 +48,8 @@ def find_random(
         prefix, _, kind = name.rpartition(".")
         if prefix == f"random.{manager.global_rank}":
             states[kind] = torch.empty(entry.shape, dtype=torch.uint8)
-            parts = [Part((0,), states[kind], manager.tp_rank)]
-            targets[name] = Entry(entry.shape, torch.uint8, parts, name)
+            whole = [Rectangle((0,), states[kind], manager.tp_rank)]
+            targets[name] = Entry(entry.shape, torch.uint8, whole, name)
     return states
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -21,7 +21,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Rectangle:
     """A rectangle of a whole tensor, held by this rank."""
 
     offsets: tuple[int, ...]  # its first index in the whole tensor, per dim
@@ -29,7 +29,7 @@ class Part:
     owner: int  # the first tp rank that has it
 
 
-def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
+def split_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
     """Split a range of a row-major tensor's elements into rectangles, in order.
 
     These are whole rows, and before and after them partial rows, split in the same way.
@@ -52,12 +52,12 @@ def rectangles(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
 
 def _within(index: int, start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
     before = index * prod(shape[1:])  # elements of earlier rows
-    for offsets, sizes in rectangles(start - before, stop - before, shape[1:]):
+    for offsets, sizes in split_range(start - before, stop - before, shape[1:]):
         yield (index, *offsets), (1, *sizes)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ModelTensor:
     """A parameter or buffer on this rank."""
 
     # all its names in the whole model, in the model's order; the first is saved
@@ -81,27 +81,31 @@ class Held:
         """Number of bytes of the whole tensor."""
         return torch.Size(self.shape).numel() * self.tensor.dtype.itemsize
 
-    def parts(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Part]:
+    @property
+    def replicas(self) -> str:
+        """The axis of the ranks that hold the same values."""
+        return "cp_dp" if self.experts is None else "edp"
+
+    def rectangles(
+        self, tensor: Tensor, start: int = 0, stop: int | None = None
+    ) -> Iterator[Rectangle]:
         """Yield the rectangles in `tensor`: this rank's shard, or its flat range start to stop."""
         found, shape = tensor.detach(), tuple(self.tensor.shape)
         if tuple(found.shape) == shape:  # may be non-contiguous
             boxes = [((0,) * len(shape), found)] if found.numel() else []
         else:
-            places = list(rectangles(start, self.tensor.numel() if stop is None else stop, shape))
+            places = list(split_range(start, self.tensor.numel() if stop is None else stop, shape))
             flat = found.split([prod(sizes) for _, sizes in places])
             boxes = [(start, t.view(sizes)) for (start, sizes), t in zip(places, flat, strict=True)]
         for offsets, box in boxes:
-            for part in self._cut(offsets, box):
-                if self.experts is None:
-                    yield part
-                else:
-                    first, *rest = part.offsets
-                    yield replace(part, offsets=(first + self.experts.own.start, *rest))
+            if self.experts is not None:
+                offsets = (offsets[0] + self.experts.own.start, *offsets[1:])
+            yield from self._cut(offsets, box)
 
-    def _cut(self, offsets: tuple[int, ...], box: Tensor) -> Iterator[Part]:
+    def _cut(self, offsets: tuple[int, ...], box: Tensor) -> Iterator[Rectangle]:
         """Split a rectangle of this shard where its slices are not adjacent in the whole tensor."""
         if self.cut is None:
-            yield Part(offsets, box, self.owner)
+            yield Rectangle(offsets, box, self.owner)
             return
         dim, cut, rank, local = self.cut.dim, self.cut.cut, self.cut.layer.tp_rank, 0
         begin, end = offsets[dim], offsets[dim] + box.shape[dim]
@@ -109,59 +113,49 @@ class Held:
             low, high = max(begin, local), min(end, local + len(own))
             if low < high:
                 begins = (*offsets[:dim], own.start + low - local, *offsets[dim + 1 :])
-                yield Part(begins, box.narrow(dim, low - begin, high - low), owner)
+                yield Rectangle(begins, box.narrow(dim, low - begin, high - low), owner)
             local += len(own)
 
 
-def find_held(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Held]:
-    """Map each tensor's id to its `Held`, for all of the model's state on this rank."""
+def device_of(held: Iterable[ModelTensor]) -> torch.device:
+    """Return the device of a model's tensors; the CPU if there are none."""
+    return next((each.tensor.device for each in held), torch.device("cpu"))
+
+
+def find_tensors(model: nn.Module, manager: ProcessGroupManager) -> dict[int, ModelTensor]:
+    """Map each tensor's id to its `ModelTensor`, for all of the model's state on this rank."""
     cuts, experts = find_cuts(model), find_expert_cuts(model)
     own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
-    named: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
+    named: dict[int, tuple[Tensor, list[str]]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in own:
             raise InvalidArgumentError(
-                f"the model's state '{name}', a {type(value).__name__}, is no parameter and no "
-                "buffer (an extra state, or a copy that a hook of state_dict makes); a checkpoint "
-                "holds these alone: keep it in a buffer, or pass it as extra"
+                f"state_dict has '{name}', a {type(value).__name__}, which is no parameter or "
+                "buffer of the model (an extra state, or a copy that a hook made), and a "
+                "checkpoint stores only these: keep it in a buffer, or pass it as extra"
             )
-        named.setdefault(id(value), []).append(name)
-        tensors[id(value)] = value
+        named.setdefault(id(value), (value, []))[1].append(name)
     stages = {name: tie for tie in getattr(model, "ties", ()) for name in tie.names}
     held = {}
-    for key, names in named.items():
+    for key, (tensor, names) in named.items():
         tie = stages.get(names[0])
         every = tuple(names) if tie is None else tie.names
         first = tie is None or tie.owners[0] == manager.pp_rank
-        how = cuts.get(names[0]), experts.get(names[0])
-        held[key] = describe(tensors[key], every, *how, manager, first=first)
+        cut, expert_cut = cuts.get(names[0]), experts.get(names[0])
+        shape, owner = tuple(tensor.shape), 0
+        if cut is not None and cut.layer.tp_size == 1:
+            cut = None
+        if cut is not None:
+            shape = cut.whole(shape)
+        if expert_cut is not None:
+            shape = (expert_cut.whole, *shape[1:])
+            owner = 0 if manager.grid.etp > 1 else manager.tp_rank  # 0: all tp ranks have them
+        held[key] = ModelTensor(every, tensor, shape, cut, expert_cut, owner, first)
     return held
 
 
-def describe(
-    tensor: Tensor,
-    names: tuple[str, ...],
-    cut: ParameterCut | None,
-    experts: ExpertCut | None,
-    manager: ProcessGroupManager,
-    *,
-    first: bool = True,
-) -> Held:
-    """Return the `Held` of a tensor; with etp = tp all tp ranks have the same experts."""
-    shape, owner = tuple(tensor.shape), 0
-    if cut is not None and cut.layer.tp_size == 1:
-        cut = None
-    if cut is not None:
-        shape = cut.whole(shape)
-    if experts is not None:
-        shape = (experts.whole, *shape[1:])
-        owner = 0 if manager.grid.etp > 1 else manager.tp_rank
-    return Held(names, tensor, shape, cut, experts, owner, first)
-
-
 @torch.no_grad()
-def refresh_shards(shards: Sequence[tuple[Shard, Held]]) -> None:
+def refresh_shards(shards: Sequence[tuple[Shard, ModelTensor]]) -> None:
     """Copy parameters into the shards that are copies of them, except masters and matrices."""
     for shard, held in shards:
         begin = shard.parameter.data_ptr() + shard.start * shard.parameter.itemsize
@@ -171,21 +165,21 @@ def refresh_shards(shards: Sequence[tuple[Shard, Held]]) -> None:
             shard.tensor.copy_(own.view_as(shard.tensor))
 
 
-def find_ties(held: dict[int, Held]) -> dict[str, list[str]]:
+def find_ties(held: Iterable[ModelTensor]) -> dict[str, list[str]]:
     """Map the name under which each tied tensor is saved to all its names."""
-    return {each.name: list(each.names) for each in held.values() if len(each.names) > 1}
+    return {each.name: list(each.names) for each in held if len(each.names) > 1}
 
 
 def find_shards(
     model: nn.Module,
-    held: Mapping[int, Held],
+    held: Mapping[int, ModelTensor],
     optimizer: torch.optim.Optimizer | None,
     manager: ProcessGroupManager,
-) -> list[tuple[Shard, Held]]:
+) -> list[tuple[Shard, ModelTensor]]:
     """Return the tensors that an optimizer may update, each with the tensor that contains it.
 
     Includes parameters frozen since. Last come the whole matrices that the optimizer has in place
-    of tp shards, each with a `Held` that is not sharded over tp.
+    of tp shards, each with a `ModelTensor` that is not sharded over tp.
     """
     shards, wholes = parameter_shards(model), whole_shards(optimizer)
     listed = {id(shard.tensor) for shard in shards} | {id(whole) for _, whole in wholes}
@@ -199,13 +193,13 @@ def find_shards(
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in list(rest.values())[:4])
         raise InvalidArgumentError(
             f"the optimizer updates {len(rest)} tensors (of shape {shapes}) that are no parameters "
-            "of this model: make it of the parallelized model's parameters"
+            "of this model: create it with the parameters of the parallelized model"
         )
     for shard in shards:
         if id(shard.parameter) not in held:
             raise InvalidArgumentError(
                 f"the model's state_dict leaves out the parameter '{shard.name}', which is trained:"
-                " freeze it, or let state_dict have it"
+                " freeze it, or keep it in state_dict"
             )
     found = [(shard, held[id(shard.parameter)]) for shard in shards]
     for shard, whole in wholes:
@@ -214,6 +208,6 @@ def find_shards(
     return found
 
 
-def is_whole_matrix(shard: Shard, held: Held) -> bool:
+def is_whole_matrix(shard: Shard, held: ModelTensor) -> bool:
     """Return whether the optimizer has a whole matrix in place of this shard."""
     return held.tensor is not shard.parameter

@@ -11,9 +11,9 @@ from torch import Tensor
 from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard
 from ..agreement import CheckpointError
-from ..format.metadata import Saved
+from ..format.metadata import SavedTensor
 from ..format.values import decode, encode
-from .model_tensors import Held, Part
+from .model_tensors import ModelTensor, Rectangle
 from .record import Entry, Record
 
 T = TypeVar("T")
@@ -37,57 +37,49 @@ def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def record_shard(
-    record: Record, shard: Shard, held: Held, state: Mapping[str, Any], *, writes: bool
+    record: Record, shard: Shard, held: ModelTensor, state: Mapping[str, Any], *, writes: bool
 ) -> None:
     """Add the optimizer's state of one shard to a record, and the shard itself if a master."""
     if not shard.tensor.numel():
         return
+    replicas = held.replicas if shard.replicated else ""
+
+    def add(name: str, value: Tensor) -> None:
+        found = [*held.rectangles(value, shard.start, shard.stop)]
+        record.add(name, Entry(held.shape, value.dtype, found, replicas=replicas))
+
     if shard.is_master and shard.tensor is not held.tensor:  # a matrix's masters are its shards
-        _record_range(record, f"master.{held.name}", shard, held, shard.tensor)
+        add(f"master.{held.name}", shard.tensor)
     for key, value in state.items():
         name = f"optimizer.{held.name}.{key}"
         if "." in key:
-            raise InvalidArgumentError(f"a checkpoint takes no state with a dot in its key: {name}")
-        if not isinstance(value, Tensor) or _is_number(key, value, shard):
+            raise InvalidArgumentError(f"a key of optimizer state must not have a dot: {name}")
+        zero_dims = isinstance(value, Tensor) and value.ndim == 0
+        if not isinstance(value, Tensor) or (zero_dims and (shard.tensor.ndim or key == "step")):
             if writes:
                 record.scalars[name] = encode(value, f"{name}, the optimizer's state,")
         elif value.shape == shard.tensor.shape:
-            _record_range(record, name, shard, held, value)
+            add(name, value)
         elif is_whole(shard, held):
-            whole = Part((0,) * value.ndim, value.detach(), held.owner)
-            entry = Entry(tuple(value.shape), value.dtype, [whole] if value.numel() else [])
-            _record(record, name, shard, held, entry)
+            whole = [Rectangle((0,) * value.ndim, value.detach(), held.owner)] * bool(value.numel())
+            record.add(name, Entry(tuple(value.shape), value.dtype, whole, replicas=replicas))
         else:
             raise InvalidArgumentError(
-                f"{name} has shape {tuple(value.shape)}, unlike its parameter's "
-                f"{tuple(shard.tensor.shape)}: such state can be saved of parameters that are "
-                "whole on every rank, and this one is divided over ranks"
+                f"{name} has shape {tuple(value.shape)} and its parameter "
+                f"{tuple(shard.tensor.shape)}: state of another shape can be saved only if the "
+                "parameter is whole on every rank, and this one is sharded"
             )
 
 
-def _record_range(record: Record, name: str, shard: Shard, held: Held, value: Tensor) -> None:
-    parts = [*held.parts(value, shard.start, shard.stop)]
-    _record(record, name, shard, held, Entry(held.shape, value.dtype, parts))
-
-
-def _record(record: Record, name: str, shard: Shard, held: Held, entry: Entry) -> None:
-    experts = held.experts is not None
-    record.add(name, entry, replicated=shard.replicated, experts=experts)
-
-
-def _is_number(key: str, value: Tensor, shard: Shard) -> bool:
-    return value.ndim == 0 and (shard.tensor.ndim > 0 or key == "step")
-
-
-def is_whole(shard: Shard, held: Held) -> bool:
+def is_whole(shard: Shard, held: ModelTensor) -> bool:
     """Return whether the shard is a whole parameter of the plain model, in the same shape."""
     return held.cut is None and tuple(shard.tensor.shape) == held.shape
 
 
 def make_states(
     optimizer: torch.optim.Optimizer,
-    shards: Iterable[tuple[Shard, Held]],
-    saved: Mapping[str, Saved],
+    shards: Iterable[tuple[Shard, ModelTensor]],
+    saved: Mapping[str, SavedTensor],
     scalars: Mapping[str, Any],
     targets: dict[str, Entry],
 ) -> list[tuple[Tensor, dict[str, Any]]]:
@@ -103,10 +95,12 @@ def make_states(
         group = groups.get(id(shard.tensor))
         if group is None or not shard.tensor.numel():
             continue
-        state = {
-            key: _place_number(key, decode(value), shard.tensor, group)
-            for key, value in numbers.get(held.name, {}).items()
-        }
+        state: dict[str, Any] = {}
+        moves_step = group.get("capturable") or group.get("fused")  # as torch's optimizers expect
+        for key, number in numbers.get(held.name, {}).items():
+            state[key] = decode(number)
+            if isinstance(state[key], Tensor) and (moves_step or key != "step"):
+                state[key] = state[key].to(shard.tensor.device)
         of_parameter = saved.get(f"master.{held.name}", saved[f"model.{held.name}"])
         current = optimizer.state.get(shard.tensor, {})
         for key, entry in tensors.get(held.name, {}).items():
@@ -115,17 +109,18 @@ def make_states(
             if entry.shape == held.shape:
                 dtype = shard.tensor.dtype if entry.dtype == of_parameter.dtype else entry.dtype
                 value = _memory(current.get(key), shard.tensor, dtype)
-                parts = held.parts(value, shard.start, shard.stop)
-                targets.setdefault(name, target).parts.extend(parts)
+                found = held.rectangles(value, shard.start, shard.stop)
+                targets.setdefault(name, target).rectangles.extend(found)
             elif is_whole(shard, held):
                 value = torch.empty(entry.shape, dtype=entry.dtype, device=shard.tensor.device)
-                target.parts.extend([Part((0,) * value.ndim, value, 0)] if value.numel() else [])
+                if value.numel():
+                    target.rectangles.append(Rectangle((0,) * value.ndim, value, 0))
                 targets[name] = target
             else:
                 raise CheckpointError(
-                    f"{name} was saved with shape {entry.shape}, unlike its parameter's "
-                    f"{held.shape}: it can be loaded where the parameter is whole on the rank, and "
-                    "here it is divided"
+                    f"{name} was saved with shape {entry.shape} and its parameter with "
+                    f"{held.shape}: it can be loaded only if the parameter is whole on the rank, "
+                    "and here it is sharded"
                 )
             state[key] = value
         states.append((shard.tensor, state))
@@ -149,9 +144,3 @@ def _memory(current: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         if found == (tensor.shape, dtype, tensor.device):
             return current
     return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
-
-
-def _place_number(key: str, value: Any, tensor: Tensor, group: Mapping[str, Any]) -> Any:
-    if isinstance(value, Tensor) and key == "step":  # the device that torch's optimizers expect
-        return value.to(tensor.device) if group.get("capturable") or group.get("fused") else value
-    return value.to(tensor.device) if isinstance(value, Tensor) else value

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...parallel.pg_manager import ProcessGroupManager
-from .model_tensors import Part
+from .model_tensors import Rectangle
 
 Index = tuple[str, tuple[int, ...]]  # an entry's name, and the offsets of a rectangle
 
@@ -19,8 +19,11 @@ class Entry:
 
     shape: tuple[int, ...]  # shape of the whole tensor
     dtype: torch.dtype
-    parts: list[Part]  # the rectangles on this rank
+    rectangles: list[Rectangle]
     source: str = ""  # the saved entry to load from, which may have another dtype
+    replicas: str = (
+        ""  # the axis of ranks with equal rectangles, see `ModelTensor.replicas`; '' for none
+    )
 
 
 @dataclass(slots=True)
@@ -28,22 +31,15 @@ class Record:
     """The entries that a rank saves."""
 
     tensors: dict[str, Entry] = field(default_factory=dict)  # entries by name
-    # names of entries that are equal on all replicas of the rank (cp x dp)
-    replicated: set[str] = field(default_factory=set)
-    # names of experts' entries, whose replicas are the edp group instead
-    experts: set[str] = field(default_factory=set)
     # numbers of the optimizer, by entry name, as JSON
     scalars: dict[str, object] = field(default_factory=dict)
     # the name that a tied parameter is saved under -> all its names
     ties: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, name: str, entry: Entry, *, replicated: bool, experts: bool = False) -> None:
+    def add(self, name: str, entry: Entry) -> None:
         """Add an entry; if the name exists, add its rectangles to that entry."""
-        self.tensors.setdefault(name, replace(entry, parts=[])).parts.extend(entry.parts)
-        if replicated:
-            self.replicated.add(name)
-        if experts:
-            self.experts.add(name)
+        known = self.tensors.setdefault(name, replace(entry, rectangles=[]))
+        known.rectangles.extend(entry.rectangles)
 
 
 def share_out(record: Record, manager: ProcessGroupManager) -> dict[str, Entry]:
@@ -52,25 +48,22 @@ def share_out(record: Record, manager: ProcessGroupManager) -> dict[str, Entry]:
     The first tp rank that has a rectangle writes it; among replicas, the rank with the fewest bytes
     so far. Every rank computes this without communication.
     """
-    loads, of_experts = [0] * manager.cp_dp_size, [0] * manager.edp_size
+    loads = {"cp_dp": [0] * manager.cp_dp_size, "edp": [0] * manager.edp_size}
+    ranks = {"cp_dp": manager.cp_dp_rank, "edp": manager.edp_rank}
     ours: dict[str, Entry] = {}
-    parts = [
-        (name, part)
-        for name, entry in record.tensors.items()
-        for part in entry.parts
-        if part.owner == manager.tp_rank
-    ]
-    parts.sort(key=lambda found: (-found[1].tensor.nbytes, found[0], found[1].offsets))
-    for name, part in parts:
-        if name in record.replicated:
-            experts = name in record.experts
-            taken = of_experts if experts else loads
-            writer = taken.index(min(taken))
-            taken[writer] += part.tensor.nbytes
-            if writer != (manager.edp_rank if experts else manager.cp_dp_rank):
-                continue
+    found = [(n, rect) for n, entry in record.tensors.items() for rect in entry.rectangles]
+    found.sort(key=lambda pair: (-pair[1].tensor.nbytes, pair[0], pair[1].offsets))
+    for name, rectangle in found:
         entry = record.tensors[name]
-        ours.setdefault(name, replace(entry, parts=[])).parts.append(part)
+        if rectangle.owner != manager.tp_rank:
+            continue
+        if entry.replicas:
+            load = loads[entry.replicas]
+            writer = load.index(min(load))
+            load[writer] += rectangle.tensor.nbytes
+            if writer != ranks[entry.replicas]:
+                continue
+        ours.setdefault(name, replace(entry, rectangles=[])).rectangles.append(rectangle)
     return ours
 
 
@@ -80,17 +73,15 @@ def stage(entries: dict[str, Entry], buffers: dict[Index, Tensor]) -> dict[str, 
     staged: dict[str, Entry] = {}
     devices = set()
     for name, entry in entries.items():
-        parts = []
-        for part in entry.parts:
-            source, key = part.tensor, (name, part.offsets)
+        staged[name] = replace(entry, rectangles=[])
+        for rectangle in entry.rectangles:
+            source, key = rectangle.tensor, (name, rectangle.offsets)
             copy = buffers.get(key)
             if copy is None or copy.shape != source.shape or copy.dtype != source.dtype:
-                pinned = source.is_cuda
-                copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
+                copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
             used[key] = copy.copy_(source, non_blocking=True)
             devices.add(source.device)
-            parts.append(replace(part, tensor=copy))
-        staged[name] = replace(entry, parts=parts)
+            staged[name].rectangles.append(replace(rectangle, tensor=copy))
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

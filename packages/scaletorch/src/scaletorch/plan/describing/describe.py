@@ -36,7 +36,7 @@ from ..description import Behaviour, Block, Cut, Description, Kernels, Parameter
 from .hollow import Hollow
 from .kernels import kernels_of
 from .kinds import block_of, blocks_of, fill, inner, thin_out
-from .meter import Meter, behaviour
+from .meter import Meter, behaviour, is_put_off
 
 MOST = 8  # largest size of tp, cp and ep that is tried by default
 ROWS = (2, 3)  # two row counts determine an affine function of rows
@@ -170,7 +170,7 @@ class _Job:
                 raise InvalidArgumentError(f"with {cut} its code fails: {why}") from error
             raise InvalidArgumentError(
                 f"the model cannot run on the batch: {why}; a model that takes something else "
-                "than input_ids and labels needs a batch of its own (--batch)"
+                "than input_ids and labels needs a function of its batch (--batch)"
             ) from error
         kinds = range(self.blocks[-1].kind + 1)
         return tuple(behaviour(kind, ROWS, pair, parameters[kind]) for kind in kinds)
@@ -209,14 +209,16 @@ class _Job:
         """Return by kind the parameters of this rank, the first: it has the largest shards."""
         whole = dict(self.model.named_parameters(remove_duplicate=False))
         experts = expert_names(model)
+        deferred = {f"{name}.weight" for name, each in model.named_modules() if is_put_off(each)}
         found: dict[int, list[Parameter]] = {block.kind: [] for block in self.blocks}
         for name, tensor in model.named_parameters(remove_duplicate=False):
             block = block_of(name, self.blocks)
             if block is not None and name in whole:
                 elements, item = whole[name].numel(), tensor.element_size()
-                found[block.kind].append(
-                    Parameter(inner(name, block), elements, item, tensor.numel(), name in experts)
-                )
+                found[block.kind].append(Parameter(
+                    inner(name, block), elements, item, tensor.numel(), name in experts,
+                    name in deferred,
+                ))  # fmt: skip
         return found
 
 
@@ -230,12 +232,12 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
     except Exception as error:  # raised by the caller's code
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise InvalidArgumentError(
-            f"the model cannot be built on the meta device, where it is described: {why}; give a "
-            "function that makes the module, loads nothing and moves it nowhere"
+            f"the model cannot be built on the meta device, where it is described: {why}; pass a "
+            "function that makes the module without loading data or moving it"
         ) from error
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(
-            f"the function has to return a plain nn.Module, and returned {type(model).__name__}"
+            f"the function must return a plain nn.Module, got {type(model).__name__}"
         )
     return model
 
@@ -268,8 +270,8 @@ def _simulated(grid: Grid) -> Iterator[ProcessGroupManager]:
 
     if c10d.is_initialized():
         raise InvalidArgumentError(
-            "a model is described before init_dist, in a process without a process group: "
-            "describe it first, or in a process of its own"
+            "describe needs a process without a process group: call it before init_dist, or in "
+            "another process"
         )
     excepthook = sys.excepthook  # torch wraps it each time a process group is created
     c10d.init_process_group("fake", rank=0, world_size=grid.world_size, store=FakeStore())
@@ -291,7 +293,7 @@ def model_named(given: str, dtype: str | None = None) -> tuple[str, Callable[[],
     kind = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise InvalidArgumentError(
-            f"dtype {dtype!r} is none of torch's of floats, such as bfloat16"
+            f"dtype {dtype!r} is not a floating-point dtype of torch, such as bfloat16"
         )
     folder = Path(given)
     if (folder / "config.json").exists():
@@ -299,7 +301,8 @@ def model_named(given: str, dtype: str | None = None) -> tuple[str, Callable[[],
     elif ":" in given:
         name, make = "", load(given)
         if not callable(make):
-            raise InvalidArgumentError(f"{given!r} makes nothing: it is a {type(make).__name__}")
+            made = type(make).__name__
+            raise InvalidArgumentError(f"{given!r} must be a function of the model, got {made}")
     else:
         raise InvalidArgumentError(
             f"{given!r} is neither a folder with a config.json of transformers nor "

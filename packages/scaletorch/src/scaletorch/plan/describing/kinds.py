@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...dist.errors import InvalidArgumentError
 from ...parallel.pipeline_parallel import Split
-from ...parallel.pipeline_parallel.building import PassThrough, parts_of
+from ...parallel.pipeline_parallel.building import PassThrough, sections_of
 from ..description import Block
 
 
@@ -58,7 +58,7 @@ def blocks_of(model: nn.Module, split: Split | None) -> tuple[tuple[Block, ...],
 
     Kind 0 is everything before the layers, the last kind everything after them.
     """
-    first, *layers, last = parts_of(model, split)
+    first, *layers, last = sections_of(model, split)
     if any(len(layer) > 1 for layer in layers):
         raise InvalidArgumentError(
             f"a plan needs layers that are one module each, and a layer of {type(model).__name__} "
@@ -107,7 +107,7 @@ def block_of(name: str, blocks: Sequence[Block]) -> Block | None:
     return next(
         (
             block for block in blocks
-            if any(name == part or name.startswith(f"{part}.") for part in block.name.split("+"))
+            if any(name == own or name.startswith(f"{own}.") for own in block.name.split("+"))
         ),
         None,
     )  # fmt: skip

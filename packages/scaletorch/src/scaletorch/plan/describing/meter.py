@@ -127,7 +127,7 @@ class Meter:
                 two = layer.register_forward_hook(partial(after, kind))
                 stack.callback(one.remove)
                 stack.callback(two.remove)
-            for linear in filter(_is_put_off, model.modules()):
+            for linear in filter(is_put_off, model.modules()):
                 stack.callback(linear.register_forward_hook(self._multiply).remove)
             stack.callback(model.register_forward_pre_hook(begin).remove)
             stack.enter_context(saved_tensors_hooks(self._keep, lambda kept: kept))
@@ -223,7 +223,7 @@ class Meter:
         return tensor
 
 
-def _is_put_off(module: nn.Module) -> bool:
+def is_put_off(module: nn.Module) -> bool:
     """Return whether a split backward defers the gradient of a module's weight to its second half.
 
     That holds for `nn.Linear`'s own forward, which gradient buckets may have wrapped in a partial.

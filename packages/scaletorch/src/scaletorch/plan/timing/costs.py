@@ -95,15 +95,15 @@ class Seconds(NamedTuple):
         return self.computing + sum(self.exposed.values())
 
 
-def summed(parts: Iterable[tuple[Seconds, float]]) -> Seconds:
+def summed(terms: Iterable[tuple[Seconds, float]]) -> Seconds:
     """Return the weighted sum of pairs (seconds, factor)."""
     computing = weights = 0.0
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
-    for part, times in parts:
-        computing += part.computing * times
-        weights += part.weights * times
-        for total, own in ((exposed, part.exposed), (hidden, part.hidden)):
+    for term, times in terms:
+        computing += term.computing * times
+        weights += term.weights * times
+        for total, own in ((exposed, term.exposed), (hidden, term.hidden)):
             for axis, each in own.items():
                 total[axis] = total.get(axis, 0.0) + each * times
     return Seconds(computing, weights, exposed, hidden)

@@ -18,7 +18,7 @@ from ...parallel.pipeline_parallel.schedules import rank_ends
 from ..clusters import Cluster
 from ..description import Description
 from ..estimate import Time
-from ..known import Group, Known, Once
+from ..facts import Facts, Group, Once
 from ..layout import Layout
 from ..stages import SPLIT, schedule_of, stages_of
 from .costs import WORLD, Route, Seconds, block_seconds, route, seconds, summed
@@ -74,11 +74,11 @@ class Steps(Once):
     """Step times of one model's layouts on a cluster, with a cache of what layouts share."""
 
     def __init__(
-        self, description: Description, cluster: Cluster, known: Known | None = None
+        self, description: Description, cluster: Cluster, facts: Facts | None = None
     ) -> None:
         super().__init__()
         self._description, self._cluster = description, cluster
-        self._known = known or Known(description)
+        self._facts = facts or Facts(description)
         self._routes = cache(
             lambda grid: {a: route(grid, a, cluster) for a in (*INNER, *OUTER, WORLD)}
         )
@@ -91,7 +91,7 @@ class Steps(Once):
             "rank", layout.cut, layout.micro_rows, layout.recompute, layout.zero, rounds,
             *(ways[axis] for axis in (*INNER, *OUTER)),
         )  # fmt: skip
-        numbers = self._known.numbers(layout)
+        numbers = self._facts.numbers(layout)
         each = {
             number: self.once((number, *own), partial(self._rank, layout, number, ways))
             for number in {*numbers}
@@ -116,18 +116,18 @@ class Steps(Once):
         if layout.recompute != "full":
             return found
         return [
-            (once, summed([(back, 1), (once, int(kind in self._known.layers))]))
+            (once, summed([(back, 1), (once, int(kind in self._facts.layers))]))
             for kind, (once, back) in enumerate(found)
         ]
 
     def _rank(self, layout: Layout, number: int, ways: Mapping[str, Route]) -> Rank:
-        kinds, chunks = self._of_kinds(layout, ways), self._known.content(number).chunks
+        kinds, chunks = self._of_kinds(layout, ways), self._facts.contents[number].chunks
         forward, backward = (
             [summed((kinds[kind][way], n) for kind, n in chunk) for chunk in chunks]
             for way in (0, 1)
         )
         both = [sum(each.computing for each in way) for way in (forward, backward)]
-        end, update = _ended(self._known.groups(layout, number), layout, both, self._cluster, ways)
+        end, update = _ended(self._facts.groups(layout, number), layout, both, self._cluster, ways)
         batch = summed((each, 1) for each in (*forward, *backward))
         return Rank([*zip(forward, backward, strict=True)], batch, end, update)
 
@@ -158,7 +158,7 @@ class Steps(Once):
             coming.append(coming[-1] + forward.total)
             going.append(going[-1] + backward.total)
         found = 0.0
-        for _, at in self._known.ends(layout):
+        for _, at in self._facts.ends(layout):
             own = ranks[at]
             done = SURE * (coming[at] + number * own.batch.total)
             found = max(found, done + own.after)
@@ -166,31 +166,15 @@ class Steps(Once):
                 found = max(found, done + SURE * going[at] + ranks[0].after)
         return found
 
-    def stages(self, layout: Layout, ranks: list[Rank]) -> list[Stage]:
-        """Return the seconds of all stages, in the order of the forward."""
-        order = _order(layout.schedule, layout.grid.pp, layout.chunks)
-        return [ranks[rank].stages[chunk] for rank, chunk in order]
-
-    def message(self, layout: Layout) -> float:
-        """Return the seconds of a message between stages, which has the largest output's size."""
-        way = self._routes(layout.grid)["pp"]
-        return seconds("send", 1, self._known.handed(layout), way, self._cluster)
+    def step(self, layout: Layout) -> float:
+        """Return the seconds of a step alone, by one simulation."""
+        return self._last(layout)[0] + self._control(layout)
 
     def exact(self, layout: Layout) -> Time:
         """Return the time of a step, on the rank that ends last."""
-        ranks, number = self.ranks(layout), layout.micro_batches
-        message, stages = self.message(layout), self.stages(layout, ranks)
-        done, ways = ends(layout, stages, message), self._routes(layout.grid)
-        control = sum(
-            seconds("all_reduce", n, 0, ways[axis], self._cluster) for axis, n in CONTROL.items()
-        )
-        pipeline = max(done)
-        passing = pipeline - max(ends(layout, stages, 0.0)) if message else 0.0
-        step, rank = max(
-            ((end + rank.after, rank) for end, rank in zip(done, ranks, strict=True)),
-            key=lambda each: each[0],
-        )
-        step += control
+        _, rank, pipeline = self._last(layout)
+        step, number, control = self.step(layout), layout.micro_batches, self._control(layout)
+        passing = pipeline - max(self._ends(layout, 0.0)) if self._message(layout) else 0.0
         others = Seconds(exposed={"pp": passing, "world": control})
         whole = summed([(rank.batch, number), (rank.end, 1), (others, 1)])
         busy = number * rank.batch.total + passing
@@ -201,6 +185,27 @@ class Steps(Once):
             step, whole.computing, {axis: each for axis, each in whole.exposed.items() if each},
             hidden, bubble, rank.update, step - unsure, step + unsure + sum(hidden.values()),
         )  # fmt: skip
+
+    def _last(self, layout: Layout) -> tuple[float, Rank, float]:
+        """Return when the last rank ends, that rank, and when the pipeline ends."""
+        done, ranks = self._ends(layout, self._message(layout)), self.ranks(layout)
+        each = ((end + rank.after, rank) for end, rank in zip(done, ranks, strict=True))
+        return *max(each, key=lambda pair: pair[0]), max(done)
+
+    def _control(self, layout: Layout) -> float:
+        """Return the seconds of the small all-reduces of a step."""
+        ways, cluster = self._routes(layout.grid), self._cluster
+        return sum(seconds("all_reduce", n, 0, ways[axis], cluster) for axis, n in CONTROL.items())
+
+    def _message(self, layout: Layout) -> float:
+        """Return the seconds of a message between stages, which has the largest output's size."""
+        way = self._routes(layout.grid)["pp"]
+        return seconds("send", 1, self._facts.handed(layout), way, self._cluster)
+
+    def _ends(self, layout: Layout, message: float) -> list[float]:
+        """Return when each pipeline rank ends its last action, with messages that take so long."""
+        ranks, order = self.ranks(layout), _order(layout.schedule, layout.grid.pp, layout.chunks)
+        return ends(layout, [ranks[rank].stages[chunk] for rank, chunk in order], message)
 
 
 def _ended(
@@ -255,8 +260,8 @@ def ends(layout: Layout, stages: Sequence[Stage], message: float) -> list[float]
     costs = _costs(stages, message)
     unit = (costs.forward + costs.backward) / len(stages)
 
-    def share(seconds: float, parts: int = 1) -> float:
-        return max(round(seconds / unit * parts, DIGITS) / parts, 1e-12)
+    def share(seconds: float, scale: int = 1) -> float:
+        return max(round(seconds / unit * scale, DIGITS) / scale, 1e-12)
 
     alike = (
         layout.schedule, layout.chunks, ranks, share(costs.forward), share(costs.backward),

@@ -6,7 +6,7 @@ to a thread: recomputation may run in another thread than the forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from ..attention import Request, attend
 from ..cp_comms import Ring
 from ..layouts import Layout, named_layout
 from ..masks import Documents
-from ..sharding import may_be_padded, record_layout, resolve_layout
+from ..sharding import may_be_padded, record_next, record_padding, resolve_layout
 
 _NO_BACKWARD = -1  # torch's task id outside of a backward
 _CALL = "attention of a model that apply_context_parallel was given"
@@ -149,11 +149,18 @@ def expect_attention(model: nn.Module, expected: bool) -> None:
         settings.must_attend = expected
 
 
-def note_shards(model: nn.Module, layout: Layout) -> None:
-    """Record the layout of the shards that a model is about to be called with."""
+def note_shards(model: nn.Module, layouts: Sequence[Layout]) -> None:
+    """Record the layouts of the shards that a model is about to be called with."""
     settings = settings_of(model)
     if settings is not None:
-        record_layout(layout, settings.ring, "shard_global_batch", used_next=True)
+        record_next(layouts, settings.ring, "shard_global_batch")
+
+
+def note_padding(model: nn.Module) -> None:
+    """Take shards for padded, since those of other ranks are: all ranks then refuse the same."""
+    settings = settings_of(model)
+    if settings is not None:
+        record_padding(settings.ring)
 
 
 def require_unmarked(model: nn.Module) -> None:

@@ -190,7 +190,7 @@ def _require_shardable(model: Any) -> None:
     if kinds:
         raise refusal(
             f"{name} has rotary embeddings of type {', '.join(sorted(kinds))}, which depend on "
-            "the length of the whole sequence, and this rank knows its shard's"
+            "the length of the whole sequence, and each rank knows only that of its shard"
         )
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if kinds and not whole:

@@ -143,7 +143,7 @@ def _require_positions(ids: Any, length: int, settings: Settings, given: Mapping
         raise refusal(
             f"position_ids are not those of this rank's {settings.layout} shard of one sequence: "
             "shard the batch in the model's layout; if they restart where packed documents "
-            "begin, tell the documents, as cu_seq_lens_q of the whole sequence or by running the "
+            "begin, pass the documents as cu_seq_lens_q of the whole sequence, or run the "
             "model within ShardedSequences.inside"
         )
 

@@ -109,7 +109,10 @@ class Exchange:
         rows = -(-self.rows // self.ring.size)
         if x.shape[:2] != (rows, self.order.numel()):
             if not x.is_floating_point():  # integers have no NaN
-                raise refusal(f"{name} returns {x.dtype} {list(x.shape)} beside its hidden states")
+                raise refusal(
+                    f"{name} returns {x.dtype} {list(x.shape)} in addition to its hidden states, "
+                    "which belongs to other rows than this rank's"
+                )
             return torch.full_like(x, float("nan"))  # a final state, of other rows
         shards = x.index_select(1, self.order)
         return functional.all_to_all(shards, 1, 0, self.ring.group).narrow(0, 0, self.rows)

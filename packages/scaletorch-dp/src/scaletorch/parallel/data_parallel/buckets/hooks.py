@@ -115,8 +115,8 @@ class GradientSync:
         if slot.parameter.grad is not None and slot.parameter.grad.requires_grad:
             message = (
                 f"{describe_rank()}: the gradient of {slot.name} has a graph of its own "
-                "(create_graph=True), which no synchronisation can keep: use torch.autograd.grad "
-                "for such gradients, or run this backward in no_sync()"
+                "(create_graph=True), which a sum over ranks would lose: use torch.autograd.grad "
+                "instead, or run this backward in no_sync()"
             )
             raise StateError(message)
         # The user's hooks that run after this one see the gradient, and may change it.
@@ -233,7 +233,7 @@ def refuse_taken(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     if names:
         message = (
             f"{describe_rank()}: {shorten(names)} would be synchronised twice: a "
-            "data-parallel wrapper that is alive has it; use that one, or drop it first"
+            "data-parallel wrapper has them already; use that wrapper, or delete it first"
         )
         raise StateError(message)
     names = [name for name, parameter in parameters if hasattr(parameter, "main_grad")]

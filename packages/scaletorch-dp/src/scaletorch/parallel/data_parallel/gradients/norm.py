@@ -180,7 +180,7 @@ def _counted_gradients(model: nn.Module, group: ProcessGroup | None) -> Iterator
     if not members <= {*group_ranks(usual)}:
         raise InvalidArgumentError(
             f"{describe_rank()}: the wrapper reduces some parameters over ranks that are not in "
-            "the group of the norm: take scaletorch.compose's, which counts over the grid"
+            "the group of the norm: use that of scaletorch.compose, which counts over the grid"
         )
     everything = not _sum_groups(model, group)
     for shard in settled_shards(model):

@@ -207,6 +207,6 @@ def _add_shard_names(
 def _require_own_shards(gather: ParameterGather, _: Optimizer, state: dict[str, Any]) -> None:
     if state.get("shards") != _shard_names(gather):
         raise StateError(
-            f"{describe_rank()}: this state is not of this rank's shards: state_dict() of a "
-            "sharded optimizer is one rank's share on one layout; use scaletorch.checkpoint instead"
+            f"{describe_rank()}: this state comes from another rank or layout: state_dict() of a "
+            "sharded optimizer has the shards of one rank; use scaletorch.checkpoint instead"
         )

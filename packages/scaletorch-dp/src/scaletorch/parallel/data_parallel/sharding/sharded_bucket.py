@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ....dist import Work
-from ....dist.building import all_gather_flat, even_parts
+from ....dist.building import all_gather_flat, even_counts
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
 from ..buckets.bucket import UNUSED, Bucket
@@ -30,7 +30,7 @@ class ShardedBucket(Bucket):
     ) -> None:
         super().__init__(slots, dtype, 1 if whole else reduction.size)
         self.reduction, self.whole = reduction, whole
-        self.counts = self._whole_counts() if whole else even_parts(self.length, reduction.size)
+        self.counts = self._whole_counts() if whole else even_counts(self.length, reduction.size)
         before = sum(self.counts[: reduction.rank])
         own = range(before, before + self.counts[reduction.rank])
         self.own = slice(own.start, own.stop)

@@ -80,7 +80,10 @@ def dispatch_along(
 ) -> Dispatched:
     """Dispatch along a route that has been found; see `dispatch`."""
     if sum(counts) >= 1 << 8 * top_k_weights.element_size() - 1:
-        raise InvalidArgumentError(f"{top_k_weights.dtype} weights carry fewer than 32768 experts")
+        raise InvalidArgumentError(
+            f"got {sum(counts)} experts, but their indices travel as integers of the weights' "
+            f"width, and {top_k_weights.dtype} is too narrow: use float32 weights"
+        )
     if route.backward and not (hidden.requires_grad or top_k_weights.requires_grad):
         hidden = hidden.detach().requires_grad_()  # another rank needs gradients: all send them
     rank = get_rank(route.group)

@@ -55,8 +55,8 @@ def counts_of(experts: int | Sequence[int], ranks: int) -> tuple[int, ...]:
     if len(counts) != ranks or min(counts) < 1:
         raise InvalidArgumentError(
             f"{describe_rank()}: each of {ranks} ranks needs at least one expert, got "
-            f"{experts} ({', '.join(map(str, counts))} on the ranks): take fewer ranks for "
-            "experts, at most as many as there are experts"
+            f"{experts} ({', '.join(map(str, counts))} on the ranks): use at most as many ranks "
+            "as experts"
         )
     return counts
 

@@ -7,13 +7,10 @@ inside it (tensor parallelism, experts).
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -23,63 +20,9 @@ from ....dist import all_gather, all_gather_object
 from ....dist.building import tell_guard
 from ....dist.errors import RankFaultError
 from ...pg_manager import describe_rank
-from ..schedules.builders import AnySchedule, built
-from ..schedules.schedule import Schedule
-from ..schedules.simulate import Times, proven
-from ..schedules.tasks import Message, Receive, Send, Task, Tasks, receiver
+from ..schedules.program import Message, Program
+from ..schedules.tasks import Task
 from .mail import Mail, StageError
-
-Program = Sequence[Task | Message]
-
-
-class Plan(NamedTuple):
-    """A schedule that was proven to run to its end, with one rank's program."""
-
-    schedule: Schedule
-    text: str  # name and digest of the schedule, to compare it between ranks
-    program: Program  # the rank's tasks and messages, in order
-
-
-@lru_cache(maxsize=64)
-def plan_of(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank: int) -> Plan:
-    """Prove a schedule, and derive the program of one rank."""
-    chosen = built(schedule, num_ranks, num_micro_batches)
-    digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
-    program = program_of(chosen, *proven(chosen), rank)
-    return Plan(chosen, f"schedule {chosen.name!r} ({digest})", program)
-
-
-def program_of(schedule: Schedule, tasks: Tasks, times: Times, rank: int) -> Program:
-    """Return one rank's program, its tasks and messages in order, of a schedule that is `proven`.
-
-    An output is sent after the action that made it and before the next action. By the times of
-    `simulate`, it is received when the receiver waits for it or has just ended an action. Nothing
-    is sent between two stages of one rank.
-    """
-    # All actions and messages of all ranks have one global order: an action stands at its start, a
-    # message at the end of the action that made it, before actions that start at that time.
-    # Messages of the same time are ordered by stage and micro-batch, forwards first. Each program
-    # is the subsequence of this order that belongs to its rank.
-    # So ranks cannot deadlock, even if a send blocks until its receive. Proof: take the first
-    # action or message in the order that has not run. Everything before it on its ranks has run, so
-    # an action has its inputs, and both sides of a message have reached it. Adjacent messages may
-    # also be posted as a batch: the first message still has both sides posted, so a batch completes
-    # after finitely many steps. Two ranks see the messages between them in the same order, so their
-    # sends and receives match.
-    events: list[tuple[float, bool, tuple[int, ...], Task | Message]] = []
-    for source, own in enumerate(tasks):
-        for place, (task, (start, end)) in enumerate(zip(own, times[source], strict=True)):
-            if source == rank:
-                events.append((start, True, (place,), task))
-            if task.makes is None:
-                continue
-            stage, micro_batch, gradient = task.makes
-            target = receiver(schedule, task.makes)
-            if target != source and rank in (source, target):
-                order = (gradient, -stage if gradient else stage, micro_batch)
-                send, peer = (Send, target) if rank == source else (Receive, source)
-                events.append((end, False, order, send(peer, *task.makes)))
-    return [operation for *_, operation in sorted(events, key=itemgetter(0, 1, 2))]
 
 
 def execute(
@@ -115,10 +58,10 @@ def execute(
         raise
     except Exception as error:
         if isinstance(error, StageError) or not tell_guard(error):
-            _tell(error, rest, mail, group)
+            _report(error, rest, mail, group)
         raise
     # A collective: every rank calls it at the end of every step, whether it failed or not.
-    noted, first = _settled(group, failed=False, noted=note())
+    noted, first = _gather_failures(group, failed=False, noted=note())
     if first is not None:
         raise StageError(first.text, first.kind)
     return noted
@@ -132,7 +75,7 @@ class _Failure(NamedTuple):
     text: str
 
 
-def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | None) -> None:
+def _report(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | None) -> None:
     """Send and receive the remaining messages empty, and report an error to the other ranks.
 
     `rest` is the rest of the program, from the failed task or message.
@@ -144,7 +87,7 @@ def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | Non
         # so that sends and receives still match on both sides.
         mail.skip(message for message in rest if isinstance(message, Message))
         mail.finish()
-        _, first = _settled(group, failed=True, own=own)
+        _, first = _gather_failures(group, failed=True, own=own)
     if first is None:
         return
     if own is None:
@@ -153,7 +96,7 @@ def _tell(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | Non
         error.add_note(f"Before that, {first.text}")
 
 
-def _settled(
+def _gather_failures(
     group: ProcessGroup | None,
     *,
     failed: bool,

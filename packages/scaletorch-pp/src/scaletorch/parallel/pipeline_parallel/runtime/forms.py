@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ PLAIN = (bool, int, float, str, type(None))
 _PACKAGE = __name__.removesuffix(".runtime.forms")
 _NAMED = {
     (f"{_PACKAGE}.runtime.forms", "Form"),
-    (f"{_PACKAGE}.stages.extras", "Passed"),
-    (f"{_PACKAGE}.stages.extras", "Place"),
+    (f"{_PACKAGE}.stages.passage", "Passed"),
+    (f"{_PACKAGE}.stages.passage", "Place"),
     ("torch", "Size"),
     ("torch._utils", "_rebuild_meta_tensor_no_storage"),
 }
@@ -131,13 +131,32 @@ def facts_of(given: Any, kwargs: Mapping[str, Any]) -> Iterator[Hashable]:
         yield name, signature(value)
 
 
+def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return `shape` as a tuple; refuse anything but a sequence of positive ints."""
+    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise InvalidArgumentError(
+            "tensor_shapes is the shape of one micro-batch's hidden states, such as "
+            f"(micro_batch_size, sequence_length, hidden_size), got {shape!r}"
+        )
+    return sizes
+
+
+def checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return `dtype`; refuse anything but a floating point dtype."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        message = f"dtype is that of the hidden states, such as torch.bfloat16, got {dtype!r}"
+        raise InvalidArgumentError(message)
+    return dtype
+
+
 def to_header(form: Form | None) -> Tensor:
     """Encode a form as a tensor of `HEADER_BYTES` bytes; None means that no value will come."""
     text = pickle.dumps(form)
     if len(text) > HEADER_BYTES:
         raise InvalidArgumentError(
-            f"{describe_rank()}: what a stage passes on takes {len(text)} bytes to describe, more "
-            f"than {HEADER_BYTES}: pass fewer tensors, or shorter names"
+            f"{describe_rank()}: the output of a stage takes {len(text)} bytes to describe, more "
+            f"than {HEADER_BYTES}: pass on fewer tensors, or shorter names"
         )
     return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
@@ -156,8 +175,8 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _NAMED:
             raise InvalidArgumentError(
-                f"{describe_rank()}: a message between stages names {module}.{name}, which no form "
-                "of hidden states has; do all ranks run the same version?"
+                f"{describe_rank()}: a message between stages names {module}.{name}, which hidden "
+                "states never contain; do all ranks run the same version of scaletorch?"
             )
         return super().find_class(module, name)
 

@@ -16,7 +16,8 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import has_streams
-from ..schedules.tasks import Key, Message, Receive
+from ..schedules.program import Message, Program, Receive
+from ..schedules.tasks import Key
 from .forms import HEADER_BYTES, NOTHING, Form, Hidden, from_header, to_header
 
 IN_FLIGHT = 8  # at most this many sends are under way, since their tensors stay in memory
@@ -74,7 +75,7 @@ class Posts:
         self.device = device
         self._ranks, self._group = ranks, group
         self.in_batches = goes_in_batches(group)
-        self._under_way: deque[tuple[Work[None], Sequence[Tensor]]] = deque()
+        self._in_flight: deque[tuple[Work[None], Sequence[Tensor]]] = deque()
         self._batch: tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]] = [], []
         self._waiting: list[Parcel] = []
 
@@ -84,7 +85,7 @@ class Posts:
         if self.in_batches:
             self._gather(0, tensor, peer)
         else:
-            self._hold(isend(tensor, self._ranks[peer], self._group), [tensor])
+            self._keep(isend(tensor, self._ranks[peer], self._group), [tensor])
 
     def receive(self, tensors: list[Tensor], peer: int) -> Parcel:
         """Start to receive from a rank of the pipeline; in batches, the next `flush` starts it."""
@@ -102,14 +103,14 @@ class Posts:
         sends, receives = self._batch
         if sends or receives:
             work = exchange(sends, receives, self._group, async_op=True)
-            self._hold(work, [tensor for tensor, _ in sends])
+            self._keep(work, [tensor for tensor, _ in sends])
             for parcel in self._waiting:
                 parcel.works.append(work)
             self._batch, self._waiting = ([], []), []
 
     def finish(self) -> None:
         """Wait until all sends are complete."""
-        while self._under_way:
+        while self._in_flight:
             self._finish_first()
 
     def _gather(self, side: int, tensor: Tensor, peer: int) -> None:
@@ -122,13 +123,13 @@ class Posts:
             self.flush()
         self._batch[side].append((tensor, self._ranks[peer]))
 
-    def _hold(self, work: Work[None], tensors: Sequence[Tensor]) -> None:
-        self._under_way.append((work, tensors))
-        if len(self._under_way) > IN_FLIGHT:
+    def _keep(self, work: Work[None], tensors: Sequence[Tensor]) -> None:
+        self._in_flight.append((work, tensors))
+        if len(self._in_flight) > IN_FLIGHT:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        work, kept = self._under_way.popleft()
+        work, kept = self._in_flight.popleft()
         work.wait()
         del kept  # only now, since the backend may not hold a reference itself
 
@@ -148,11 +149,22 @@ class Mail:
     def __init__(self, posts: Posts, signatures: Sequence[Hashable], forms: Forms) -> None:
         self._posts = posts
         self._forms = [forms.setdefault(signature, {}) for signature in signatures]
-        self._made: dict[Key, Hidden] = {}
-        self._coming: dict[Key, Parcel] = {}
+        self._outputs: dict[Key, Hidden] = {}
+        self._incoming: dict[Key, Parcel] = {}
         # Forms that this step set to NOTHING because a stage failed. The end of the step forgets
         # them, so that the next step sends their headers again.
         self._void: list[tuple[dict[int, Form], int]] = []
+
+    def may_receive_early(self, program: Program) -> bool:
+        """Return whether receives may start before their turn.
+
+        A receive of unknown form waits for a header, and a batch for the batches before it.
+        """
+        return not self._posts.in_batches and all(
+            message.stage - message.gradient in self._forms[message.micro_batch]
+            for message in program
+            if isinstance(message, Receive)
+        )
 
     def put(self, key: Key, value: Hidden) -> None:
         """Keep an output until it is sent, or until another stage of this rank takes it."""
@@ -160,10 +172,10 @@ class Mail:
         if known is not None and known is not NOTHING and Form(value) != known:
             raise InvalidArgumentError(
                 f"{describe_rank()}: stage {key.stage} passes on {Form(value)}, and passed on "
-                f"{known} for an earlier micro-batch whose entries had the same shapes; what it "
-                "passes on may depend on the shapes and dtypes of a micro-batch's entries alone"
+                f"{known} for an earlier micro-batch whose entries had the same shapes; its "
+                "output's form may depend only on the shapes and dtypes of a micro-batch's entries"
             )
-        self._made[key] = value
+        self._outputs[key] = value
 
     def start(self, message: Message) -> None:
         """Start to send or receive; in batches, the next `flush` starts it.
@@ -182,7 +194,7 @@ class Mail:
 
     def skip(self, messages: Iterable[Message]) -> None:
         """Complete the messages of a failed step: send zeros, or a header for no value."""
-        self._made.clear()
+        self._outputs.clear()
         # Tensors of one form share memory, since they are never read and memory may have run out.
         empty, zeros = cache(self._empty), cache(self._zeros)
         for message in messages:
@@ -194,15 +206,15 @@ class Mail:
 
     def wait(self, key: Key) -> None:
         """Wait until the output of another action has arrived."""
-        if key in self._coming:
-            works = self._coming[key].works
+        if key in self._incoming:
+            works = self._incoming[key].works
             while works:
                 works.pop().wait()
 
     def finish(self) -> None:
         """Wait for all messages under way, whether used or not."""
         self._posts.flush()
-        for key in list(self._coming):
+        for key in list(self._incoming):
             self.wait(key)
         self._posts.finish()
         while self._void:
@@ -211,15 +223,15 @@ class Mail:
 
     def take_hidden(self, key: Key) -> Hidden:
         """Return the previous stage's hidden states, as leaves that require grad if sent so."""
-        parcel = self._coming.pop(key, None)
+        parcel = self._incoming.pop(key, None)
         if parcel is None:
-            value = self._made.pop(key)
+            value = self._outputs.pop(key)
             # From another stage of this rank: detached, so that each stage has its own backward.
             form, tensors = Form(value), [tensor.detach() for tensor in tensors_in(value)]
         else:
             form, tensors = self._forms[key.micro_batch][key.stage], parcel.tensors
             if form is NOTHING:
-                raise StageError(f"{describe_rank()}: the stage before has failed")
+                raise StageError(f"{describe_rank()}: the previous stage has failed")
         if torch.is_grad_enabled():
             for tensor, like in zip(tensors, form.tensors, strict=True):
                 tensor.requires_grad_(like.requires_grad)
@@ -228,11 +240,11 @@ class Mail:
 
     def take_gradients(self, key: Key) -> list[Tensor]:
         """Return the next stage's gradients, one for each tensor that requires grad."""
-        parcel = self._coming.pop(key, None)
-        return list(tensors_in(self._made.pop(key))) if parcel is None else parcel.tensors
+        parcel = self._incoming.pop(key, None)
+        return list(tensors_in(self._outputs.pop(key))) if parcel is None else parcel.tensors
 
     def _send(self, key: Key, peer: int) -> None:
-        value, forms = self._made.pop(key), self._forms[key.micro_batch]
+        value, forms = self._outputs.pop(key), self._forms[key.micro_batch]
         # The receiver of a gradient knows its form: it made the tensor.
         if not key.gradient and key.stage not in forms:
             form = Form(value)
@@ -245,8 +257,8 @@ class Mail:
         forms = self._forms[key.micro_batch]
         if not key.gradient and key.stage not in forms:
             self._posts.send(to_header(None).to(self._posts.device), peer)
-            self._avoid(forms, key.stage)
-        for tensor in make(self._due(key)):
+            self._mark_void(forms, key.stage)
+        for tensor in make(self._expected(key)):
             self._posts.send(tensor, peer)
 
     def _receive(self, key: Key, peer: int, make: Make) -> None:
@@ -254,12 +266,12 @@ class Mail:
         if not key.gradient and key.stage not in forms:
             form = self._header(peer)
             if form is None:
-                self._avoid(forms, key.stage)
+                self._mark_void(forms, key.stage)
             else:
                 forms[key.stage] = form
-        self._coming[key] = self._posts.receive(make(self._due(key)), peer)
+        self._incoming[key] = self._posts.receive(make(self._expected(key)), peer)
 
-    def _avoid(self, forms: dict[int, Form], stage: int) -> None:
+    def _mark_void(self, forms: dict[int, Form], stage: int) -> None:
         """Skip all messages between a stage and the next for the rest of this step."""
         forms[stage] = NOTHING
         self._void.append((forms, stage))
@@ -272,7 +284,7 @@ class Mail:
             work.wait()
         return from_header(header)
 
-    def _due(self, key: Key) -> tuple[Tensor, ...]:
+    def _expected(self, key: Key) -> tuple[Tensor, ...]:
         # The gradient that stage s makes belongs to the output of stage s - 1.
         form = self._forms[key.micro_batch].get(key.stage - key.gradient, NOTHING)
         return form.gradients if key.gradient else form.tensors

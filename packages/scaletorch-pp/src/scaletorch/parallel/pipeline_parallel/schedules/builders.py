@@ -269,12 +269,11 @@ def _of_kind(kind: str, micro_batches: Iterable[int], chunk: int = 0) -> list[Ac
 
 
 def _require_sizes(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> None:
-    sizes = {"ranks": num_ranks, "micro-batches": num_micro_batches, "stages a rank": num_chunks}
+    sizes = {"ranks": num_ranks, "micro-batches": num_micro_batches, "stages per rank": num_chunks}
     for name, size in sizes.items():
-        if not isinstance(size, int):
-            raise InvalidArgumentError(f"a schedule needs a whole number of {name}, got {size!r}")
-        if size < 1:
-            raise InvalidArgumentError(f"a schedule needs at least 1 of {name}, got {size}")
+        if not isinstance(size, int) or size < 1:
+            message = f"the number of {name} of a schedule must be an int from 1, got {size!r}"
+            raise InvalidArgumentError(message)
 
 
 SCHEDULES: Mapping[str, Builder] = {
@@ -289,7 +288,7 @@ SCHEDULES: Mapping[str, Builder] = {
 }
 
 
-def built(schedule: AnySchedule, num_ranks: int, num_micro_batches: int) -> Schedule:
+def build_schedule(schedule: AnySchedule, num_ranks: int, num_micro_batches: int) -> Schedule:
     """Return the schedule of a step."""
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
@@ -319,6 +318,6 @@ def stages_of(schedule: AnySchedule, num_ranks: int) -> tuple[tuple[tuple[int, .
     """Return each rank's stages, chunk by chunk, and whether the schedule splits backwards."""
     # A function builds an example with enough micro-batches to show each kind of action.
     count = schedule.num_micro_batches if isinstance(schedule, Schedule) else 4 * num_ranks
-    example = built(schedule, num_ranks, count)
+    example = build_schedule(schedule, num_ranks, count)
     splits = any(action.kind == BACKWARD_WEIGHT for rank in example.ranks for action in rank)
     return example.stages, splits

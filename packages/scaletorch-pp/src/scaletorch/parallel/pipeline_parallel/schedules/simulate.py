@@ -79,7 +79,7 @@ class Report:
 Times = list[list[tuple[float, float]]]  # start and end of each rank's actions, in order
 
 
-def proven(schedule: Schedule) -> tuple[Tasks, Times]:
+def prove(schedule: Schedule) -> tuple[Tasks, Times]:
     """Prove that a schedule runs to its end; return its tasks and their times at default costs."""
     return tasks_of(schedule), run(schedule, Costs())
 
@@ -94,7 +94,7 @@ def check(schedule: Schedule) -> Report:
     Raises:
         ScheduleError: The schedule is invalid; the message names the reason and the rank.
     """
-    tasks, _ = proven(schedule)
+    tasks, _ = prove(schedule)
     kinds = [[kind for kind, _, _ in actions] for actions in schedule.ranks]
     peaks = (max(accumulate(map(KEPT.__getitem__, rank)), default=0) for rank in kinds)
     actions = sum(map(Counter, kinds), Counter[str]())

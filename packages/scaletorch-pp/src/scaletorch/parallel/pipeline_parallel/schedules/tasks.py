@@ -1,4 +1,4 @@
-"""A schedule's actions as tasks, with inputs from and outputs to other stages; messages."""
+"""A schedule's actions as tasks, with inputs from and outputs to other stages."""
 
 from __future__ import annotations
 
@@ -36,33 +36,6 @@ class Task(NamedTuple):
     def __str__(self) -> str:
         """Return the action as text."""
         return str(self.action)
-
-
-class Message(NamedTuple):
-    """A message between two ranks, as one of them sees it."""
-
-    peer: int  # the other rank
-    stage: int  # the stage that made the content; the same on both sides
-    micro_batch: int
-    gradient: bool  # of hidden states, from stage s to s - 1; else hidden states, from s to s + 1
-
-    def __str__(self) -> str:
-        """Return text such as `send F3 of stage 0 to rank 1`; a gradient is `B3`."""
-        verb, to = ("receive", "from") if isinstance(self, Receive) else ("send", "to")
-        content = f"{'B' if self.gradient else 'F'}{self.micro_batch} of stage {self.stage}"
-        return f"{verb} {content} {to} rank {self.peer}"
-
-
-class Send(Message):
-    """A message that carries the output of one of this rank's actions to its peer."""
-
-    __slots__ = ()
-
-
-class Receive(Message):
-    """The same message as the rank at its other end sees it."""
-
-    __slots__ = ()
 
 
 Tasks = list[list[Task]]  # each rank's, in order

@@ -59,7 +59,7 @@ def distribute_layers(
     return [range(*pair) for pair in pairwise((0, *_best(layers, pp_size, largest).ends))]
 
 
-def parameter_costs(model: nn.Module, parts: Iterable[Iterable[str]]) -> tuple[float, ...]:
+def parameter_costs(model: nn.Module, sections: Iterable[Iterable[str]]) -> tuple[float, ...]:
     """Return the number of parameters in each set of modules.
 
     A parameter counts once in each set that has it: a tied parameter is held, with its gradient and
@@ -67,10 +67,10 @@ def parameter_costs(model: nn.Module, parts: Iterable[Iterable[str]]) -> tuple[f
 
     Args:
         model: The whole model.
-        parts: Sets of modules, each given by the modules' names.
+        sections: Sets of modules, each given by the modules' names.
     """
     held = [
-        {p for name in names for p in model.get_submodule(name).parameters()} for names in parts
+        {p for name in names for p in model.get_submodule(name).parameters()} for names in sections
     ]
     return tuple(sum(p.numel() for p in parameters) for parameters in held)
 
@@ -120,8 +120,8 @@ def _whole(costs: Iterable[float]) -> list[int]:
 def _check_costs(costs: Sequence[float], num_layers: int) -> None:
     if len(costs) != num_layers + 2:
         raise InvalidArgumentError(
-            f"expected {num_layers + 2} costs: of what is before the layers, of each of the "
-            f"{num_layers} layers, and of what is after them; got {len(costs)}. Use 0 for nothing"
+            f"expected {num_layers + 2} costs: of the modules before the layers, of each of the "
+            f"{num_layers} layers, and of the modules after them; got {len(costs)}. Use 0 for none"
         )
     for index, cost in enumerate(costs):
         if not isinstance(cost, Real) or not math.isfinite(cost) or cost < 0:

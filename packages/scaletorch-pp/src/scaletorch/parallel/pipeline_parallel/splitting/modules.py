@@ -12,10 +12,10 @@ from ....dist.errors import InvalidArgumentError
 from .call_order import calls_around
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-Parts = tuple[tuple[str, ...], str, tuple[str, ...]]
+Sections = tuple[tuple[str, ...], str, tuple[str, ...]]
 
 
-def within(name: str, module: str) -> bool:
+def is_inside(name: str, module: str) -> bool:
     """Return whether a dotted name is `module` itself or inside it."""
     return name == module or name.startswith(f"{module}.")
 
@@ -75,7 +75,7 @@ def check_name(model: nn.Module, name: str) -> None:
         prefix, module = f"{prefix}{own}.", inside[prefix + own]
 
 
-def takes(model: nn.Module, argument: str) -> bool:
+def forward_takes(model: nn.Module, argument: str) -> bool:
     """Return whether the forward has an argument, looking through `*args, **kwargs` overrides."""
     passing = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     bases: tuple[Any, ...] = type(model).__mro__
@@ -103,7 +103,7 @@ def listing(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def find_parts(model: nn.Module) -> Parts:
+def find_sections(model: nn.Module) -> Sections:
     """Return the names before the layers, of the list of layers, and after them.
 
     The layers are the only outermost `nn.ModuleList` with parameters, or that of the decoder.
@@ -132,24 +132,24 @@ def find_stacks(model: nn.Module) -> list[list[str]]:
     decoder), or if either has none or several lists of layers.
     """
     encoder, decoder = (_named_by(model, name) or "" for name in ("get_encoder", "get_decoder"))
-    if not takes(model.get_submodule(decoder), "encoder_hidden_states"):
+    if not forward_takes(model.get_submodule(decoder), "encoder_hidden_states"):
         return []
     stacks = [
-        [name for name in _outermost_lists(model) if within(name, path)]
+        [name for name in _outermost_lists(model) if is_inside(name, path)]
         for path in (encoder, decoder)
     ]
-    beside = encoder != decoder and encoder.rpartition(".")[0] == decoder.rpartition(".")[0]
-    if not beside or not encoder or not decoder or any(len(lists) != 1 for lists in stacks):
+    side_by_side = encoder != decoder and encoder.rpartition(".")[0] == decoder.rpartition(".")[0]
+    if not side_by_side or not encoder or not decoder or any(len(lists) != 1 for lists in stacks):
         return []
     (first, behind), (between, last) = (_around(model, lists[0]) for lists in stacks)
-    first = [name for name in first if not within(name, decoder)]
-    last = [name for name in last if not within(name, encoder)]
+    first = [name for name in first if not is_inside(name, decoder)]
+    last = [name for name in last if not is_inside(name, encoder)]
     encoding, decoding = (
         [[name] for name in children(model.get_submodule(lists[0]), f"{lists[0]}.")]
         for lists in stacks
     )
     encoding[0][:0] = first
-    encoding[-1] += [name for name in behind if within(name, encoder)]
+    encoding[-1] += [name for name in behind if is_inside(name, encoder)]
     decoding[0][:0] = [name for name in between if name not in (*first, encoder)]
     decoding[-1] += [name for name in last if name not in first]
     return encoding + decoding
@@ -174,7 +174,7 @@ def _outermost_lists(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if name and isinstance(module, nn.ModuleList) and has_parameters(module)
     ]
-    return [name for name in lists if not any(within(name, o) for o in lists if o != name)]
+    return [name for name in lists if not any(is_inside(name, o) for o in lists if o != name)]
 
 
 def _named_by(model: nn.Module, method_name: str) -> str | None:
@@ -197,22 +197,22 @@ def _lists_of_decoder(model: nn.Module, lists: list[str]) -> list[str]:
     blocks = [
         name
         for name in lists
-        if (not path or within(name, path))
+        if (not path or is_inside(name, path))
         and any(module._modules for module in model.get_submodule(name).children())
     ]
     least = min((name.count(".") for name in blocks), default=0)
     return [name for name in blocks if name.count(".") == least] or lists
 
 
-def check_parts(model: nn.Module, parts: Parts) -> None:
+def check_sections(model: nn.Module, sections: Sections) -> None:
     """Check that the names fit the model: all modules with trainable parameters, each once."""
-    first, layers, last = parts
+    first, layers, last = sections
     names = (*first, layers, *last)
     for name in names:
         check_name(model, name)
     for index, name in enumerate(names):
         for other in names[index + 1 :]:
-            if within(name, other) or within(other, name):
+            if is_inside(name, other) or is_inside(other, name):
                 message = f"Split names a module twice: {name!r} and {other!r}; name it once"
                 raise InvalidArgumentError(message)
     container = model.get_submodule(layers)
@@ -225,8 +225,8 @@ def check_parts(model: nn.Module, parts: Parts) -> None:
     missing = _unnamed(model, names, layers)
     if missing:
         raise InvalidArgumentError(
-            f"modules with parameters that Split does not name: {listing(missing)}; add each to "
-            "first or last"
+            f"Split does not name these modules, which have parameters: {listing(missing)}; add "
+            "each to first or last"
         )
 
 
@@ -235,7 +235,7 @@ def _siblings(model: nn.Module, path: list[str], name: str) -> tuple[list[str], 
 
     If the forward's source does not show the order, the order of registration counts.
     """
-    prefix = "".join(f"{part}." for part in path)
+    prefix = "".join(f"{outer}." for outer in path)
     holder = model.get_submodule(".".join(path))
     earlier, later = calls_around(holder, name)
     # A dropout may be called both before and after; without parameters it stays on all stages.
@@ -261,5 +261,7 @@ def _unnamed(model: nn.Module, names: tuple[str, ...], layers: str) -> list[str]
     return sorted(
         holder
         for holder in holders
-        if holder and not within(layers, holder) and not any(within(holder, name) for name in names)
+        if holder
+        and not is_inside(layers, holder)
+        and not any(is_inside(holder, name) for name in names)
     )

@@ -10,17 +10,17 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from .balance import distribute_layers, parameter_costs
 from .modules import (
-    Parts,
+    Sections,
     called_modules,
     check_name,
-    check_parts,
+    check_sections,
     children,
-    find_parts,
+    find_sections,
     find_stacks,
     has_parameters,
+    is_inside,
     is_placed,
     listing,
-    within,
 )
 
 
@@ -99,7 +99,7 @@ class Placement:
     def stages_of(self, name: str) -> tuple[int, ...]:
         """Return the stages that hold the module or parameter of this dotted name."""
         for module, stage in self.homes():
-            if within(name, module):
+            if is_inside(name, module):
                 return (stage,)
         return tuple(range(len(self.stages)))
 
@@ -134,14 +134,14 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
         ranges = distribute_layers(len(stacks), num_stages)
         stages = [[name for index in indices for name in stacks[index]] for indices in ranges]
         return Placement(split, tuple(_called(model, own) for own in stages))
-    parts = _parts(model, split)
-    first, *layers, last = parts_of(model, split)
+    sections = _sections(model, split)
+    first, *layers, last = sections_of(model, split)
     costs = _costs(model, split, (first, *layers, last))
     ranges = distribute_layers(len(layers), num_stages, costs)
     stages = [[name for index in indices for name in layers[index]] for indices in ranges]
     stages[0] = [*first, *stages[0]]
     stages[-1] = [*stages[-1], *last]
-    split = replace(split, first=parts[0], layers=parts[1], last=parts[2])
+    split = replace(split, first=sections[0], layers=sections[1], last=sections[2])
     return Placement(split, tuple(_called(model, own) for own in stages))
 
 
@@ -151,44 +151,44 @@ def layers_of(model: nn.Module, split: Split | None = None) -> tuple[str, ...]:
     Raises:
         InvalidArgumentError: The split does not fit, or names no layers and none can be inferred.
     """
-    _, *layers, _ = parts_of(model, split)
+    _, *layers, _ = sections_of(model, split)
     return tuple(name for layer in layers for name in layer)
 
 
-def parts_of(model: nn.Module, split: Split | None = None) -> tuple[tuple[str, ...], ...]:
+def sections_of(model: nn.Module, split: Split | None = None) -> tuple[tuple[str, ...], ...]:
     """Return the names of the modules before the layers, of each layer, and of those after.
 
     Raises:
         InvalidArgumentError: As for `layers_of`.
     """
-    first, layers, last = _parts(model, split or Split())
+    first, layers, last = _sections(model, split or Split())
     names = children(model.get_submodule(layers), f"{layers}.")
     return (first, *((name,) for name in names), last)
 
 
-def _parts(model: nn.Module, split: Split) -> Parts:
+def _sections(model: nn.Module, split: Split) -> Sections:
     """Return the names before, of, and after the layers: as described, else as inferred."""
     first, layers, last = split.first, split.layers, split.last
     if layers is None:
-        before, layers, after = find_parts(model)
+        before, layers, after = find_sections(model)
         if not (first or last):
             first, last = before, after
-    parts = (first, layers, last)
-    check_parts(model, parts)
-    return parts
+    sections = (first, layers, last)
+    check_sections(model, sections)
+    return sections
 
 
 def _costs(
-    model: nn.Module, split: Split, parts: Iterable[Iterable[str]]
+    model: nn.Module, split: Split, sections: Iterable[Iterable[str]]
 ) -> tuple[float, ...] | None:
     if not isinstance(split.costs, str):
         return split.costs
     if split.costs != "parameters":
         raise InvalidArgumentError(
-            f"Split(costs={split.costs!r}): expected None, numbers (of what is before the layers, "
-            'each layer, and what is after them) or "parameters"'
+            f"Split(costs={split.costs!r}): costs must be None, 'parameters', or numbers for the "
+            "modules before the layers, each layer, and the modules after them"
         )
-    return parameter_costs(model, parts)
+    return parameter_costs(model, sections)
 
 
 def _called(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
@@ -198,8 +198,8 @@ def _called(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
 def _place_by_points(model: nn.Module, split: Split, num_stages: int) -> Placement:
     if split.describes() or split.costs is not None:
         raise InvalidArgumentError(
-            f"{split}: points say all about the stages, so first, layers, last and costs cannot "
-            "stand beside them; leave either the points or the rest out"
+            f"{split}: points define all stages, so first, layers, last and costs cannot be given "
+            "with them; leave out the points or the others"
         )
     if len(split.points) + 1 != num_stages:
         raise InvalidArgumentError(

@@ -19,17 +19,16 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from .extras import arrived
 from .passage import Passage, Passages, kind_of
-from .stand_ins import stands
+from .stand_ins import has_stand_ins, with_received
 
 _CALLS, _OWN_FORWARD = "_pipeline_calls", "_own_forward"
 _NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
-_BESIDE = (
-    "a tensor that the model's forward makes from hidden states, or with a module of another "
-    "stage: a skip connection, the embedding's output, a condition that is embedded once for all "
-    "layers. This stage does not have it; let layers pass it on, with the hidden states in one "
-    "tuple, or compute it in every layer"
+_UNKNOWN = (
+    "a tensor that the model's forward makes from hidden states, or with a module of another stage "
+    "(a skip connection, the embedding's output, a condition embedded once for all layers). This "
+    "stage does not have its values: let layers pass it on in one tuple with the hidden states, or "
+    "compute it in every layer"
 )
 
 
@@ -73,9 +72,9 @@ def surround(module: nn.Module, surrounding: Surrounding, *, innermost: bool = F
             module.__class__ = _surrounded(kind)
         except TypeError as error:
             raise InvalidArgumentError(
-                f"{describe_rank()}: the calls of a {kind.__name__} cannot be followed, "
-                "and a stage passes on what the call of its last layer returns: let the model have "
-                "an nn.Module around it"
+                f"{describe_rank()}: the calls of a {kind.__name__} cannot be intercepted, as its "
+                "class allows no subclass, and a stage sends the output of its last layer's call: "
+                "put an nn.Module around it"
             ) from error
     calls = vars(module).setdefault(_CALLS, _Calls())
     known = calls.surroundings
@@ -176,8 +175,8 @@ def _surrounded(own: type[nn.Module]) -> type[nn.Module]:
 
 def check_output(output: Any) -> None:
     """Check that the model's output on the last stage holds no stand-in."""
-    if stands(output):
-        raise InvalidArgumentError(f"{describe_rank()}: the model returns {_BESIDE}")
+    if has_stand_ins(output):
+        raise InvalidArgumentError(f"{describe_rank()}: the model returns {_UNKNOWN}")
 
 
 class Gates:
@@ -231,13 +230,13 @@ class _Gate:
             passage.extras.inside += 1
             args, kwargs = passage.extras.take(self._name, (args, kwargs))
         elif self._gates.passages.running is None:
-            args, kwargs = arrived((args, kwargs))
-        if not stands((args, kwargs)):
+            args, kwargs = with_received((args, kwargs))
+        if not has_stand_ins((args, kwargs)):
             return args, kwargs
         for argument, value in chain(enumerate(args), kwargs.items()):
-            if stands(value):
+            if has_stand_ins(value):
                 raise InvalidArgumentError(
-                    f"{describe_rank()}: {self._name} is given, as argument {argument}, {_BESIDE}"
+                    f"{describe_rank()}: {self._name} is given, as argument {argument}, {_UNKNOWN}"
                 )
         return args, kwargs
 
@@ -251,8 +250,8 @@ class _Gate:
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
         passage.extras.inside -= 1
-        if stands(output):  # read from outside the module's arguments
-            raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_BESIDE}")
+        if has_stand_ins(output):  # read from outside the module's arguments
+            raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_UNKNOWN}")
         if not last:
             passage.left = output
             if self.siblings != self._name:
@@ -282,13 +281,13 @@ def check_crossed(model: nn.Module, crossed: Iterable[str]) -> None:
         module, name = model.get_submodule(path), path or "the model"
         if module._compiled_call_impl is not None:
             raise InvalidArgumentError(
-                f"{describe_rank()}: {name} is compiled as a whole, and is on several stages of "
-                "the pipeline, so that what goes from one to the next is not seen: compile its "
-                "layers one by one (layer.compile())"
+                f"{describe_rank()}: {name} is compiled as a whole, but spans several stages of "
+                "the pipeline, whose hidden states would not be seen: compile its layers one by "
+                "one (layer.compile())"
             )
         if module._backward_hooks and module._is_full_backward_hook:
             raise InvalidArgumentError(
                 f"{describe_rank()}: {name} ({type(module).__name__}) has a full backward hook, "
-                "and its input and its output are on two stages of the pipeline, so the hook would "
-                "never run: register it on the layers inside, or use no pipeline (pp_size=1)"
+                "but its input and its output are on different stages of the pipeline, so the hook "
+                "would never run: register it on the layers inside, or use no pipeline (pp_size=1)"
             )

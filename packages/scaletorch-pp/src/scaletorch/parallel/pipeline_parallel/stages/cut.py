@@ -10,24 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.modules.dropout import _DropoutNd
 
-from ....dist.building import map_tensors, tensors_in
+from ....dist import group_ranks
+from ....dist.building import agree, map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
+from ...pg_manager import ModuleWrapper
+from ...pg_manager.building import first_unused_number
 from ..runtime.forms import PLAIN
-from ..splitting.modules import has_parameters, is_plain_layer, siblings_of
-from ..splitting.split import Placement
+from ..schedules.builders import AnySchedule, stages_of
+from ..splitting.modules import has_parameters, is_plain_layer, parameter_facts, siblings_of
+from ..splitting.split import Placement, Split, place
 from .passage import Passage, Passages, kind_of
-from .stand_ins import (
-    StandIn,
-    cast,
-    first_trained,
-    is_data,
-    runs_alike,
-    standing_like,
-    stands,
-    twin_of,
-)
+from .stand_ins import StandIn, first_with_gradient, has_stand_ins, standing_like
+from .twins import cast, is_data, runs_plain_forward, twin_of
 
 
 class PassThrough(nn.Module):
@@ -76,7 +73,7 @@ class PassThrough(nn.Module):
         self._embeds = hasattr(replaced, "num_embeddings") and hasattr(replaced, "embedding_dim")
         self._linear = isinstance(replaced, nn.Linear)
         self._idles = isinstance(replaced, nn.Identity | _DropoutNd)
-        self._runs_alike = runs_alike(replaced)
+        self._runs_plain_forward = runs_plain_forward(replaced)
         self.training = replaced.training
         vars(self)["_twin"] = twin_of(
             replaced, self._passages, lambda value: id(value) in shared or is_data(value)
@@ -115,7 +112,7 @@ class PassThrough(nn.Module):
         if sample is None and self._stage > passage.source[0]:  # one class, one form of output
             sample = passage.kinds.get(self._kind)
         known = passage.left if passage.over else received
-        base = first_trained(value, known)
+        base = first_with_gradient(value, known)
         if base is None:
             return value
         # The output of a module with parameters requires grad even if its inputs do not.
@@ -139,11 +136,11 @@ class PassThrough(nn.Module):
         if value is passage.first or next(tensors_in(value), None) is None:
             # Layers may return more than they take, but mostly return a dict as they took it.
             return stand_in(known if isinstance(known, dict) else next(tensors_in(known), base))
-        return value if stands(value) and not starts else stand_in(value)
+        return value if has_stand_ins(value) and not starts else stand_in(value)
 
     def _output_form(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the twin's forward, to find the form of the module's output."""
-        if not self._runs_alike:
+        if not self._runs_plain_forward:
             raise InvalidArgumentError(f"{self._where}, and has hooks")
         return map_tensors(Tensor.detach, self._ready().forward(*args, **kwargs))
 
@@ -294,3 +291,30 @@ def cut(
         else:
             siblings[leaf] = passing
     return Chunks(stages, switches)
+
+
+def agreed_placement(
+    model: nn.Module, config: Split | None, schedule: AnySchedule, group: ProcessGroup | None
+) -> tuple[Placement, tuple[tuple[int, ...], ...], bool, int]:
+    """Place the model's modules on stages; if the ranks disagree, raise on every rank.
+
+    Returns:
+        The placement, each rank's stages, whether the schedule splits backwards, and the first
+        number that is free for names of new groups.
+    """
+    facts: list[str] = []
+    failed: Exception | None = None
+    try:
+        if not isinstance(model, nn.Module) or isinstance(model, ModuleWrapper):
+            message = f"PipelineParallel wraps a plain nn.Module, got {type(model).__name__}"
+            raise InvalidArgumentError(message)
+        facts = parameter_facts(model)
+        stages, splits = stages_of(schedule, len(group_ranks(group)))
+        placement = place(model, config, sum(map(len, stages)))
+        facts += [f"{placement.split}", f"modules of each stage: {placement.stages}"]
+        facts.append(f"stages of each rank: {stages}")
+    except Exception as error:  # a user's schedule function may raise anything
+        failed = error
+    subject, number = "the model that PipelineParallel splits", first_unused_number()
+    number = max(agree(subject, facts, group, error=failed, note=number))
+    return placement, stages, splits, number

@@ -88,7 +88,7 @@ def materialize(
     lost = [name for name, buffer in unsaved if buffer.is_meta]
     if lost:
         raise InvalidArgumentError(
-            f"buffers on the meta device that no state holds, as they are not persistent: "
+            f"buffers on the meta device are not persistent, so no state has their values: "
             f"{listing(lost)}; build the model under meta_parameters() instead of "
             "torch.device('meta'), or set them to real tensors first"
         )
@@ -146,8 +146,8 @@ def _values(
             wrong.append(f"{name}: expected {tuple(tensor.shape)}, got {shape}")
     if wrong:
         raise InvalidArgumentError(
-            f"tensors of the state that do not fit the stage: {'; '.join(wrong)}; pass the state "
-            "of this very model, with whole tensors"
+            f"tensors of the state do not fit the stage: {'; '.join(wrong)}; pass the state of "
+            "this model, with full tensors"
         )
     return values
 

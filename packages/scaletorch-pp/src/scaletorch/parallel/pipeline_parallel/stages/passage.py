@@ -1,23 +1,49 @@
-"""A forward of a stage: its progress, the hidden states it received, and those it passes on."""
+"""A forward of a stage: the values it received, its progress, and the values it passes on.
+
+Besides hidden states a stage may pass on extra tensors that modules of later stages take: the
+embedding's output, a condition embedded once for all layers, a skip connection. A stage runs the
+model's whole forward, so it sees the calls of other stages' modules with the arguments that it has
+computed for them. Arguments that depend on its own modules exist nowhere else, so they are sent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import Hidden, is_hidden, strangers
-from .extras import Extras, Place, version_of
+from ..runtime.forms import NOTHING, Form, Hidden, is_hidden, strangers
+from .stand_ins import StandIn
 
 MANY_FORMS = 4096  # at most this many kinds of forwards, and forms, are remembered on a rank
+
+
+class Place(NamedTuple):
+    """An argument of a call."""
+
+    module: int  # its index among the modules of all stages
+    call: int  # the number of the call in a forward, from 1
+    tensor: int  # the index of the tensor among those in the arguments
+
+
+class Passed(NamedTuple):
+    """A value that a stage passes on if it sends more than hidden states."""
+
+    hidden: Any
+    tensors: list[Tensor]  # the extra tensors; those of the same form are stacked
+    places: dict[Place, tuple[int, int]]  # an argument's stack, and its index in the stack
+    forms: Form = NOTHING  # outputs of layers of other lists, such as an encoder's, by list
 
 
 @dataclass(slots=True)
@@ -56,9 +82,9 @@ class Passages:
 
     @contextmanager
     def begin(
-        self, kind: Hashable, stage: int, given: Any, own: Iterable[str], siblings: str
+        self, kind: Hashable, stage: int, value: Any, modules: Iterable[str], siblings: str
     ) -> Iterator[Passage]:
-        """Run one forward of a stage with modules `own`, and keep its findings if it succeeds.
+        """Run a forward of a stage with these modules, and keep its findings if it succeeds.
 
         `kind` holds the facts that may decide which code the forward runs. `siblings` is the list
         that holds the last module of the previous stage.
@@ -66,7 +92,7 @@ class Passages:
         if len(self.found) > MANY_FORMS:
             self.found.clear()
         findings, examines = self.found.get(kind, Findings()), kind not in self.found
-        extras = Extras(self._numbers, own, findings.places, given, examines=examines)
+        extras = Extras(self._numbers, modules, findings.places, value, examines=examines)
         self.running = Passage(stage, extras, findings, siblings)
         try:
             yield self.running
@@ -105,7 +131,7 @@ class Passage:
         """Begin; the list `siblings` holds the last module of the previous stage."""
         self.source: tuple[int, Any] = stage, extras.hidden if stage else None
         self.extras, self._findings = extras, findings
-        self.examines = extras.made is not None
+        self.examines = extras.dependent is not None
         received = {**extras.forms, siblings: extras.hidden}
         self.samples: dict[str, Any] = received if stage else {}
         self.kinds: dict[str, Any] = {}
@@ -130,9 +156,8 @@ class Passage:
         if self.delivered:
             raise InvalidArgumentError(
                 f"{describe_rank()}: {where}, and the model's forward calls it more than once; a "
-                "pipeline passes on what the last module of a stage returns, once: put what is run "
-                "several times into one layer, or let the stage end after the loop, by "
-                "Split(points=(...))"
+                "stage sends the output of its last module once. Move the repeated modules into "
+                "one layer, or let the stage end after the loop, by Split(points=(...))"
             )
         self.delivered = True
         received = self.source[1]
@@ -149,9 +174,9 @@ class Passage:
             raise InvalidArgumentError(
                 f"{describe_rank()}: {where}, and the model's forward comes back to it after "
                 f"modules of stage {self.furthest}: {self._met}. A pipeline runs each stage once. "
-                "If one of the two is only registered where it is not called, name what comes "
-                "before the layers in Split(first=...) and what comes after them in Split(last="
-                "...); if layers are run several times, have all of them on one stage, by "
+                "If the model registers its modules in another order than it calls them, name the "
+                "modules before the layers in Split(first=...) and those after them in "
+                "Split(last=...). If layers run several times, place all of them on one stage, by "
                 "Split(points=(...)), or use no pipeline (pp_size=1)"
             )
         if stage > self.furthest:
@@ -180,17 +205,17 @@ class Passage:
         if hidden is None:
             raise InvalidArgumentError(
                 f"{describe_rank()}: the model's forward has called no module of the first stage, "
-                "so there is nothing to pass on; take fewer stages, or name the modules that it "
-                "calls in Split(...)"
+                "so the stage has no output; take fewer stages, or name the modules that the "
+                "forward calls in Split(...)"
             )
         if not is_hidden(hidden):
             raise InvalidArgumentError(_stranger_message(hidden))
         if self._changes and self._changes != _changes(hidden):
             raise InvalidArgumentError(
-                f"{describe_rank()}: the model's forward changes, in place or by a hook on their "
-                "gradient, the hidden states after the last layer of this stage, which has run "
-                "without gradients (use_reentrant=True), so it would happen on two stages: let it "
-                "make new ones, put that into the layers, or recompute with use_reentrant=False"
+                f"{describe_rank()}: the model's forward changes the hidden states after the last "
+                "layer of this stage, in place or by a hook on their gradient. That layer is "
+                "recomputed with use_reentrant=True, so the change would happen on two stages: "
+                "make a new tensor, do it inside the layers, or recompute with use_reentrant=False"
             )
         self._refuse_collected(output, parameters)
         # The last module's output is sent, so later stages know the form of its list's outputs.
@@ -205,19 +230,135 @@ class Passage:
     def _refuse_collected(self, output: Any, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse an output that depends on this stage except through the value passed on."""
         passed = [*tensors_in(self._passed), *self.extras.tensors()]
-        own: set[int] | None = None
+        stage_leaves: set[int] | None = None
         for tensor in tensors_in(output):
             leaves = {id(leaf) for leaf in _other_leaves([tensor], passed)}
-            if leaves and own is None:
-                own = {*map(id, parameters), *map(id, tensors_in(self.source[1]))}
-            if own is not None and not leaves.isdisjoint(own):
+            if leaves and stage_leaves is None:
+                stage_leaves = {*map(id, parameters), *map(id, tensors_in(self.source[1]))}
+            if stage_leaves is not None and not leaves.isdisjoint(stage_leaves):
                 raise InvalidArgumentError(
-                    f"{describe_rank()}: the model's forward returns a tensor with a gradient, of "
-                    f"shape {tuple(tensor.shape)}, that comes of this stage's layers by another "
-                    "way than what the last of them returns (an auxiliary loss, a skip connection, "
-                    "reversible layers): it would be lost here; let layers pass it on, with the "
-                    "hidden states in one tuple, or use no pipeline (pp_size=1)"
+                    f"{describe_rank()}: the model's forward returns a tensor of shape "
+                    f"{tuple(tensor.shape)} that depends on this stage's layers, but not through "
+                    "the output of the last one (an auxiliary loss, a skip connection, reversible "
+                    "layers), so its gradient would be lost; let layers pass it on in one tuple "
+                    "with the hidden states, or use no pipeline (pp_size=1)"
                 )
+
+
+class Extras:
+    """The extra tensors that one forward of a stage receives, and sends, with hidden states.
+
+    Args:
+        numbers: The index of each module among those of all stages, by name.
+        modules: The stage's modules.
+        known: Arguments of later stages' modules to send. The first forward of a kind adds to them.
+        value: The value received from the previous stage, or the input of the first stage.
+        examines: Whether this forward is the first of its kind.
+
+    Attributes:
+        hidden: The hidden states in `value`.
+        forms: Outputs of layers of earlier stages on the meta device, by the list of the layers.
+        dependent: Tensors that depend on the stage's modules; None unless the forward is examined.
+        inside: The number of running calls of this stage's modules, nested ones included.
+    """
+
+    def __init__(
+        self,
+        numbers: Mapping[str, int],
+        modules: Iterable[str],
+        known: set[Place],
+        value: Any,
+        *,
+        examines: bool,
+    ) -> None:
+        self._numbers, self._known = numbers, known
+        passed = value if isinstance(value, Passed) else Passed(value, [], {})
+        self.hidden, self.forms = passed.hidden, dict(passed.forms.value)
+        self._received = {
+            place: passed.tensors[stack][index] for place, (stack, index) in passed.places.items()
+        }
+        self.dependent = WeakTensorKeyDictionary() if examines else None
+        self.inside = 0
+        numbers_here = {numbers[name] for name in modules}
+        self._leaving = {
+            place: (tensor, version_of(tensor))
+            for place, tensor in self._received.items()
+            if place.module not in numbers_here
+        }
+        self._calls: Counter[str] = Counter()
+
+    def note(self, value: Any) -> None:
+        """Record tensors that depend on this stage's modules."""
+        if self.dependent is not None:
+            for tensor in tensors_in(value):
+                self.dependent[tensor] = True
+
+    def offer(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep the arguments of a later stage's module that its stage cannot compute itself."""
+        module, call = self._next(name)
+        if self.dependent is None and not self._known:
+            return
+        for index, tensor in enumerate(tensors_in((args, kwargs))):
+            place = Place(module, call, index)
+            if isinstance(tensor, StandIn):
+                continue
+            if self.dependent is not None and tensor in self.dependent:
+                self._known.add(place)
+            if place in self._known:
+                self._leaving[place] = tensor, version_of(tensor)
+
+    def take(self, name: str, arguments: Any) -> Any:
+        """Return the arguments of a module of this stage, with received tensors in place."""
+        module, call = self._next(name)
+        if not self._received:
+            return arguments
+        places = itertools.count()
+
+        def taken(tensor: Tensor) -> Tensor:
+            found = self._received.get(Place(module, call, next(places)))
+            if found is None or not isinstance(tensor, StandIn):
+                return tensor
+            tensor.carried = found  # used again when the backward recomputes the layer
+            return found
+
+        return map_tensors(taken, arguments)
+
+    def leave(self, hidden: Any, samples: Mapping[str, Any]) -> Any:
+        """Return the value to send: hidden states, alone or with extra tensors.
+
+        `samples` are outputs of layers, by their list, whose form later stages cannot know.
+        """
+        if not self._leaving and not samples:
+            return hidden
+        if any(version_of(tensor) != version for tensor, version in self._leaving.values()):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's forward changes a tensor in place after it has "
+                "passed it to a module of a later stage; make a new tensor"
+            )
+        stacks: dict[Hashable, list[Tensor]] = {}
+        places = {}
+        for place, (tensor, _) in self._leaving.items():
+            form = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+            stack = stacks.setdefault(form, [])
+            index = next((i for i, other in enumerate(stack) if other is tensor), len(stack))
+            if index == len(stack):
+                stack.append(tensor)
+            places[place] = list(stacks).index(form), index
+        tensors = [torch.stack(stack) for stack in stacks.values()]
+        return Passed(hidden, tensors, places, Form(dict(samples)))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the extra tensors to send."""
+        return [tensor for tensor, _ in self._leaving.values()]
+
+    def _next(self, name: str) -> tuple[int, int]:
+        self._calls[name] += 1
+        return self._numbers[name], self._calls[name]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes when a tensor is changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def kind_of(module: nn.Module) -> str:

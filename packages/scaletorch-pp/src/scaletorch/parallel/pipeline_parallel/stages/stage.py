@@ -12,29 +12,28 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, group_ranks
-from ....dist.building import agree, prepare_backward, tensors_in
+from ....dist.building import prepare_backward, tensors_in
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import ModuleWrapper, axis_group, describe_rank
 from ...pg_manager.building import (
     connect,
     deep_copy,
-    first_unused_number,
     mark_staged,
     refuse_generate,
     show_output,
 )
 from ..runtime.forms import Form, facts_of
 from ..runtime.mail import goes_in_batches, neighbours
-from ..schedules.builders import AnySchedule, stages_of
-from ..splitting.modules import parameter_facts, siblings_of, takes
-from ..splitting.split import Placement, Split, place
+from ..schedules.builders import AnySchedule
+from ..splitting.modules import forward_takes, siblings_of
+from ..splitting.split import Split
 from .calls import Gates, check_crossed, check_output
-from .cut import Chunks, cut
-from .extras import arrived, examining
+from .cut import Chunks, agreed_placement, cut
+from .examination import examining
 from .passage import MANY_FORMS, Passage, Passages
-from .stand_ins import UnknownValueError, standing_like, stands
+from .stand_ins import UnknownValueError, has_stand_ins, standing_like, with_received
 from .ties import Tie, TiedGradients, find_ties, groups_of_owners
-from .weights import Deferral, WeightGradients, defer_weight_gradients, give_own_memory
+from .weights import Deferral, WeightGradients, defer_weight_gradients
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +44,7 @@ class RuntimeState:
         chunks: The rank's stages in the model; one can be selected.
         passages: The forwards of its stages.
         gates: The wrappers of each stage's modules.
-        tied: The parameters that several ranks hold.
+        tied: The parameters that several ranks hold; None if there are none.
         deferral: The collector of the linear layers' postponed weight gradients.
         parameters: The rank's parameters when the running step began.
         trained: For each rank, a hash of the parameters that it trained in the last step.
@@ -59,7 +58,7 @@ class RuntimeState:
     chunks: Chunks
     passages: Passages
     gates: list[Gates]
-    tied: TiedGradients
+    tied: TiedGradients | None
     deferral: Deferral
     parameters: tuple[nn.Parameter, ...] = ()
     trained: tuple[int, ...] = ()
@@ -83,8 +82,8 @@ class RuntimeState:
         All ranks compare the same hashes, the results of `note_parameters` on each rank, so both
         sides of a message forget its form together.
         """
-        if trained != self.trained:
-            self.tied.require_alike()
+        if trained != self.trained and self.tied is not None:
+            self.tied.require_same_frozen()
         if trained != self.trained or len(self.forms) > MANY_FORMS:
             self.forms.clear()
             self.passages.found.clear()
@@ -128,7 +127,7 @@ class PipelineParallel(ModuleWrapper):
     ) -> None:
         group = axis_group("pp", group)
         ranks = group_ranks(group)
-        placement, ranks_stages, splits, number = _agreed_placement(model, config, schedule, group)
+        placement, ranks_stages, splits, number = agreed_placement(model, config, schedule, group)
         super().__init__(model)
         self.group = group
         self.ranks = ranks
@@ -138,7 +137,7 @@ class PipelineParallel(ModuleWrapper):
         self.stages = ranks_stages[self.rank]
         self.num_stages = sum(map(len, ranks_stages))
         self.placement = placement
-        self._takes_embeds = takes(model, "inputs_embeds")
+        self._takes_embeds = forward_takes(model, "inputs_embeds")
         # Ties can only be found in the whole model, before the cut.
         homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
         ties = find_ties(model, placement, homes, self.rank)
@@ -146,7 +145,7 @@ class PipelineParallel(ModuleWrapper):
         if group is not None and goes_in_batches(group):
             connect(group, neighbours(ranks_stages))
             owners = groups_of_owners(group, [tie.owners for tie in ties], number)
-        tied = TiedGradients(ties, ranks, self.rank, group, owners)
+        tied = TiedGradients(ties, ranks, self.rank, group, owners) if ties else None
         passages = Passages(name for name, _ in placement.homes())
         deferral = Deferral()
         last = self.num_stages - 1
@@ -156,7 +155,8 @@ class PipelineParallel(ModuleWrapper):
         chunks = cut(model, placement, self.stages, passages)
         if splits:
             defer_weight_gradients(model, deferral)
-        tied.share_values()
+        if tied is not None:
+            tied.share_values()
         prepare_backward(model.parameters())
         self.runtime = RuntimeState(chunks, passages, gates, tied, deferral)
         self.runtime.note_parameters(self)
@@ -200,7 +200,7 @@ class PipelineParallel(ModuleWrapper):
     @property
     def ties(self) -> tuple[Tie, ...]:
         """The parameters that several ranks hold, with all their names in the whole model."""
-        return self.runtime.tied.ties
+        return () if self.runtime.tied is None else self.runtime.tied.ties
 
     @property
     def tied_parameters(self) -> dict[str, tuple[int, ...]]:
@@ -273,8 +273,8 @@ class PipelineParallel(ModuleWrapper):
         if passage.source[0] < self.num_stages - 1:
             own = (p for module in gates.modules.values() for p in module.parameters())
             return passage.passed_on(output, own, self._siblings[next(reversed(gates.modules))])
-        if stands(output):  # its real tensor may have been received for a layer of this stage
-            output = arrived(output)
+        if has_stand_ins(output):
+            output = with_received(output)  # it may have been received for a layer of this stage
             check_output(output)
         return output
 
@@ -324,7 +324,7 @@ class PipelineParallel(ModuleWrapper):
         ]
         pairs = zip(parameters, before, strict=True)
         fresh = [parameter for parameter, gradient in pairs if parameter.grad is not gradient]
-        give_own_memory(fresh, passed_back if into is None else [*passed_back, *into.gradients()])
+        _give_own_memory(fresh, passed_back if into is None else [*passed_back, *into.gradients()])
         if input_tensor is None:
             return None
         return passed_back[0] if isinstance(input_tensor, Tensor) and passed_back else passed_back
@@ -335,7 +335,7 @@ class PipelineParallel(ModuleWrapper):
         Raises:
             StateError: Another parameter has replaced one.
         """
-        if self.ties:
+        if self.runtime.tied is not None:
             self.runtime.tied.check(self.parameters())
 
     def sync_tied_gradients(self) -> None:
@@ -344,42 +344,29 @@ class PipelineParallel(ModuleWrapper):
         The train steps call this. In your own loop, call it once on every rank, after the last
         backward of an accumulation that began without gradients.
         """
-        if self.ties:
+        if self.runtime.tied is not None:
             self.runtime.tied.sync()
+
+
+def _give_own_memory(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor]) -> None:
+    """Copy gradients that share memory with tensors still in use.
+
+    Autograd may store a view as `.grad`, and would add the next micro-batch's gradient in place.
+    """
+    memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if type(gradient) is not Tensor or gradient.layout != torch.strided:
+            continue  # no gradient, or a placeholder for sharded ones
+        if gradient.untyped_storage().data_ptr() in memory:
+            parameter.grad = gradient.clone()
 
 
 def _called_whole(num_stages: int, count: int, kwargs: Iterable[str]) -> str:
     return (
-        f"{describe_rank()}: this is one of {num_stages} stages of a pipeline, which takes one "
-        f"argument, input_ids or what the stage before returned, and was called as the whole model "
-        f"({count} by place, {', '.join(kwargs) or 'none'} by name). Call on every rank "
-        "train_step(model, micro_batches), or for outputs alone eval_step or forward_step (all of "
-        "scaletorch.compose), or train_step_pipeline and pipeline_forward with batches of input_ids"
+        f"{describe_rank()}: this is one of {num_stages} stages of a pipeline, and was called as "
+        f"the whole model, with {count} positional arguments and {', '.join(kwargs) or 'none'} by "
+        "name. A stage takes one: input_ids, or the output of the previous stage. Call on every "
+        "rank train_step, eval_step or forward_step of scaletorch.compose, or train_step_pipeline "
+        "or pipeline_forward, with micro-batches"
     )
-
-
-def _agreed_placement(
-    model: nn.Module, config: Split | None, schedule: AnySchedule, group: ProcessGroup | None
-) -> tuple[Placement, tuple[tuple[int, ...], ...], bool, int]:
-    """Place the model's modules on stages; if the ranks disagree, raise on every rank.
-
-    Returns:
-        The placement, each rank's stages, whether the schedule splits backwards, and the first
-        number that is free for names of new groups.
-    """
-    facts: list[str] = []
-    failed: Exception | None = None
-    try:
-        if not isinstance(model, nn.Module) or isinstance(model, PipelineParallel):
-            message = f"PipelineParallel wraps a plain nn.Module, got {type(model).__name__}"
-            raise InvalidArgumentError(message)
-        facts = parameter_facts(model)
-        stages, splits = stages_of(schedule, len(group_ranks(group)))
-        placement = place(model, config, sum(map(len, stages)))
-        facts += [f"{placement.split}", f"modules of each stage: {placement.stages}"]
-        facts.append(f"stages of each rank: {stages}")
-    except Exception as error:  # a user's schedule function may raise anything
-        failed = error
-    subject, number = "the model that PipelineParallel splits", first_unused_number()
-    number = max(agree(subject, facts, group, error=failed, note=number))
-    return placement, stages, splits, number

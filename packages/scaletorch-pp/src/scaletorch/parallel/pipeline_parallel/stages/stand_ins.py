@@ -1,25 +1,16 @@
-"""Stand-ins for another stage's tensors and modules: shape, dtype and device, but no values.
-
-A model's code does more with a module than call it: it looks for adapters in a layer, switches its
-kind of attention, or calls a method that embeds other positions. The module's twin answers: a
-module of the same class whose tensors are stand-ins.
-"""
+"""Stand-ins for another stage's tensors: shape, dtype and device, but no values."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from copy import copy
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
 from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import PLAIN
 
 # The results of these depend on the form (shape, dtype, device) of their inputs, not on values.
 OF_FORM_ALONE = {
@@ -27,9 +18,7 @@ OF_FORM_ALONE = {
     "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
 }  # fmt: skip
 _READS = {"_local_scalar_dense", "equal"}  # these return values to Python
-_META = torch.device("meta")
-_OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_DATA = (*PLAIN, torch.dtype, torch.device, torch.Size)
+META = torch.device("meta")
 
 
 class UnknownValueError(Exception):
@@ -82,7 +71,7 @@ class StandIn(Tensor):
         if name in _READS:
             _refuse_read(standing.forward)
         device = kwargs.get("device", standing.device)
-        kwargs = {**kwargs, "device": _META} if "device" in kwargs else kwargs
+        kwargs = {**kwargs, "device": META} if "device" in kwargs else kwargs
         if func._schema.is_mutable:
             return _written(func, args, kwargs, standing.forward)
         try:
@@ -91,7 +80,7 @@ class StandIn(Tensor):
             _refuse_read(standing.forward)
         forward = standing.forward
         source = standing.source or forward.source
-        return map_tensors(lambda form: _standing(form, device, forward, source), result)
+        return map_tensors(lambda form: stand_in_of(form, device, forward, source), result)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Return shape, dtype and device as text."""
@@ -118,16 +107,16 @@ def standing_like(value: Any, forward: Forward, base: Tensor, *, trained: bool =
     """
 
     def stand_in(tensor: Tensor) -> Any:
-        form = torch.empty(tensor.shape, dtype=tensor.dtype, device=_META)
+        form = torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
         kept = tensor.requires_grad or (trained and tensor.is_floating_point())
         if kept and base.requires_grad and torch.is_grad_enabled():
             return _Standing.apply(base, form, forward)  # type: ignore[no-untyped-call]
-        return _standing(form, base.device, forward, forward.source)
+        return stand_in_of(form, base.device, forward, forward.source)
 
     return map_tensors(stand_in, value)
 
 
-def first_trained(*values: Any) -> Tensor | None:
+def first_with_gradient(*values: Any) -> Tensor | None:
     """Return the first tensor that requires grad, else the first; None if there is no tensor."""
     tensors = [*tensors_in(values)]
     return next((tensor for tensor in tensors if tensor.requires_grad), next(iter(tensors), None))
@@ -138,9 +127,14 @@ def stand_ins_within(value: Any) -> Iterator[StandIn]:
     return (tensor for tensor in tensors_in(value) if isinstance(tensor, StandIn))
 
 
-def stands(value: Any) -> bool:
+def has_stand_ins(value: Any) -> bool:
     """Return whether a value is or contains a stand-in."""
     return next(stand_ins_within(value), None) is not None
+
+
+def with_received(value: Any) -> Any:
+    """Return a value with received tensors in place of their stand-ins."""
+    return map_tensors(lambda tensor: getattr(tensor, "carried", tensor), value)
 
 
 class _Standing(torch.autograd.Function):
@@ -148,16 +142,17 @@ class _Standing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, base: Tensor, form: Tensor, forward: Forward) -> StandIn:
-        return _standing(form, base.device, forward, forward.source)
+        return stand_in_of(form, base.device, forward, forward.source)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         return None, None, None
 
 
-def _standing(
+def stand_in_of(
     form: Tensor, device: Any, forward: Forward, source: tuple[int, Any] | None
 ) -> StandIn:
+    """Return a stand-in with a form on the meta device."""
     standing: StandIn = Tensor._make_wrapper_subclass(
         StandIn, form.size(), strides=form.stride(), dtype=form.dtype, device=device
     )
@@ -168,7 +163,7 @@ def _standing(
 def _form(tensor: Tensor) -> Tensor:
     if isinstance(tensor, StandIn):
         return tensor.form
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def _blank(tensor: Tensor) -> Tensor:
@@ -187,7 +182,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forwar
     new_form = torch.Tag.inplace_view in func.tags
     real = any(not isinstance(tensor, StandIn) for tensor in tensors_in(values))
     if (real or new_form) and not forward.past:
-        _refuse("writes to a tensor what it makes of")
+        _refuse("copies", " into another tensor")
     if not schema.returns:
         return None
     return values[0] if len(schema.returns) == 1 else tuple(values)
@@ -197,82 +192,12 @@ def _refuse_read(forward: Forward) -> NoReturn:
     """Refuse to read values; after the stage's last module, end the forward instead."""
     if forward.past:
         raise UnknownValueError
-    _refuse("reads a number out of")
+    _refuse("reads")
 
 
-def _refuse(what: str) -> NoReturn:
+def _refuse(action: str, where: str = "") -> NoReturn:
     raise InvalidArgumentError(
-        f"{describe_rank()}: the model's forward {what} hidden states, or what another stage's "
-        "modules return, outside its layers: on this stage there are no such numbers; do it inside "
-        "a layer, or make it an entry of the micro-batch"
+        f"{describe_rank()}: the model's forward {action} values of hidden states, or of outputs "
+        f"of another stage's modules,{where} outside its layers. This stage does not have these "
+        "values: do it inside a layer, or make them an entry of the micro-batch"
     )
-
-
-def twin_of(module: nn.Module, forward: Forward, keeps: Callable[[Any], bool]) -> nn.Module:
-    """Return a module's twin, without hooks, and without references to the module's tensors.
-
-    It has the attributes whose value `keeps` accepts; lists, dicts and sets are copied.
-    """
-    kind = nn.Module if isinstance(module, torch.jit.ScriptModule) else type(module)
-    twin: nn.Module = object.__new__(kind)
-    nn.Module.__init__(twin)
-    for name, value in vars(module).items():
-        if name not in _OF_ANY_MODULE and keeps(value):
-            vars(twin)[name] = copy(value) if isinstance(value, list | dict | set) else value
-    for own, theirs in _tensors(twin, module):
-        for name, tensor in theirs.items():
-            if tensor is None or not is_lazy(tensor):
-                own[name] = None if tensor is None else _without_values(tensor, forward)
-    for name, child in module._modules.items():
-        twin._modules[name] = None if child is None else twin_of(child, forward, keeps)
-    return twin
-
-
-def cast(twin: nn.Module, forward: Forward, fn: Callable[[Tensor], Tensor]) -> None:
-    """Give the tensors of a twin the dtype and the device of the function's results."""
-    for module in twin.modules():
-        for own, _ in _tensors(module, module):
-            for name, tensor in own.items():
-                if tensor is not None:
-                    like = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-                    own[name] = _without_values(tensor, forward, like)
-
-
-def runs_alike(module: nn.Module) -> bool:
-    """Return whether a call of the module returns the same form as its twin's forward.
-
-    True if no module inside has forward hooks or another forward than its class's; wrappers that
-    set `__wrapped__` (`functools.wraps`) are seen through.
-    """
-    for inner in module.modules():
-        scripted = isinstance(inner, torch.jit.ScriptModule)
-        if scripted or inner._forward_hooks or inner._forward_pre_hooks:
-            return False
-        forward = inspect.unwrap(getattr(inner.forward, "__func__", inner.forward))
-        if forward is not inspect.unwrap(type(inner).forward):
-            return False
-    return True
-
-
-def _tensors(one: nn.Module, other: nn.Module) -> list[tuple[Any, Any]]:
-    return [(one._parameters, other._parameters), (one._buffers, other._buffers)]
-
-
-def _without_values(tensor: Tensor, forward: Forward, like: Tensor | None = None) -> Any:
-    like = tensor if like is None else like
-    form = torch.empty(tensor.shape, dtype=like.dtype, device=_META)
-    standing = _standing(form, like.device, forward, None)
-    # This makes isinstance(standing, nn.Parameter) true.
-    standing._is_param = isinstance(tensor, nn.Parameter)
-    return standing
-
-
-def is_data(value: Any) -> bool:
-    """Return whether a value is plain data, a plain function, a class, or a tuple of these."""
-    # Other objects may hold tensors, or be changed by a forward on another rank.
-    if isinstance(value, tuple):
-        return all(map(is_data, value))
-    if inspect.isfunction(value):
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return value.__closure__ is None and is_data(defaults)
-    return isinstance(value, (*_DATA, type))

@@ -104,23 +104,20 @@ class TiedGradients:
 
     def check(self, held: Iterable[nn.Parameter]) -> None:
         """Check that no other parameter has replaced a tied one, among the `held` ones."""
-        own = [*self._own()]
-        found = set(held) if own else set()
-        for parameter, tie in own:
+        found = set(held)
+        for parameter, tie in self._own():
             if parameter not in found:
                 raise StateError(
                     f"{describe_rank()}: {tie.names[0]}, which several ranks hold, has been "
-                    "replaced by another parameter, so its gradients would not be summed; copy "
-                    "values into it (load_state_dict without assign=True)"
+                    "replaced by another parameter, so its gradients would not be summed; keep the "
+                    "parameter and copy values into it (load_state_dict without assign=True)"
                 )
 
-    def require_alike(self) -> None:
+    def require_same_frozen(self) -> None:
         """Check that each tied parameter is frozen on all its owners or on none; all ranks call it.
 
         The error is raised on every rank of the pipeline, owner or not.
         """
-        if not self.ties:
-            return
         own = [tie.trained and tie.parameter is not None and not tie.parameter.requires_grad
                for tie in self.ties]  # fmt: skip
         flags = all_gather_object(own, self._group)
@@ -187,7 +184,7 @@ def _require_all_or_none(frozen: Sequence[int], tie: Tie) -> None:
         raise StateError(
             f"{describe_rank()}: ranks {list(frozen)} of the pipeline have frozen "
             f"{tie.names[0]}, which ranks {list(tie.owners)} hold; freeze it on all of them, by "
-            "the name that it has there, or on none"
+            "its name on each, or on none"
         )
 
 

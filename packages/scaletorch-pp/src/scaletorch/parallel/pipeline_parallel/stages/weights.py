@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -47,11 +47,8 @@ class Deferral:
         self.into: WeightGradients | None = None
 
     @contextmanager
-    def to(self, into: WeightGradients | None, *, backward: bool = False) -> Iterator[None]:
+    def to(self, into: WeightGradients, *, backward: bool = False) -> Iterator[None]:
         """Postpone the weight gradients of the forwards in this context, or run their backward."""
-        if into is None:
-            yield
-            return
         self.into, into.open = into, backward
         try:
             yield
@@ -144,17 +141,3 @@ class _Later(torch.autograd.Function):
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def give_own_memory(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor]) -> None:
-    """Copy gradients that share memory with tensors still in use.
-
-    Autograd may store a view as `.grad`, and would add the next micro-batch's gradient in place.
-    """
-    memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if type(gradient) is not Tensor or gradient.layout != torch.strided:
-            continue  # no gradient, or a placeholder for sharded ones
-        if gradient.untyped_storage().data_ptr() in memory:
-            parameter.grad = gradient.clone()

@@ -1,9 +1,11 @@
-"""One step of a pipeline: the agreement of all ranks, this rank's forwards, and evaluation."""
+"""A step of a pipeline: its micro-batches, the agreement of all ranks, and a rank's forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,17 +13,22 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_comm_device, group_ranks
-from ....dist.building import agree, tell_guard
+from ....dist.building import agree, map_tensors, tell_guard, tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
-from ..runtime.execute import Plan, execute, plan_of
-from ..runtime.forms import Hidden, tensor_of
+from ..runtime.execute import execute
+from ..runtime.forms import Hidden, autocasts, checked_dtype, checked_shape, signature
 from ..runtime.mail import Mail, Posts
-from ..schedules.builders import AnySchedule, Builder, forward_only
+from ..schedules.builders import AnySchedule
+from ..schedules.program import Plan, plan_of
 from ..schedules.schedule import FORWARD, Schedule
 from ..schedules.tasks import Task
 from ..stages.stage import PipelineParallel
-from .batches import Batch, MicroBatches, checked_dtype, checked_shape, read
+
+Batch = Mapping[str, Any]
+
+# Entries of a micro-batch that are not passed to the model's forward by keyword.
+NOT_PASSED = ("input_ids", "labels")
 
 
 class Step:
@@ -125,8 +132,10 @@ class Step:
             with torch.profiler.record_function(f"{task.action} of stage {task.stage}"):
                 perform(task)
 
+        early = self.mail.may_receive_early(self.plan.program)
         try:
-            return execute(self.plan.program, self.mail, run, self.group, note)
+            program = self.plan.early if early else self.plan.program
+            return execute(program, self.mail, run, self.group, note)
         finally:
             self.pipeline.select_all()
 
@@ -145,8 +154,8 @@ class Step:
     def _require_training(self, schedule: Schedule) -> None:
         if not torch.is_grad_enabled():
             raise StateError(
-                f"{describe_rank()}: a train step needs gradients; leave torch.no_grad(), or call "
-                "pipeline_forward for outputs alone"
+                f"{describe_rank()}: a train step needs gradients; call it outside "
+                "torch.no_grad(), or call pipeline_forward, which only returns outputs"
             )
         if all(action.kind == FORWARD for rank in schedule.ranks for action in rank):
             raise InvalidArgumentError(
@@ -197,57 +206,128 @@ def _same_ranks(pipeline: PipelineParallel, group: ProcessGroup | None) -> Proce
     return group
 
 
-@torch.no_grad()
-def pipeline_forward(
-    model: nn.Module,
-    data_loader: Iterable[Batch],
-    tensor_shapes: Sequence[int] | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    *,
-    group: ProcessGroup | None = None,
-    each: Callable[[Any, Batch], Tensor] | None = None,
-) -> list[Tensor]:
-    """Run micro-batches forward through the stages, without gradients.
+@dataclass(frozen=True)
+class MicroBatches:
+    """The input of a step.
 
-    The model's mode does not change: call `model.eval()` before if it matters.
+    Attributes:
+        batches: The micro-batches.
+        device: Device on which the stage computes them.
+        shape: Required shape of hidden states; None takes any.
+        dtype: Required dtype of hidden states, to which autocast casts them; None takes any.
+    """
+
+    batches: list[Batch]
+    device: torch.device
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    def inputs(self, micro_batch: int, hidden: Hidden | None) -> tuple[Any, dict[str, Any]]:
+        """Return the arguments of a stage's forward: `hidden` or the ids, and the rest by name."""
+        batch = self.batches[micro_batch]
+        entries = {name: self._moved(v) for name, v in batch.items() if name not in NOT_PASSED}
+        return self._moved(batch["input_ids"]) if hidden is None else hidden, entries
+
+    def ids(self, micro_batch: int) -> Tensor | None:
+        """Return a micro-batch's `input_ids`; None if they are not a tensor.
+
+        Integers are moved to the device. Floating point inputs are not, since later stages use
+        their form alone.
+        """
+        ids = self.batches[micro_batch]["input_ids"]
+        if not isinstance(ids, Tensor):
+            return None
+        return ids if ids.is_floating_point() else self._moved(ids)
+
+    @cached_property
+    def signatures(self) -> list[Hashable]:
+        """For each micro-batch, the facts that decide the form of its hidden states."""
+        cast = autocasts(self.device) and torch.get_autocast_dtype(self.device.type)
+        mode = torch.is_grad_enabled(), cast, cast and self.dtype
+        return [
+            (*((n, signature(batch[n])) for n in sorted(batch) if n != "labels"), *mode)
+            for batch in self.batches
+        ]
+
+    def describe(self) -> list[str]:
+        """Return a few lines with the facts that must be the same on all ranks."""
+        lines = [
+            f"{len(self.batches)} micro-batches",
+            f"hidden states {self.shape} of {self.dtype}",
+        ]
+        first = 0
+        for kind, run in groupby(self.signatures):
+            count = len(list(run))
+            lines.append(f"micro-batches {first} to {first + count - 1}: {kind}")
+            first += count
+        return lines
+
+    def checked(self, output: Hidden) -> Hidden:
+        """Return a stage's output, checked against the announced shape and dtype, to be sent.
+
+        Under autocast it is cast to `dtype`, and its gradient comes back through the cast.
+        """
+        announced = self.shape is not None or self.dtype is not None
+        tensors = list(tensors_in(output))
+        if len(tensors) > 1 or not (announced or tensors[0].device != self.device):
+            return output
+        (tensor,) = tensors
+        cast = self.dtype is not None and autocasts(self.device)
+        came = tuple(tensor.shape), self.dtype if cast else tensor.dtype, tensor.device.type
+        expected = self.shape or came[0], self.dtype or came[1], self.device.type
+        if came != expected:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the next stage expects hidden states of shape "
+                f"{expected[0]}, {expected[1]}, on {expected[2]}, and this stage's output has "
+                f"shape {came[0]}, {tensor.dtype}, on {came[2]}; pass the tensor_shapes, dtype and "
+                "device that the layers return, or None for the first two to accept any"
+            )
+        return map_tensors(lambda t: t.to(self.dtype), output) if cast else output
+
+    def _moved(self, value: Any) -> Any:
+        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def read(
+    data_loader: Iterable[Batch], *, with_labels: bool, first: str = "input_ids"
+) -> list[Batch]:
+    """Return this step's micro-batches.
 
     Args:
-        model: A `PipelineParallel`, or wrappers around one; the outermost is called.
-        data_loader: Micro-batches with `input_ids`; `labels` are not needed.
-        tensor_shapes: Shape of one micro-batch's hidden states, [B, L, H]; None takes any.
-        device: Device on which the stage computes; None is the device of its parameters.
-        dtype: Dtype of hidden states; None takes any.
-        group: The ranks in order; None is the model's own group.
-        each: A function of output and batch; its result, such as a loss, is returned in place of
-            the output. None returns the output's logits [B, L, V], or its first tensor.
-
-    Returns:
-        One tensor for each micro-batch, on the rank of the last stage; an empty list on others.
+        data_loader: The micro-batches.
+        with_labels: Whether each needs `labels`.
+        first: The entry that each needs: the first argument of the model's forward.
 
     Raises:
-        InvalidArgumentError: A bad argument, or a stage's output of another shape, dtype or device
-            than announced.
-        MismatchError: Ranks differ in micro-batches or their shapes.
-        StageError: Another rank has failed; the message has its error.
+        InvalidArgumentError: There is no micro-batch, or one is not a mapping, lacks an entry, has
+            labels that are not a tensor, or has an entry that requires grad.
     """
-    step = Step(model, data_loader, tensor_shapes, device, dtype, group)
-    forwards = _forwards(step.pipeline.all_stages)
-    step.agree("these forwards", forwards, with_labels=False, trains=False)
-    outputs: dict[int, Tensor] = {}
-
-    def perform(task: Task) -> None:
-        _, output = step.forward(task)
-        if task.makes is None:
-            number = task.action.micro_batch
-            batch = step.inputs.batches[number]
-            outputs[number] = tensor_of(output) if each is None else each(output, batch)
-
-    step.execute(perform)
-    return [outputs[micro_batch] for micro_batch in sorted(outputs)]
+    batches = list(data_loader)
+    if not batches:
+        message = "data_loader has no micro-batches; every rank needs all micro-batches of a step"
+        raise InvalidArgumentError(f"{describe_rank()}: {message}")
+    needed = (first, "labels") if with_labels else (first,)
+    for index, batch in enumerate(batches):
+        problem = _problem(batch, needed, index)
+        if problem:
+            raise InvalidArgumentError(f"{describe_rank()}: {problem}")
+    return batches
 
 
-@lru_cache(maxsize=64)
-def _forwards(stages: tuple[tuple[int, ...], ...]) -> Builder:
-    """Return the same function object for the same stages, so that `plan_of` caches its plan."""
-    return partial(forward_only, stages=stages)
+def _problem(batch: Any, needed: Sequence[str], index: int) -> str:
+    """Return the reason why a micro-batch cannot be used, or ""."""
+    if not isinstance(batch, Mapping):
+        return f"micro-batch {index} must be a mapping, got {type(batch).__name__}"
+    missing = [name for name in needed if name not in batch]
+    if missing:
+        return f"micro-batch {index} has no {' and no '.join(missing)}, only {list(batch)}"
+    if "labels" in needed and not isinstance(batch["labels"], Tensor):
+        came = type(batch["labels"]).__name__
+        return f"labels of micro-batch {index} must be a tensor [B, L], got {came}"
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            return (
+                f"{name} of micro-batch {index} requires grad, but every stage has its own copy, "
+                "so its gradient would be incomplete; make it a parameter of a layer, or detach it"
+            )
+    return ""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,16 +11,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist.building import tensors_in
+from ....dist.dist import all_reduce
 from ....dist.errors import InvalidArgumentError
-from ...pg_manager import describe_rank
-from ..runtime.forms import Form, Hidden, autocasts
+from ...pg_manager import IGNORED, describe_rank, get_process_group_manager, token_loss_sum
+from ..runtime.forms import Form, Hidden, autocasts, tensor_of
 from ..schedules.builders import AnySchedule
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD
 from ..schedules.tasks import Task
 from ..stages.calls import check_output
 from ..stages.weights import WeightGradients
-from .batches import Batch, LossFunction, token_mean_loss
-from .step import Step
+from .step import Batch, Step
+
+LossFunction = Callable[[Any, Batch], Tensor]
 
 SYNC_SWITCH = "require_backward_grad_sync"
 
@@ -125,12 +127,13 @@ def _train(step: Step, loss_fn: LossFunction | None) -> Tensor:
     """Execute a step, complete the gradients, and return the loss."""
     tied = step.pipeline.runtime.tied
     with _deferred_sync(step.wrappers) as switches:
-        tied.begin()
+        if tied is not None:
+            tied.begin()
         training = Training(step, loss_fn, switches)
         wide = step.execute(training.run, lambda: training.total.dtype == torch.float64)
         if all(switches.values()):
             step.pipeline.sync_tied_gradients()
-        else:  # gradient accumulation: a later step syncs the wrapper's gradients
+        elif tied is not None:  # gradient accumulation: a later step syncs all gradients
             tied.postpone()
     return training.total.to(torch.float64 if wide else torch.float32)
 
@@ -152,8 +155,8 @@ class Training:
         split = [action for action in actions if action.kind == BACKWARD_WEIGHT]
         self._postponed = {(a.micro_batch, a.chunk): WeightGradients() for a in split}
         self._backwards = sum(action.kind != FORWARD for action in actions)
-        self._live: dict[tuple[int, int], tuple[Hidden | None, Any]] = {}
-        self._lost: dict[Hashable, str] = {}  # messages for inputs without a gradient so far
+        self._graphs: dict[tuple[int, int], tuple[Hidden | None, Any]] = {}
+        self._errors: dict[Hashable, str] = {}  # for inputs that got no gradient so far
         self._autocasts = autocasts(step.inputs.device)
         self.total = torch.zeros((), dtype=torch.float32, device=step.inputs.device)
 
@@ -171,29 +174,37 @@ class Training:
             self._backward(None, into, None)
         else:
             self._backward_of_inputs(task, into)
-        if self._lost and not self._backwards:
-            raise InvalidArgumentError(next(iter(self._lost.values())))
+        if self._errors and not self._backwards:
+            raise InvalidArgumentError(next(iter(self._errors.values())))
 
     def _forward(self, task: Task, into: WeightGradients | None) -> None:
         _, micro_batch, chunk = task.action
-        with self.step.pipeline.runtime.deferral.to(into):
+        with self._postponing(into):
             hidden, output = self.step.forward(task)
         if task.makes is None and self.loss_fn is not None:
             output = _checked_loss(self.loss_fn(output, self.step.inputs.batches[micro_batch]))
             self.total = self.total + output.detach()
-        self._live[micro_batch, chunk] = hidden, output
+        self._graphs[micro_batch, chunk] = hidden, output
 
     def _backward_of_inputs(self, task: Task, into: WeightGradients | None) -> None:
         """Run a full backward, or only the gradient of the inputs, and pass that on."""
         _, micro_batch, chunk = task.action
         mail = self.step.mail
         gradients = None if task.needs is None else mail.take_gradients(task.needs)
-        hidden, output = self._live.pop((micro_batch, chunk))
-        with self.step.pipeline.runtime.deferral.to(into, backward=True):
+        hidden, output = self._graphs.pop((micro_batch, chunk))
+        with self._postponing(into, backward=True):
             passed_back = self._backward(hidden, output, gradients)
         if task.makes is not None:
             self._look_for_gradients(task, hidden)
             mail.put(task.makes, passed_back)
+
+    def _postponing(
+        self, into: WeightGradients | None, *, backward: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return a context in which weight gradients are postponed, if the schedule splits them."""
+        if into is None:
+            return nullcontext()
+        return self.step.pipeline.runtime.deferral.to(into, backward=backward)
 
     def _look_for_gradients(self, task: Task, hidden: Hidden | None) -> None:
         """Record an error if the received hidden states got no gradient in any micro-batch so far.
@@ -207,14 +218,14 @@ class Training:
             return
         if any(tensor.grad is not None for tensor in trained):
             reached.add(key)
-            self._lost.pop(key, None)
-        elif key not in self._lost:
-            self._lost[key] = (
+            self._errors.pop(key, None)
+        elif key not in self._errors:
+            self._errors[key] = (
                 f"{describe_rank()}: stage {task.stage} gives no gradient back to stage "
-                f"{task.stage - 1}, whose hidden states {Form(trained)} require one: for autograd "
-                "the loss does not depend on them. If the model detaches them on purpose, freeze "
-                "all modules before (requires_grad_(False)); else run its layers outside of "
-                "torch.no_grad() and of autograd functions of its own (checkpoint with "
+                f"{task.stage - 1}, whose hidden states {Form(trained)} require one: autograd "
+                "finds no path from the loss to them. If the model detaches them on purpose, "
+                "freeze all earlier modules (requires_grad_(False)). Otherwise run its layers "
+                "outside torch.no_grad() and custom autograd functions (checkpoint with "
                 "use_reentrant=False), or use no pipeline (pp_size=1)"
             )
 
@@ -259,5 +270,29 @@ def _checked_loss(loss: Any) -> Tensor:
         came += f", {loss.dtype}"
     raise InvalidArgumentError(
         f"{describe_rank()}: loss_fn(output, batch) must return a scalar tensor with a gradient, "
-        f"got {came}; add the losses up and do not detach them"
+        f"got {came}; sum the losses, and do not detach the sum"
     )
+
+
+def token_mean_loss(
+    batches: Iterable[Batch], device: torch.device, group: ProcessGroup | None
+) -> LossFunction:
+    """Return the loss of a micro-batch: the sum of its token losses over the step's valid tokens.
+
+    The valid tokens of all `batches` count. If the pipeline is the manager's pp axis, the tokens of
+    all ranks of its CP x DP group count, so that losses and gradients add up over micro-batches and
+    ranks. A pipeline over another group counts its own tokens alone. `labels` [B, L] are aligned
+    with the outputs, and -100 marks tokens to ignore.
+    """
+    count = torch.zeros((), dtype=torch.int64, device=device)
+    for batch in batches:
+        count += (batch["labels"] != IGNORED).sum().to(device)
+    manager = get_process_group_manager()
+    if manager is not None and group is manager.group("pp"):
+        all_reduce(count, group=manager.cp_dp_group)
+    count.clamp_(min=1)
+
+    def loss(output: Any, batch: Batch) -> Tensor:
+        return token_loss_sum(tensor_of(output), batch["labels"].to(device)) / count
+
+    return loss

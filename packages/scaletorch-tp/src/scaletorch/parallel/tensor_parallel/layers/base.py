@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import axis_group, describe_rank
-from ...placement import Cut, Invariant, Partial, convert, fuse, share_cut
+from ...placement import Cut, Invariant, Partial, Placement, convert, fuse, share_cut
 from ..optimizers import watch
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import not_pickled
@@ -44,6 +44,8 @@ class TensorParallelLayer(nn.Module):
     cut: Cut  # the index ranges of the divided size that each rank holds
     shard_sizes: tuple[int, ...]  # each rank's share of the divided size
     sequence: SequenceShares | None = None  # sharding of sequences between regions, if any
+    arrives: Placement | None = None  # placement of the input; None: a full one is invariant
+    returns: Placement = Invariant()  # placement of a full or summed output
 
     @classmethod
     def from_plain(
@@ -97,7 +99,7 @@ class TensorParallelLayer(nn.Module):
     ) -> tuple[Self, int]:
         """Change the class of a plain module, not yet sharded; return it and the divided size."""
         cls._refuse(cls.misfit(module))
-        unknown = sorted(set(options) - set(cls.options))
+        unknown = sorted({*options} - {*cls.options, "arrives", "returns"})
         if unknown:
             raise InvalidArgumentError(
                 f"{cls.__name__} has no option {', '.join(unknown)}; it has {list(cls.options)}"
@@ -133,7 +135,7 @@ class TensorParallelLayer(nn.Module):
     def _misfit_of_parameters(module: nn.Module, known: Collection[str]) -> str | None:
         found = {name: p for name, p in module._parameters.items() if p is not None}
         if not found or not found.keys() <= {*known}:  # a weight computed from others, for one
-            return f"its parameters are {sorted(found)}, of which {sorted(known)} are known"
+            return f"its parameters are {sorted(found)}, and only {sorted(known)} are known"
         return misfit_of(module, found)
 
     @classmethod
@@ -176,10 +178,10 @@ class TensorParallelLayer(nn.Module):
 
     def cut_of(self, name: str) -> Cut:
         """Return the cut of the parameter `name` along its shard dim."""
-        return self.cut_of_parts(self.cut, name)
+        return self.cut_of_packed(self.cut, name)
 
     @classmethod
-    def cut_of_parts(cls, cut: Cut, name: str) -> Cut:
+    def cut_of_packed(cls, cut: Cut, name: str) -> Cut:
         """Return the cut of the parameter `name`, given the cut of each packed projection."""
         return fuse([cut] * cls.packed.get(name, 1))
 
@@ -208,8 +210,13 @@ class TensorParallelLayer(nn.Module):
     def _leave(self, partial: Tensor) -> Tensor:
         """End the region: sum the ranks' partial results, by all-reduce or reduce-scatter."""
         if self.sequence is None:
-            return convert(partial, Partial(), Invariant(), self.group)
+            return convert(partial, Partial(), self.returns, self.group)
         return self.sequence.leave(partial)
+
+    def extra_repr(self) -> str:
+        """Return the plain module's full sizes, which of them is divided, and tp."""
+        plain = self.plain_class.extra_repr(self)
+        return f"{plain}{plain and ', '}{self.sharded_size} over tp={self.tp_size}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self.group)] = self.group  # process groups cannot be copied: share it
@@ -232,9 +239,8 @@ class TensorParallelLayer(nn.Module):
             raise StateError(
                 f"{describe_rank()}: a parameter of this {type(self).__name__} is computed from "
                 f"others ({names}), as weight_norm, spectral_norm, pruning and other "
-                "parametrizations do: on a shard they would see this rank's part alone; remove "
-                "them, or give the layer the style 'replicate' and put them on before "
-                "apply_tensor_parallel"
+                "parametrizations do: they would compute on this rank's shard alone; remove them, "
+                "or give the layer the style 'replicate' and add them before apply_tensor_parallel"
             )
 
     def _knows_parameters(self) -> bool:

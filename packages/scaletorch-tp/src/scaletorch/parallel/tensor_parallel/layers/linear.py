@@ -42,14 +42,6 @@ class _Linear(TensorParallelLayer):
         """Return this rank's weight as [out_features, in_features], one of them sharded."""
         return self.weight
 
-    def extra_repr(self) -> str:
-        """Return the full sizes, the first option and tp."""
-        option = next(iter(self.options))
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, {option}={getattr(self, option)}, tp={self.tp_size}"
-        )
-
 
 class ColumnParallelLinear(_Linear):
     """`nn.Linear` with output features sharded over the ranks.
@@ -103,10 +95,13 @@ class ColumnParallelLinear(_Linear):
         overlap = self.async_all_reduce and not torch.compiler.is_compiling()
         out = overlapped_linear(self, x) if overlap else None
         if out is None:
-            out = functional.linear(enter(x, self.group, self.sequence), *self.operands())
-        if not self.gather_output:
-            return out
-        joined = convert(out, Shard(-1, self.shard_sizes), Invariant(), self.group)
+            x = enter(x, self.group, self.sequence, self.arrives)
+            out = functional.linear(x, *self.operands())
+        return self._joined(out) if self.gather_output else out
+
+    def _joined(self, out: Tensor) -> Tensor:
+        """Return the full output, given this rank's shard."""
+        joined = convert(out, Shard(-1, self.shard_sizes), self.returns, self.group)
         return joined if self._in_order else self.cut.arrange(joined, -1)
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
@@ -165,7 +160,8 @@ class RowParallelLinear(_Linear):
         if self.tp_size == 1:
             return functional.linear(x, self._matrix(), self.bias)
         if not self.input_is_parallel:
-            x = convert(x, Invariant(), Shard(-1, self.shard_sizes), self.group)
+            arrives = self.arrives or Invariant()
+            x = convert(x, arrives, Shard(-1, self.shard_sizes), self.group)
         out = self._leave(functional.linear(x, self._matrix()))
         bias: Tensor | None = self.bias
         if self.sequence is None:
@@ -288,13 +284,6 @@ class VocabParallelEmbedding(TensorParallelLayer):
         )
         return self._leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
-    def extra_repr(self) -> str:
-        """Return the full sizes and tp."""
-        return (
-            f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, "
-            f"tp={self.tp_size}"
-        )
-
 
 class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
     """A vocabulary-parallel embedding whose rows are scaled by `embed_scale` (Gemma, BART)."""
@@ -347,8 +336,5 @@ class ColumnParallelEmbedding(ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Look up this rank's columns: ids of any shape to [..., embedding_dim / tp]."""
         self._check_parameters()
-        return functional.embedding(x, self.operands()[0].t(), self.padding_idx)
-
-    def extra_repr(self) -> str:
-        """Return the full sizes and tp."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_size}"
+        out = functional.embedding(x, self.operands()[0].t(), self.padding_idx)
+        return self._joined(out) if self.gather_output else out

@@ -39,8 +39,8 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
             return f"it is a {type(module).__name__}, not an nn.MultiheadAttention itself"
         if module.bias_k is not None or module.add_zero_attn:
             return (
-                "add_bias_kv and add_zero_attn add a key that is no token's; leave them out, or "
-                "give it the style 'replicate'"
+                "add_bias_kv and add_zero_attn add a key that belongs to no token; leave them out, "
+                "or give it the style 'replicate'"
             )
         if not module._qkv_same_embed_dim:
             return "its kdim and vdim are not its embed_dim; give it the style 'replicate'"
@@ -78,8 +78,9 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         causal = is_causal and key_padding_mask is None and not need_weights
         if is_causal and attn_mask is None:
             raise InvalidArgumentError(
-                f"{describe_rank()}: nn.MultiheadAttention needs an attn_mask beside is_causal, "
-                "which is a hint alone: pass nn.Transformer.generate_square_subsequent_mask(L)"
+                f"{describe_rank()}: nn.MultiheadAttention needs an attn_mask in addition to "
+                "is_causal, which is only a hint: pass "
+                "nn.Transformer.generate_square_subsequent_mask(L)"
             )
         mask = None if causal else self._mask(key_padding_mask, attn_mask, q, k.shape[2])
         dropout = self.dropout if self.training else 0.0
@@ -102,8 +103,8 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         if self.sequence is not None and len(entered) > 1:
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism nn.MultiheadAttention must be "
-                "called with one tensor as query, key and value, as of a second one it is not "
-                "known whether it is a share of tokens; do without sequence parallelism"
+                "called with one tensor as query, key and value, since a second tensor may be the "
+                "full sequence or a rank's shard; do without sequence parallelism"
             )
         entered = {own: enter(x, self.group, self.sequence) for own, x in entered.items()}
         query, key, value = (entered[id(x)] for x in given)
@@ -164,10 +165,6 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
             heads = Shard(1, tuple(size // self.head_dim for size in self.shard_sizes))
             weights = convert(weights, heads, Invariant(), self.group)
         return weights if batched else weights[0]
-
-    def extra_repr(self) -> str:
-        """Return the full sizes and tp."""
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, tp={self.tp_size}"
 
 
 def leave_fast_paths(view: ModelView) -> None:

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from ....dist.building import tensors_in
+from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
-from ...placement import Cut, Invariant, Partial, Replicate, Shard, convert
+from ...placement import (
+    Boundary,
+    Cut,
+    Invariant,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Varying,
+    convert,
+    ends,
+)
+from ..regions.random import sharded_random
 from ..regions.region import in_region
-from ..regions.sequence_shares import SequenceShares
+from ..regions.sequence_shares import SequenceShares, argument_names
 from ..regions.surround import Surrounded, own_class, surround
-from ..styles import PerHead, Stacked
+from ..styles import PerHead, Placed, Stacked
 from .base import Group, Options, TensorParallelLayer
 
 _SET = ("group", "tp_size", "tp_rank", "cut", "shard_sizes", "shard_dims")  # by `convert`
@@ -29,19 +43,14 @@ class OwnParameters(TensorParallelLayer, Surrounded):
     shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
     options: ClassVar[dict[str, Any]] = {"own_style": None}
 
-    own_style: PerHead | Stacked
-
-    @classmethod
-    def misfit(cls, module: nn.Module) -> str | None:
-        """Return why `module` cannot become one with any style, or None if it can."""
-        return None
+    own_style: PerHead | Placed | Stacked
 
     @classmethod
     def _taken(
         cls, module: nn.Module, group: Group, options: Options, *, even: bool
     ) -> tuple[Any, int]:
         """Add this mixin to a module's class; return the module and the divided length."""
-        style: PerHead | Stacked = options["own_style"]
+        style: PerHead | Placed | Stacked = options["own_style"]
         cls._refuse(style.misfit(module))
         length = style.length(module)
         cls._require_shares(length, group)
@@ -52,11 +61,27 @@ class OwnParameters(TensorParallelLayer, Surrounded):
         """Return the cut of the parameter `name` along its shard dim."""
         return self.own_style.cut_of(name, self.cut)
 
+    @property
+    def settled(self) -> Collection[str]:
+        """Names of the shards and of the `added` terms, whose gradient is full on each rank."""
+        return {*self.shard_dims, *getattr(self.own_style, "added", ())}
 
-class HeadParameters(OwnParameters):
-    """An attention module with per-head parameters; its projections have styles of their own."""
+    @contextmanager
+    @around_compiled
+    def _terms(self) -> Iterator[None]:
+        """Replace the `added` parameters inside the block: zeros with gradients but on one rank.
 
-    sharded_size = "heads"
+        They are replaced for one call only, so that their hooks and names stay.
+        """
+        parameters, names = self._parameters, getattr(self.own_style, "added", ())
+        added: dict[str, Any] = {name: self.get_parameter(name) for name in names}
+        if self.tp_rank:
+            added = {name: p - p.detach() for name, p in added.items()}
+        vars(self)["_parameters"] = parameters | added
+        try:
+            yield
+        finally:
+            vars(self)["_parameters"] = parameters
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
@@ -69,6 +94,90 @@ class HeadParameters(OwnParameters):
         if taken:
             return f"it has a {taken[0]!r} of its own, a name that a shard needs: rename it"
         return None
+
+
+class HeadParameters(OwnParameters):
+    """An attention module with per-head parameters; its projections have styles of their own."""
+
+    sharded_size = "heads"
+
+
+class _Seen(dict[tuple[str, Placement], Node]):
+    """Each input and output, its placement by the boundary -> its autograd node."""
+
+    compared = False  # with the first graph; then nothing more is recorded
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
+        return _Seen()  # nodes cannot be copied
+
+
+class AtBoundary(Surrounded):
+    """Mixin of a module with a `Boundary`: converts its floating-point inputs and outputs."""
+
+    _boundary: Boundary
+    _where: str  # its name and axis, in messages
+    _seen: _Seen
+
+    @classmethod
+    def settings(cls, boundary: Boundary, name: str) -> dict[str, Any]:
+        """Return the attributes of a module that gets this mixin."""
+        boundary.require_conversions(where := f"'{name}' on tp")
+        return {"_boundary": boundary, "_where": where, "_seen": _Seen()}
+
+    @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward on converted inputs, and convert its outputs."""
+        inputs = self._boundary.inputs
+        if isinstance(inputs, Mapping):
+            names = argument_names(self, args)
+            args = tuple(map(self._named, names, args))
+            kwargs = {name: self._named(name, x) for name, x in kwargs.items()}
+            varies = any(isinstance(ends(side)[1], Shard | Varying) for side in inputs.values())
+        else:
+            args, kwargs = self._convert(inputs, "the input", (args, kwargs))
+            varies = isinstance(ends(inputs)[1], Shard | Varying)
+        own_stream = varies and self.training
+        with sharded_random(self._tp_group) if own_stream else nullcontext():
+            out = super().forward(*args, **kwargs)
+        outputs = self._boundary.outputs
+        return out if outputs is None else self._convert(outputs, "the output", out)
+
+    def _named(self, name: str, x: Any) -> Any:
+        inputs: Any = self._boundary.inputs
+        return self._convert(inputs[name], f"the input {name!r}", x) if name in inputs else x
+
+    @uncompiled
+    def _convert(self, side: Any, place: str, value: Any) -> Any:
+        src, dst = ends(side)
+
+        def change(x: Tensor) -> Tensor:
+            if not x.is_floating_point():
+                return x
+            where = f"{place} of {self._where}"
+            y = convert(x, src, dst, self._tp_group, where=where)
+            for placement, node in ((src, x.grad_fn), (dst, y.grad_fn)):
+                if node is not None and not self._seen.compared:
+                    self._seen[where, placement] = node
+            return y
+
+        return value if src == dst and self._seen.compared else map_tensors(change, value)
+
+
+class Bounded(AtBoundary, OwnParameters):
+    """A module with a `Boundary` whose own parameters are sharded."""
+
+    sharded_size = "shards"
+    options: ClassVar[dict[str, Any]] = {
+        "own_style": None, "_boundary": None, "_where": "", "_seen": None,
+    }  # fmt: skip
+
+    @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward on shards of its parameters."""
+        if self.tp_size == 1:
+            return super(AtBoundary, self).forward(*args, **kwargs)
+        with self._terms():
+            return super().forward(*args, **kwargs)
 
 
 # Substrings of the names of attributes that hold the width of experts.
@@ -87,19 +196,19 @@ class ParallelExperts(OwnParameters):
     own_style: Stacked
 
     @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become one with any style, or None if it can."""
+        return None
+
+    @classmethod
     def convert(cls, module: nn.Module, *where: Any, **options: Any) -> Self:
         """Convert a module in place, as the base does, and set its width to this rank's."""
         layer = super().convert(module, *where, **options)
         for name, value in vars(module).items() if layer.tp_size > 1 else ():
-            is_width = any(part in name for part in _OF_WIDTH)
+            is_width = any(text in name for text in _OF_WIDTH)
             if is_width and type(value) is int and value == layer.cut.whole:
                 vars(module)[name] = layer.shard_sizes[layer.tp_rank]
         return layer
-
-    @property
-    def settled(self) -> Collection[str]:
-        """Names of the shards and of the `added` biases, whose gradient is full on each rank."""
-        return {*self.shard_dims, *self.own_style.added}
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,18 +220,12 @@ class ParallelExperts(OwnParameters):
         leading = next((x.shape[:-1] for x in tensors_in((args, kwargs))), ())  # of hidden states
         args = tuple(self._enter(each, sizes) for each in args)
         kwargs = {name: self._enter(each, sizes) for name, each in kwargs.items()}
-        parameters = self._parameters
-        # Replace parameters for this call only, so that their hooks and names stay.
-        vars(self)["_parameters"] = parameters | self._added()
-        try:
-            with in_region():
-                results = super().forward(*args, **kwargs)
-        finally:
-            vars(self)["_parameters"] = parameters
+        with self._terms(), in_region():
+            results = super().forward(*args, **kwargs)
         if not isinstance(results, Tensor):
             raise InvalidArgumentError(
                 f"{describe_rank()}: {own_class(self).__name__} must return the experts' results, "
-                f"a tensor of which ranks have parts, and returned a {type(results).__name__}"
+                f"a tensor that is summed over the ranks, and returned a {type(results).__name__}"
             )
         if sizes is None:
             return convert(results, Partial(), Invariant(), self.group)
@@ -159,12 +262,3 @@ class ParallelExperts(OwnParameters):
                 f"[T, K] and weights [T, K], got {shapes}; do without sequence parallelism"
             )
         return sequence.rows(hidden)
-
-    def _added(self) -> dict[str, Any]:
-        """Return the `added` biases of the first rank, and zeros with gradients on other ranks."""
-        added = {name: self.get_parameter(name) for name in self.own_style.added}
-        return {n: p - p.detach() for n, p in added.items()} if self.tp_rank else {**added}
-
-    def extra_repr(self) -> str:
-        """Return the full width and tp."""
-        return f"width={self.cut.whole}, tp={self.tp_size}"

@@ -55,7 +55,7 @@ class Attention:
             heads = query if count >= self.query else key_value
             return heads.times(self.head_dim * max(1, count // self.query))
 
-        cuts = {layer: fuse([cut(n) for n in parts]) for layer, parts in self.lengths.items()}
+        cuts = {layer: fuse([*map(cut, lengths)]) for layer, lengths in self.lengths.items()}
         return {**cuts, self.module: query}
 
     def share(self, attribute: str, value: int, tp_size: int) -> tuple[int, ...] | None:
@@ -87,9 +87,9 @@ def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
         key_values = share_cut(key_value, size)
         return key_values.times(groups), key_values
     replicas = shard_sizes(size, key_value)
-    parts = tuple(share for number in replicas for share in shard_sizes(groups, number))
+    queries = tuple(share for number in replicas for share in shard_sizes(groups, number))
     ranks = tuple(head for head, number in enumerate(replicas) for _ in range(number))
-    return Cut.of(parts), Cut.of((1,) * key_value, ranks)
+    return Cut.of(queries), Cut.of((1,) * key_value, ranks)
 
 
 def find_attentions(
@@ -156,7 +156,7 @@ def _attends(name: str, module: nn.Module) -> bool:
     kind = own_class(module).__name__.lower()
     if _OF_LAYERS in kind:
         return False
-    named = name.rpartition(".")[2] in _NAMES or any(part in kind for part in _OF_CLASSES)
+    named = name.rpartition(".")[2] in _NAMES or any(text in kind for text in _OF_CLASSES)
     return has_heads(module) or named
 
 

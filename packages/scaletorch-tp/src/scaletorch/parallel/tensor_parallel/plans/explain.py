@@ -88,7 +88,7 @@ def _parameters(model: nn.Module, resolved: Resolved, tp: int) -> Iterator[Expla
                 locals_ = tuple((*shape[:dim], size, *shape[dim + 1 :]) for size in sizes)
             style = "" if match is None else str(match.style)
             if match is not None and isinstance(match.style, Fused):
-                style = f"{match.style.style}, {len(match.lengths)} parts"
+                style = f"{match.style.style}, {len(match.lengths)} projections"
             yield ExplainedParameter(f"{name}.{own_name}".lstrip("."), style, shape, dim, locals_)
 
 

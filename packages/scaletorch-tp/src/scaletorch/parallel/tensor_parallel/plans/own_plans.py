@@ -246,10 +246,12 @@ def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stack
     for parameter, style in _packed(module, styles).items():
         if style not in _SLICES:
             raise _unknown(f"{name}.{parameter}", style, _SLICES)
-        dim, parts = _SLICES[style]
+        dim, packed = _SLICES[style]
         # Gate and up in one weight are concatenated or interleaved.
-        concatenated = parts == 1 or getattr(module, "is_concatenated", True)
-        sharded[parameter] = Slices(dim, parts=parts) if concatenated else Slices(dim, unit=parts)
+        concatenated = packed == 1 or getattr(module, "is_concatenated", True)
+        sharded[parameter] = (
+            Slices(dim, packed=packed) if concatenated else Slices(dim, unit=packed)
+        )
     if not sharded:
         raise InvalidArgumentError(
             f"the model's own plan (_tp_plan) gives the experts '{name}' a style and none of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,17 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching, no_match
-from ...placement import Cut, modules_within
+from ...placement import (
+    Boundary,
+    Cut,
+    Invariant,
+    Partial,
+    Replicate,
+    Shard,
+    Varying,
+    ends,
+    modules_within,
+)
 from ..layers.base import TensorParallelLayer
 from ..layers.linear import (
     ColumnParallelConv1D,
@@ -24,41 +34,61 @@ from ..layers.linear import (
     VocabParallelEmbedding,
 )
 from ..layers.multihead import ParallelMultiheadAttention
-from ..layers.own_parameters import HeadParameters, ParallelExperts
+from ..layers.own_parameters import AtBoundary, Bounded, HeadParameters, ParallelExperts
 from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.replicas import TailShared
 from ..regions.surround import Surrounded
 from ..sharing.sequence import SequenceLayer
-from ..styles import Divide, Fused, PerHead, SharedTail, Stacked
+from ..styles import (
+    Divide,
+    Fused,
+    PerHead,
+    Placed,
+    SharedTail,
+    Stacked,
+    unknown_parameters,
+)
 
-Style = str | Divide | Fused | PerHead | SharedTail | Stacked
+Style = str | Boundary | Divide | Fused | PerHead | SharedTail | Stacked
 Plan = Mapping[str, Style]
 
 SEQUENCE_WHOLE = "sequence_whole"
 
-# Style -> the layer that a plain module becomes and its options, or the mixin added to its class;
-# None leaves the module as it is.
-STYLES: Mapping[
-    str, tuple[type[TensorParallelLayer], Mapping[str, Any]] | type[Surrounded] | None
-] = {
-    "column": (ColumnParallelLinear, {"async_all_reduce": True}),
-    "column_gather": (ColumnParallelLinear, {"async_all_reduce": True, "gather_output": True}),
-    "column_embedding": (ColumnParallelEmbedding, {}),
-    "row": (RowParallelLinear, {}),
-    "row_split": (RowParallelLinear, {"input_is_parallel": False}),
-    "vocab": (VocabParallelEmbedding, {}),
-    "attention": (ParallelMultiheadAttention, {}),
-    "replicate": None,
-    "sequence_layer": SequenceLayer,
-    SEQUENCE_WHOLE: None,  # with sequence parallelism it becomes a `WholeSequence`
-    "sharded": ShardedRandom,
+_ENTERED = Invariant(), Replicate()
+_SUMMED = Partial(), Invariant()
+_COLUMNS = {"weight": Shard(0), "bias": Shard(0)}
+
+# Style -> the boundary of its module, if the plain module is torch's.
+STYLES: Mapping[str, Boundary] = {
+    "column": Boundary(_ENTERED, Shard(-1), _COLUMNS),
+    "column_gather": Boundary(_ENTERED, (Shard(-1), Invariant()), _COLUMNS),
+    "column_embedding": Boundary(Invariant(), Shard(-1), {"weight": Shard(1)}),
+    "row": Boundary(Shard(-1), _SUMMED, {"weight": Shard(1)}),
+    "row_split": Boundary((Invariant(), Shard(-1)), _SUMMED, {"weight": Shard(1)}),
+    "vocab": Boundary(Invariant(), _SUMMED, {"weight": Shard(0)}),
+    "attention": Boundary(
+        _ENTERED, _SUMMED, {"in_proj_weight": Shard(0), "in_proj_bias": Shard(0)}
+    ),
+    "replicate": Boundary(),
+    "sequence_layer": Boundary(Shard(1), Shard(1)),
+    SEQUENCE_WHOLE: Boundary((Shard(1), Invariant()), (Invariant(), Shard(1))),
+    "sharded": Boundary(Varying(), Varying()),
 }
 
-# A style's layer -> its variants for plain modules of other classes than torch's.
-VARIANTS: Mapping[type[TensorParallelLayer], tuple[type[TensorParallelLayer], ...]] = {
-    ColumnParallelLinear: (ColumnParallelConv1D,),
-    RowParallelLinear: (RowParallelConv1D,),
-    VocabParallelEmbedding: (ScaledVocabParallelEmbedding,),
+# Style -> the layer that a plain module becomes: of torch's class, or of another one.
+_LAYERS: Mapping[str, tuple[type[TensorParallelLayer], ...]] = {
+    "column": (ColumnParallelLinear, ColumnParallelConv1D),
+    "column_gather": (ColumnParallelLinear, ColumnParallelConv1D),
+    "column_embedding": (ColumnParallelEmbedding,),
+    "row": (RowParallelLinear, RowParallelConv1D),
+    "row_split": (RowParallelLinear, RowParallelConv1D),
+    "vocab": (VocabParallelEmbedding, ScaledVocabParallelEmbedding),
+    "attention": (ParallelMultiheadAttention,),
+}
+# Style -> the mixin added to the module's class.
+_MIXINS: Mapping[str, type[Surrounded]] = {
+    "sequence_layer": SequenceLayer,
+    "sharded": ShardedRandom,
 }
 
 
@@ -80,7 +110,8 @@ class Match:
     @property
     def place(self) -> str:
         """The description of the module in messages."""
-        return f"module '{self.name}' (pattern '{self.pattern}', style {self.style!r})"
+        style = "a Boundary" if isinstance(self.style, Boundary) else f"style {self.style!r}"
+        return f"module '{self.name}' (pattern '{self.pattern}', {style})"
 
     @property
     def is_column(self) -> bool:
@@ -96,17 +127,19 @@ class Match:
     @property
     def dims(self) -> Mapping[str, int]:
         """The shard dim of each of its own parameters; others are replicated."""
-        if isinstance(self.style, PerHead | Stacked):
-            return self.style.dims
+        own = self.options.get("own_style")
+        if own is not None:
+            return own.dims  # type: ignore[no-any-return]
         return {} if self.layer is None else self.layer.shard_dims
 
     def cut_of(self, name: str) -> Cut | None:
         """Return the cut of its parameter `name`; None if it is replicated or not yet known."""
         if self.cut is None or self.layer is None or name not in self.dims:
             return None
-        if isinstance(self.style, PerHead | Stacked):
-            return self.style.cut_of(name, self.cut)
-        return self.layer.cut_of_parts(self.cut, name)
+        own = self.options.get("own_style")
+        if own is not None:
+            return own.cut_of(name, self.cut)  # type: ignore[no-any-return]
+        return self.layer.cut_of_packed(self.cut, name)
 
     def becomes(self, layer: type[TensorParallelLayer]) -> bool:
         """Return whether the module becomes this layer or a variant of it."""
@@ -130,27 +163,86 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
         misfit = style.misfit(module) or kind.misfit(module)
         lengths = () if misfit else (style.length(module),)
         return match(kind, {"own_style": style}, mixin, lengths, misfit)
-    meaning = STYLES[style.style if isinstance(style, Fused) else style]
-    if not isinstance(meaning, tuple):
-        return match(mixin=meaning)
-    wanted, settings = meaning
-    layer = next((variant for variant in VARIANTS.get(wanted, ()) if variant.takes(module)), wanted)
-    misfit = layer.misfit(module) or _of_multihead(module)
-    length = 0 if misfit else int(getattr(module, layer.sharded_size))
-    parts: tuple[int, ...] = (length,)
-    if isinstance(style, Fused):
-        misfit, parts = misfit or style.misfit(length), style.lengths(length)
-    return match(layer, settings, None, () if misfit else parts, misfit)
+    if isinstance(style, Boundary):
+        return _at_boundary(match, name, module, style)
+    named = style.style if isinstance(style, Fused) else style
+    if named not in _LAYERS:
+        return match(mixin=_MIXINS.get(named))
+    layers, boundary = _LAYERS[named], STYLES[named]
+    layer = next((layer for layer in layers if layer.takes(module)), layers[0])
+    found = _as_layer(match, module, layer, boundary, boundary)
+    if found.misfit is not None or not isinstance(style, Fused):
+        return found
+    misfit = style.misfit(*found.lengths)
+    projections = () if misfit else style.lengths(*found.lengths)
+    return replace(found, misfit=misfit, lengths=projections)
 
 
-def _of_multihead(module: nn.Module) -> str | None:
-    """Return why the out_proj of torch's attention cannot be sharded alone, or None."""
-    if type(module) is not NonDynamicallyQuantizableLinear:
-        return None
-    return (
-        "it is the out_proj of an nn.MultiheadAttention, which reads its weight itself: give that "
-        "module the style 'attention', which is for both"
-    )
+def _as_layer(
+    match: Callable[..., Match],
+    module: nn.Module,
+    layer: type[TensorParallelLayer],
+    boundary: Boundary,
+    usual: Boundary,
+) -> Match:
+    """Return the match of a module that becomes a layer, whose usual boundary is `usual`."""
+    named = boundary.inputs
+    inputs = next(iter(named.values()), Invariant()) if isinstance(named, Mapping) else named
+    (arrives, needed), (computed, returns) = ends(inputs), ends(boundary.outputs or Varying())
+    ids = layer.plain_class is nn.Embedding  # which are not converted
+    columns, rows = "gather_output" in layer.options, "input_is_parallel" in layer.options
+    inside = ends(usual.inputs)[1], ends(usual.outputs)[0]  # type: ignore[arg-type]
+    fits = (inside[0] if ids else needed, computed) == inside
+    if not (ids or columns or rows):
+        fits = (inputs, boundary.outputs) == (usual.inputs, usual.outputs)
+    misfit = layer.misfit(module)
+    if misfit is None and type(module) is NonDynamicallyQuantizableLinear:
+        misfit = (
+            "it is the out_proj of an nn.MultiheadAttention, which reads its weight itself: give "
+            "that module the style 'attention', which is for both"
+        )
+    elif misfit is None and not fits:
+        misfit = (
+            f"with its parameters so sharded on tp it computes {inside[1]} from {inside[0]}, and "
+            f"its boundary says {boundary.outputs} from {boundary.inputs}"
+        )
+    elif misfit is None and returns == Partial() and module._parameters.get("bias") is not None:
+        misfit = "every rank would add its bias to a Partial() output; let it return the sum"
+    options: dict[str, Any] = {}
+    if columns:
+        overlaps = not ids and arrives == Invariant()
+        options = {"async_all_reduce": overlaps, "gather_output": returns != computed}
+    elif rows:
+        options = {"input_is_parallel": arrives == needed}
+    if arrives != Invariant() and not ids and not options.get("input_is_parallel"):
+        options["arrives"] = arrives
+    if returns != Invariant() and not (columns and returns == computed):
+        options["returns"] = returns
+    lengths = () if misfit else (int(getattr(module, layer.sharded_size)),)
+    return match(layer, options, None, lengths, misfit)
+
+
+def _at_boundary(
+    match: Callable[..., Match], name: str, module: nn.Module, boundary: Boundary
+) -> Match:
+    """Return the match of a module with a boundary of its own."""
+    settings = AtBoundary.settings(boundary, name)
+    misfit = unknown_parameters(module, boundary)
+    if misfit is not None:
+        return match(misfit=misfit)
+    own, known = Placed.of(boundary, module), []
+    held = [name for name, parameter in module._parameters.items() if parameter is not None]
+    for style, layers in _LAYERS.items() if own.dims else ():
+        for layer in (layer for layer in layers if layer.misfit(module) is None):
+            known.append({n: d for n, d in layer.shard_dims.items() if n in held})
+            if known[-1] == own.dims:
+                return _as_layer(match, module, layer, boundary, STYLES[style])
+    if known:
+        return match(misfit=f"it can be sharded along {known}, and its boundary says {own.dims}")
+    if not own.dims:
+        return match(mixin=AtBoundary, options=settings, misfit=own.misfit(module))
+    misfit = own.misfit(module) or Bounded.misfit(module)
+    return match(Bounded, {"own_style": own, **settings}, None, (own.length(module),), misfit)
 
 
 def with_outputs(matches: Mapping[nn.Module, Match]) -> dict[nn.Module, Match]:
@@ -178,12 +270,13 @@ def match_plan(model: nn.Module, plan: Plan) -> list[Match]:
     modules = dict(model.named_modules(remove_duplicate=False))
     matches: dict[nn.Module, Match] = {}
     for pattern, style in plan.items():
-        known = isinstance(style, Divide | Fused | PerHead | SharedTail | Stacked)
-        if not known and not (isinstance(style, str) and style in STYLES):
+        of_torch = any(kind.__name__ == "ParallelStyle" for kind in type(style).__mro__)
+        known = isinstance(style, Boundary | Divide | Fused | PerHead | SharedTail | Stacked)
+        if not (known or of_torch or (isinstance(style, str) and style in STYLES)):
             raise InvalidArgumentError(
                 f"the plan gives '{pattern}' the unknown style {style!r}; expected one of "
-                f"{', '.join(map(repr, STYLES))}, Divide('attribute', ...), "
-                "Fused('column', parts), PerHead('parameter', ...), SharedTail(features) or "
+                f"{', '.join(map(repr, STYLES))}, Boundary(...), Divide('attribute', ...), "
+                "Fused('column', projections), PerHead('parameter', ...), SharedTail(features) or "
                 "Stacked({'parameter': dim})"
             )
         names = matching(pattern, modules)
@@ -191,7 +284,8 @@ def match_plan(model: nn.Module, plan: Plan) -> list[Match]:
             raise InvalidArgumentError(no_match(pattern, modules))
         for name in names:
             module = modules[name]
-            other = matches.setdefault(module, look_up(name, module, pattern, style))
+            own = Boundary.from_torch(style, module) if of_torch else style
+            other = matches.setdefault(module, look_up(name, module, pattern, own))
             if other.pattern != pattern:
                 raise InvalidArgumentError(
                     f"two patterns of the plan match module '{name}': '{other.pattern}' "

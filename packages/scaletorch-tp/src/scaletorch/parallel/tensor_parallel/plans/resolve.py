@@ -5,21 +5,23 @@ The model is not changed and nothing is sent before all checks have passed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ...placement import ModelView
+from ...placement import Cut, ModelView, fuse, share_cut
 from ..layers.base import TensorParallelLayer
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..layers.multihead import ParallelMultiheadAttention
-from ..layers.own_parameters import HeadParameters
+from ..layers.own_parameters import Bounded, HeadParameters
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
 from ..styles import Divide
-from .attention import Attention, find_attentions, find_whole
+from .attention import Attention, find_attentions, find_whole, has_heads
 from .own_plans import find_own_plan, find_torch_layers
 from .plan import SEQUENCE_WHOLE, Match, Matches, Plan, children_of, match_plan, with_mixins
 from .sequences import (
@@ -27,14 +29,6 @@ from .sequences import (
     check_sequences,
     kept_whole_on_shares,
     layers_that_share,
-)
-from .sizes import (
-    Lengths,
-    check_lengths,
-    check_ties,
-    find_lengths,
-    local_attributes,
-    with_cuts,
 )
 
 _ATTENTION = (HeadParameters, ParallelMultiheadAttention)
@@ -79,9 +73,9 @@ def resolve(
     _check_styles(matches.values(), divided)
     named = {*heads.values()}
     attentions = find_attentions(view, matches, named)
-    attributes, divided_attributes = local_attributes(matches.values(), attentions, tp_size)
-    lengths = find_lengths(view, matches, attentions, heads, tp_size)
-    check_lengths(Lengths([*divided_attributes, *lengths.divided], lengths.shared), tp_size)
+    attributes, counted = local_attributes(matches.values(), attentions, tp_size)
+    divided_lengths, shared = find_lengths(view, matches, attentions, heads, tp_size)
+    check_lengths([*counted, *divided_lengths], shared, tp_size)
     _check_heads(matches, attentions)
     matches = with_cuts(matches, attentions, tp_size)
     check_ties(view, matches)
@@ -196,8 +190,142 @@ def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) ->
             continue  # an MLP with one element for each feature
         [count] = match.lengths
         if attention is None or count % attention.query:
-            found = "none were understood" if attention is None else f"it has {attention.query}"
+            found = "an unknown number of" if attention is None else str(attention.query)
             raise InvalidArgumentError(
-                f"{match.place} cannot be sharded: its parameters are of {count} query heads, "
-                f"and of the projections next to them {found}; shard these by heads, too"
+                f"{match.place} cannot be sharded: its parameters have {count} elements for query "
+                f"heads, and its projections have {found} heads; shard the projections by heads too"
             )
+
+
+# A size that is divided over the ranks: its description and its length.
+Length = tuple[str, int]
+Attentions = Mapping[nn.Module, Attention]
+
+
+def find_lengths(
+    view: ModelView,
+    matches: Matches,
+    attentions: Attentions,
+    named: Mapping[str, nn.Module],
+    tp_size: int,
+) -> tuple[list[Length], list[Length]]:
+    """Return the lengths that tp must divide, and those that must be at least tp.
+
+    They are the number of heads in recognised attention, else each size.
+
+    Attention in `named` whose heads are not recognised is refused, except on one rank.
+    """
+    by_heads = {layer for attention in attentions.values() for layer in attention.lengths}
+    # Layers with heads of unknown length: an uneven division might split a head.
+    whole = {
+        match.module
+        for module in view.names
+        if has_heads(module)
+        for match in children_of(module, matches)
+        if (match.is_column or match.is_row) and match.module not in by_heads
+    }
+    divided: list[Length] = []
+    shared = [(f"query heads of {a.name}", a.query) for a in attentions.values()]
+    for match in matches.values():
+        if match.becomes(Bounded):
+            lengths = match.options["own_style"].lengths.items()
+            divided += [(f"{match.name}.{n}".lstrip("."), length) for n, length in lengths]
+        elif match.layer is not None and match.module not in by_heads:
+            where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")
+            kind = divided if match.module in whole else shared
+            kind.extend((where, length) for length in match.lengths)
+    unknown = [name for name, module in named.items() if module not in attentions]
+    for name in unknown if tp_size > 1 else ():
+        raise InvalidArgumentError(
+            f"the features of the projections of '{name}' are not understood as heads: expected a "
+            "head_dim, or a number of heads, on the module or its config, and query heads that are "
+            "a multiple of key/value heads; pass a plan of your own"
+        )
+    return divided, shared
+
+
+def check_lengths(divided: Sequence[Length], shared: Sequence[Length], tp_size: int) -> None:
+    """Refuse a tp size that does not fit the lengths, and name sizes that do."""
+    uneven = [f"{where} = {length}" for where, length in divided if length % tp_size]
+    short = [f"{where} = {length}" for where, length in shared if length < tp_size]
+    problems = [f"does not divide {_some(uneven)}"] if uneven else []
+    problems += [f"leaves ranks without a share of {_some(short)}"] if short else []
+    if not problems:
+        return
+    most = min(length for _, length in [*shared, *divided])
+    common = math.gcd(*(length for _, length in divided))
+    legal = f"tp sizes up to {most} are legal"
+    if common:  # the nearest divisor on each side of tp
+        divisors = [n for n in range(1, most + 1) if common % n == 0]
+        below, above = [d for d in divisors if d < tp_size], [d for d in divisors if d > tp_size]
+        nearest = map(str, [*below[-1:], *above[:1]])
+        legal = f"the nearest legal tp sizes are {' and '.join(nearest)}"
+    raise InvalidArgumentError(
+        f"tp = {tp_size} {' and '.join(problems)}; for this model and plan {legal}"
+    )
+
+
+def _some(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+
+
+def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn.Module, Match]:
+    """Return the matches with their cuts: at head boundaries, or as even as possible."""
+    cuts = {layer: cut for a in attentions.values() for layer, cut in a.cuts(tp_size).items()}
+    result = dict(matches)
+    for match in (m for m in matches.values() if m.layer is not None):
+        cut = cuts.get(match.module) or fuse([share_cut(n, tp_size) for n in match.lengths])
+        if match.becomes(HeadParameters) or match.becomes(ParallelMultiheadAttention):
+            # Their parameters may have several elements for each head.
+            cut = cut.times(match.lengths[0] // cut.whole)
+        result[match.module] = replace(match, cut=cut)
+        # A layer that sums the ranks' outputs would count replicated heads twice.
+        if cut.shared and match.layer is not None and not match.layer.replicable:
+            most = min(map(len, cut.shared.values()))
+            raise InvalidArgumentError(
+                f"tp = {tp_size} leaves ranks without a shard of the heads of {match.place}: one "
+                f"of its projections has {most} heads, which are not replicated, since the layer "
+                f"sums its outputs over the ranks; tp sizes up to {most} are legal"
+            )
+    return result
+
+
+def local_attributes(
+    matches: Iterable[Match], attentions: Attentions, tp_size: int
+) -> tuple[dict[nn.Module, dict[str, tuple[int, ...]]], list[Length]]:
+    """Return each rank's values of changed attributes, and the values that tp must divide."""
+    found = {module: attention.groups(tp_size) for module, attention in attentions.items()}
+    divided: list[Length] = []
+    for match in (m for m in matches if isinstance(m.style, Divide)):
+        attention = attentions.get(match.module)
+        shares = found.setdefault(match.module, {})
+        for name in match.style.attributes:  # type: ignore[union-attr]
+            value = vars(match.module)[name]
+            share = attention and attention.share(name, value, tp_size)
+            shares[name] = share or (value // tp_size,) * tp_size
+            if share is None:  # it counts no heads
+                divided.append((f"{match.name}.{name}".lstrip("."), value))
+    return found, divided
+
+
+def check_ties(view: ModelView, matches: Matches) -> None:
+    """Refuse a tied parameter that the plan shards differently in its modules."""
+    for owners in view.owners.values():
+        names = [f"{view.names[module]}.{name}".lstrip(".") for module, name in owners]
+        cuts: list[tuple[int | None, Cut | None]] = [(None, None)] * len(owners)
+        for place, (module, name) in enumerate(owners):
+            if module in matches:
+                match = matches[module]
+                cuts[place] = match.dims.get(name), match.cut_of(name)
+        for name, cut in zip(names, cuts, strict=True):
+            if cut != cuts[0]:
+                raise InvalidArgumentError(
+                    f"'{names[0]}' and '{name}' are one tied parameter, but the plan "
+                    f"{_sharding(*cuts[0])} the first and {_sharding(*cut)} the second; give both "
+                    "modules styles that agree"
+                )
+
+
+def _sharding(dim: int | None, cut: Cut | None) -> str:
+    sizes = "" if cut is None else f" into {', '.join(map(str, cut.sizes[:8]))}"
+    return "replicates" if dim is None else f"shards along dim {dim}{sizes}"

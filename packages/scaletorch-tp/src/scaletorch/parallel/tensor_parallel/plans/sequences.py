@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from inspect import signature
+from typing import Any
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ...placement import ModelView, modules_within
+from ...placement import Boundary, ModelView, modules_within
 from ..layers.multihead import ParallelMultiheadAttention
 from ..layers.own_parameters import HeadParameters
 from ..regions.replicas import TailShared
@@ -50,31 +51,27 @@ def layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
     found = [layers for layers in lists if sharded.intersection(layers.modules())]
     if len(found) != 1:
         return []
-    if not _has_other_head(model, matches) and not _needs_full_sequences(view, decoder, found[0]):
-        return []
-    return [look_up(view.names[m], m, view.names[m], "sequence_layer") for m in found[0]]
-
-
-def _has_other_head(model: nn.Module, matches: Sequence[Match]) -> bool:
-    """Return whether the modules outside the base model do not gather sequence shards."""
+    [layers] = found
     base = getattr(model, "base_model", None)
+    outside = {*view.names} - {*layers.modules()}
+    names = {name for layer in layers for name in signature(layer.forward).parameters}
+    if (
+        names.isdisjoint((*OF_TOKENS, *WHOLE_IDS))
+        and getattr(base, "config", None) is getattr(decoder, "config", None)
+        and not any(isinstance(module, nn.MultiheadAttention) for module in outside)
+        and not _has_other_head(model, base, matches)
+    ):
+        return []
+    return [look_up(view.names[m], m, view.names[m], "sequence_layer") for m in layers]
+
+
+def _has_other_head(model: nn.Module, base: Any, matches: Sequence[Match]) -> bool:
+    """Return whether the modules outside the base model do not gather sequence shards."""
     # A base model's `base_model` is itself; that of an adapter wrapper is not.
     if base is model or getattr(base, "base_model", None) is not base or base is None:
         return False
     inside = {*base.modules()}
     return not any(m.options.get("gather_output") for m in matches if m.module not in inside)
-
-
-def _needs_full_sequences(view: ModelView, decoder: nn.Module, layers: nn.ModuleList) -> bool:
-    """Return whether layers take other per-token inputs, or modules handle more than text."""
-    given = {name for layer in layers for name in signature(layer.forward).parameters}
-    if given.intersection((*OF_TOKENS, *WHOLE_IDS)):
-        return True
-    base = getattr(view.model, "base_model", None)
-    if getattr(base, "config", None) is not getattr(decoder, "config", None):
-        return True
-    outside = {*view.names} - {*layers.modules()}
-    return any(isinstance(module, nn.MultiheadAttention) for module in outside)
 
 
 def check_in_attention(
@@ -97,10 +94,18 @@ def check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
     first, *rest = sorted(layers) or [""]
     if rest:  # only the last layer of one list would gather
         raise InvalidArgumentError(
-            f"the plan shares sequences out in the layers of {first} (style "
-            f"'sequence_layer'), and names {', '.join(rest)} beside them: the last layer of one "
-            "list joins sequences; do without sequence parallelism"
+            f"the plan gives the style 'sequence_layer' to the layers of {first} and of "
+            f"{', '.join(rest)}, but only the last layer of one list gathers sequences; do without "
+            "sequence parallelism"
         )
+    for match in matches:
+        usual = match.layer is not None and not {"arrives", "returns"} & {*match.options}
+        if isinstance(match.style, Boundary) and match.style.converts and not usual:
+            raise InvalidArgumentError(
+                f"{match.place} converts at its boundary, and sequence parallelism does so between "
+                "all layers: write the boundary without conversions, or do without sequence "
+                "parallelism"
+            )
     for match in (m for m in matches if m.becomes(ParallelMultiheadAttention)):
         if not vars(match.module)["batch_first"]:
             raise InvalidArgumentError(

@@ -22,7 +22,7 @@ from torch.nn import functional
 from ....dist import all_reduce, get_rank, reduce_scatter
 from ....dist.functional import spmd_local, spmd_type
 from ...pg_manager.building import around_compiled, uncompiled
-from ...placement import Invariant, Partial, Replicate, Shard, convert
+from ...placement import Invariant, Partial, Placement, Replicate, Shard, convert
 from .sequence_shares import DIM, SequenceShares, convert_hidden, shapes_explained
 from .surround import Surrounded, own_class
 
@@ -180,9 +180,9 @@ def send(
         # In place: no other code uses a gradient that `Multiply` nodes returned.
         work = all_reduce(grad, group=group, async_op=True)
         return lambda: work.wait() or grad
-    parts = grad.split(list(sizes), DIM)
-    share = torch.empty_like(parts[get_rank(group)], memory_format=torch.contiguous_format)
-    work = reduce_scatter(share, parts, group=group, async_op=True)
+    shards = grad.split(list(sizes), DIM)
+    share = torch.empty_like(shards[get_rank(group)], memory_format=torch.contiguous_format)
+    work = reduce_scatter(share, shards, group=group, async_op=True)
     return lambda: work.wait() or share
 
 
@@ -215,9 +215,16 @@ _running: ContextVar[_Running | None] = ContextVar("_running", default=None)
 
 
 @uncompiled
-def enter(x: Tensor, group: ProcessGroup | None, sequence: SequenceShares | None = None) -> Tensor:
+def enter(
+    x: Tensor,
+    group: ProcessGroup | None,
+    sequence: SequenceShares | None = None,
+    arrives: Placement | None = None,
+) -> Tensor:
     """Return the full input for this rank's shards; backward sums its gradient over the ranks."""
     running = _running.get()
+    if arrives is not None:
+        return convert(x, arrives, Replicate(), group)
     if sequence is not None:  # a region gathers before its forward, and sums after its backward
         return sequence.enter(x) if running is None else sequence.require_whole(x)
     return _copy(x, group) if running is None else running.once(x, _copy, group)

@@ -248,7 +248,7 @@ def _refuse_second(
     if alike and other.shape[-1] in widths and not harmless:
         raise InvalidArgumentError(
             f"{describe_rank()}: {kind} was called with two sequences, of shapes "
-            f"{tuple(hidden.shape)} and {tuple(other.shape)}; with sequence parallelism it cannot "
-            "be known whether the second is this rank's share of its tokens or the whole, nor "
-            f"whose sum its gradient is; {_WAY_OUT}"
+            f"{tuple(hidden.shape)} and {tuple(other.shape)}; with sequence parallelism the second "
+            "may be this rank's shard of its tokens or the full sequence, with a full or a partial "
+            f"gradient; {_WAY_OUT}"
         )

@@ -60,6 +60,6 @@ def not_pickled(name: str) -> StateError:
     """Return the error for a module that cannot be pickled."""
     return StateError(
         f"{describe_rank()}: a {name} cannot be pickled, as tensor parallelism "
-        "ties it to this rank's process group: save a state_dict, gather_state_dict(model) for "
-        "the whole model's, and load it into a model made anew; copy.deepcopy works"
+        "ties it to this rank's process group: save a state_dict, or gather_state_dict(model) for "
+        "the full model's, and load it into a new model; copy.deepcopy works"
     )

@@ -83,9 +83,9 @@ def check_adapters(
 
 def _why_not(adapter: Adapter, kind: type[TensorParallelLayer] | None) -> str | None:
     if kind is None:
-        return "its layer is whole on every rank, which would see a share of each sequence"
+        return "its layer is replicated, and would get a rank's shard of each sequence"
     if not issubclass(kind, ColumnParallelLinear | RowParallelLinear):
-        return f"its layer becomes a {kind.__name__}, and only those of linear layers can be cut"
+        return f"its layer becomes a {kind.__name__}, and only linear ones can be sharded"
     unknown = [
         name
         for name, _ in adapter.module.named_parameters()
@@ -93,7 +93,7 @@ def _why_not(adapter: Adapter, kind: type[TensorParallelLayer] | None) -> str | 
     ]
     if unknown or not {_A, _B} <= adapter.module._modules.keys():
         return f"it is none of plain LoRA, lora_A and lora_B alone (it has {', '.join(unknown)})"
-    misfits = (ColumnParallelLinear.misfit(part) for part in _parts(adapter, _A, _B))
+    misfits = (ColumnParallelLinear.misfit(m) for m in _modules(adapter, _A, _B))
     return next((f"of its matrices {misfit}" for misfit in misfits if misfit is not None), None)
 
 
@@ -107,14 +107,14 @@ def shard_adapters(
         if kind is None:
             continue
         matrix, option, draws = _FOLLOWED[kind]
-        for module in _parts(adapter, matrix):
+        for module in _modules(adapter, matrix):
             options = {option: getattr(layer, option)}
             kind.convert(module, group, memo, layer.cut, **options).sequence = layer.sequence
-        for module in () if sequence_parallel else _parts(adapter, _DROPOUT):
+        for module in () if sequence_parallel else _modules(adapter, _DROPOUT):
             surround(module, draws, group)
 
 
-def _parts(adapter: Adapter, *names: str) -> list[nn.Module]:
+def _modules(adapter: Adapter, *names: str) -> list[nn.Module]:
     """Return the named submodules of all adapters that a peft layer holds by name."""
     held = [adapter.module._modules.get(name) for name in names]
     return [child for children in held if children is not None for child in children.children()]

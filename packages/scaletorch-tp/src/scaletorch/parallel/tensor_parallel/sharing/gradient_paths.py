@@ -16,8 +16,10 @@ from ....dist.errors import InvalidArgumentError
 from ....dist.functional import AllGather, AllReduce, Copy, Gather, Reduce, ReduceScatter, Split
 from ...pg_manager import describe_rank
 from ...pg_manager.building import divided_modules
+from ...placement import Invariant, Partial, Placement, Replicate, Varying
 from ..cross_entropy import CrossEntropy
 from ..layers.base import TensorParallelLayer
+from ..layers.own_parameters import AtBoundary
 from ..regions.region import Enter
 from ..regions.replicas import SumGradient
 from ..regions.sequence_shares import find_shares
@@ -77,10 +79,39 @@ class Walk:
         self._seen: set[tuple[Node, Reach]] = set()
         self._found: dict[int, tuple[Tensor, Reach]] = {}
         self._returns_parts = False
+        self._placed: dict[Node, list[tuple[str, Placement]]] = {}  # by the boundaries
         self._outer: dict[int, Node] = {}  # a checkpoint's input -> its node in the outer graph
 
-    def reach_of(self, output: Node) -> Reach:
-        """Return the kind of an output's gradient: partial if its values differ between ranks."""
+    def check_boundaries(self) -> None:
+        """Refuse a tensor whose values differ between ranks where its boundary says otherwise."""
+        for module in self._model.modules():
+            if not isinstance(module, AtBoundary):
+                continue
+            for (place, placement), node in module._seen.items():
+                varies = self.reach_of(node, ReduceScatter) is Reach.PARTIAL
+                same = isinstance(placement, Replicate | Invariant)
+                if (varies and same) or (not varies and isinstance(placement, Partial)):
+                    shown = Varying() if varies else Invariant()
+                    raise _wrong_boundary(place, placement, f"graph shows {shown}")
+                self._placed.setdefault(node, []).append((place, placement))
+            if module._seen:
+                module._seen.clear()
+                module._seen.compared = True
+
+    def _check_gradient(self, node: Node, reach: Reach) -> None:
+        """Refuse a gradient that a boundary says is full and is partial, or the reverse."""
+        full, partial = Invariant(), Replicate()
+        right, wrong = (full, partial) if reach is Reach.WHOLE else (partial, full)
+        places = [place for place, placement in self._placed.get(node, ()) if placement == wrong]
+        if places:
+            but = f"gradient is that of {right}"
+            raise _wrong_boundary(", which is ".join(dict.fromkeys(places)), wrong, but)
+
+    def reach_of(self, output: Node, *whole: type) -> Reach:
+        """Return the kind of an output's gradient: partial if its values differ between ranks.
+
+        The search ends at nodes that apply a collective in `whole` to the gradient.
+        """
         seen: set[Node] = set()
         todo: list[Node | None] = [output]
         while todo:
@@ -97,7 +128,7 @@ class Walk:
             if group is self._group:
                 if way in (AllGather, Gather):  # forward split it
                     return Reach.PARTIAL
-                if way in (Copy, AllReduce, Split):  # forward summed or gathered
+                if way in (Copy, AllReduce, Split, *whole):  # forward summed or gathered
                     continue
             todo += [following for following, _ in node.next_functions]
         return Reach.WHOLE
@@ -119,7 +150,10 @@ class Walk:
             if step in self._seen:
                 continue
             self._seen.add(step)
-            for leaf in _leaves_of(node):
+            self._check_gradient(node, reach)
+            # Its leaf, and leaves whose gradients its function computes later.
+            leaves = getattr(node, "variable", None), *getattr(node, "trained_later", ())
+            for leaf in (each for each in leaves if each is not None):
                 outer = self._outer.get(id(leaf))
                 if outer is not None:
                     todo.append((outer, reach))
@@ -214,10 +248,17 @@ class Walk:
         return (
             f"{name} uses {', '.join(map(repr, both[:3]))}{more} in a parallel region and outside "
             f"of one{hint}. Inside, or on shares of the tokens, each rank has a term of the "
-            "gradient, and outside the whole of it: their sum over the ranks would be wrong either "
-            "way. Use one parameter inside and another outside, or give the layers of that region "
-            "the style 'replicate'"
+            "gradient, and outside the full gradient: a sum over the ranks would be wrong, and no "
+            "sum too. Use one parameter inside and another outside, or give the layers of that "
+            "region the style 'replicate'"
         )
+
+
+def _wrong_boundary(place: str, placement: Placement, but: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{describe_rank()}: {place} is {placement} by its boundary, but its {but}: give this "
+        "module, or one that uses the same tensor, another boundary"
+    )
 
 
 def _kind(node: Node) -> type | None:
@@ -250,14 +291,6 @@ def _holds(node: Node, group: ProcessGroup | None) -> bool:
         value is group or (isinstance(value, tuple | list) and any(x is group for x in value))
         for value in kept
     )
-
-
-def _leaves_of(node: Node) -> Iterator[Tensor]:
-    """Yield the leaf of a node, and leaves whose gradients its function computes later."""
-    leaf = getattr(node, "variable", None)
-    if leaf is not None:
-        yield leaf
-    yield from getattr(node, "trained_later", ())
 
 
 def _gathered(model: nn.Module) -> dict[Tensor, Tensor]:

@@ -99,6 +99,7 @@ class GradientSums:
 
     def _follow(self, model: nn.Module, nodes: Iterable[Node]) -> None:
         walk = Walk(model, self)
+        walk.check_boundaries()
         walk.follow([(node, walk.reach_of(node)) for node in nodes])
         unseen = [leaf for leaf in walk.leaves.whole.values() if self.reach(leaf) is Reach.NOT]
         for leaf in unseen:
@@ -132,10 +133,10 @@ class GradientSums:
         """
         if self._opaque:
             raise InvalidArgumentError(
-                f"{describe_rank()}: the gradient of a parameter ({parameter}) came in a way that "
-                f"autograd's graph does not show, perhaps by {', '.join(sorted(self._opaque))}, so "
-                "whether it is to be summed over the tensor-parallel ranks is not known; pass the "
-                "parameter to that function as one of its inputs"
+                f"{describe_rank()}: the autograd graph does not show where the gradient of a "
+                f"parameter ({parameter}) comes from (perhaps {', '.join(sorted(self._opaque))}): "
+                "whether to sum it over the tensor-parallel ranks is unknown; pass the parameter "
+                "to that function as one of its inputs"
             )
 
     @contextmanager

@@ -3,13 +3,18 @@
 A region begins with an all-gather and ends with a reduce-scatter instead of an all-reduce. They
 send the same bytes, but norms, dropout and residuals work on 1/tp of the tokens and save 1/tp of
 the activations. Source: https://arxiv.org/abs/2205.05198.
+
+Attention that is not a region gathers its input. Models of `transformers` make masks from the
+length of their hidden states, which is that of a shard, so they get masks of full sequences.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,18 +27,117 @@ from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import ModelView, modules_within
 from ..layers.base import TensorParallelLayer
 from ..layers.own_parameters import HeadParameters
-from ..regions.random import end_sharded_random, sharded_random
+from ..regions.random import common_random, end_sharded_random, refused_again, sharded_random
 from ..regions.region import Region
 from ..regions.sequence_shares import (
     DIM,
     SequenceShares,
     argument_names,
+    convert_hidden,
     find_shares,
     in_backward,
     shapes_explained,
 )
 from ..regions.surround import Surrounded, own_class, surround
-from .whole_sequence import WholeSequence, mask_configs, whole_masks
+
+_LIBRARY = "transformers.masking_utils"
+
+
+class WholeSequence(Surrounded):
+    """Mixin of attention that is replicated, or sharded in another way than as a region.
+
+    It gathers its input, runs on the full sequence on every rank, and returns this rank's shard of
+    the output. So its parameters have full gradients, and its layers need no sequence parallelism.
+    """
+
+    _sequence: SequenceShares
+
+    @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward on full sequences."""
+        name, shares = own_class(self).__name__, self._sequence
+        args, kwargs, length = convert_hidden(
+            self, shares, shares.whole, args, kwargs, join_residuals=True
+        )
+        with refused_again(name), common_random():  # every rank draws the same
+            out = super().forward(*args, **kwargs)
+        local, found = _shared(out, length, shares)
+        if not found:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: with sequence parallelism {name} must return hidden states "
+                f"[..., {length}, H], or a tuple that holds them, and returned "
+                f"{type(out).__name__}; do without sequence parallelism"
+            )
+        return local
+
+
+@uncompiled
+def _shared(out: Any, length: int, shares: SequenceShares) -> tuple[Any, bool]:
+    """Split the hidden states in an output; return the output and whether it had any."""
+    if isinstance(out, Tensor):
+        is_hidden = out.is_floating_point() and 1 < out.ndim < 4 and out.shape[DIM] == length
+        return (shares.split(out), True) if is_hidden else (out, False)
+    if type(out) not in (tuple, list):
+        return out, False
+    pairs = [_shared(item, length, shares) for item in out]
+    return type(out)(item for item, _ in pairs), any(found for _, found in pairs)
+
+
+@contextmanager
+@around_compiled
+def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None]:
+    """Replace transformers' mask functions in its registry by ones for full sequences."""
+    library = sys.modules.get(_LIBRARY)
+    if library is None or not configs or shares.length is None:
+        yield
+        return
+    table = library.ALL_MASK_ATTENTION_FUNCTIONS
+    names = {config._attn_implementation for config in configs} & set(table)
+    before = {name: table[name] for name in names}
+    table.update({name: partial(_whole_mask, make, shares) for name, make in before.items()})
+    try:
+        yield
+    finally:
+        for name, make in before.items():
+            del table[name]  # drop our local entry; the global one shows again
+            if table[name] is not make:
+                table[name] = make
+
+
+def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
+    """Return a padding mask [B, L] for full sequences, also for a shard's mask of ones."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[-1] == shares.length:
+        return mask
+    if mask.shape[-1] != shares.local or not bool(mask.all()):
+        raise InvalidArgumentError(
+            f"{describe_rank()}: the model asks for a mask with padding of shape "
+            f"{tuple(mask.shape)}, where sequences have {shares.length} tokens; pass an "
+            "attention_mask of whole sequences, or do without sequence parallelism"
+        )
+    return mask.new_ones(mask.shape[0], shares.length or 0)
+
+
+@uncompiled
+def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any) -> Any:
+    """Make the mask that the model requested, but for full sequences."""
+    whole, shard = shares.length, shares.local
+    queries, keys = options.get("q_length"), options.get("kv_length")
+    if queries == shard:
+        if keys not in (shard, whole) or options.get("q_offset", 0):  # with a cache
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model asks for a mask of {queries} queries, from position "
+                f"{options.get('q_offset', 0)} on, and {keys} keys; sequence parallelism makes "
+                "masks of whole sequences only: pass use_cache=False"
+            )
+        options |= {"q_length": whole, "kv_length": whole}
+        options["attention_mask"] = _whole_padding(options.get("attention_mask"), shares)
+    elif queries != whole:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: the model asks for a mask of {queries} queries, but this rank has "
+            f"{shard} of {whole} tokens; do without sequence parallelism"
+        )
+    return make(**options)
+
 
 # Names of layer arguments with per-token values other than hidden states.
 OF_TOKENS = ("input_ids", "per_layer_input", "per_layer_inputs")
@@ -81,10 +185,10 @@ def _rows(x: Tensor, shares: SequenceShares) -> Tensor:
         return x
     if x.shape[DIM] in lengths:
         raise InvalidArgumentError(
-            f"{describe_rank()}: of hidden states {tuple(x.shape)} two dims are as long as the "
-            f"sequence of {shares.length} tokens or a rank's share of it, {shares.local}, so it is "
-            "not known which one is to be shared out; take another length or batch size, or do "
-            "without sequence parallelism"
+            f"{describe_rank()}: in hidden states {tuple(x.shape)} two dims are as long as the "
+            f"sequence of {shares.length} tokens or a rank's shard of {shares.local}, so the dim "
+            "to divide is unknown; take another length or batch size, or do without sequence "
+            "parallelism"
         )
     return x.flatten(DIM)
 
@@ -163,8 +267,10 @@ class SequenceRoot(Surrounded):
         """Run the model's own forward."""
         if self._sequence is None:
             return super().forward(*args, **kwargs)
-        # Only the ids are full, so only they give the length of the sequence.
-        ids = _find_ids(args, kwargs)
+        # Only token ids or positions [B, L] are full, so only they give the length of the sequence.
+        given = (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids"))
+        tensors = (x for x in given if isinstance(x, Tensor) and x.ndim > 1)
+        ids = next((x for x in tensors if not x.is_floating_point()), None)
         self._sequence.length = None if ids is None else ids.shape[-1]
         self._sequence.batch = 0 if ids is None else ids.shape[0]
         self._sequence.sharing = not self._layered
@@ -220,8 +326,10 @@ def share_sequences(
             vars(module)["_sequence"] = shares
         elif isinstance(module, TensorParallelLayer) and not isinstance(module, HeadParameters):
             vars(module)["sequence"] = shares
+    found = [] if layers else [getattr(module, "config", None) for module in view.names]
+    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
     vars(surround(model, SequenceRoot, group)).update(
-        _sequence=shares, _configs=[] if layers else mask_configs(model), _layered=bool(layers)
+        _sequence=shares, _configs=[*configs.values()], _layered=bool(layers)
     )
     for layer in layers:
         vars(layer).update(_first=layer is layers[0], _last=layer is layers[-1])
@@ -240,14 +348,6 @@ def sequence_share(model: nn.Module, length: int) -> int:
 def shares_in_layers(model: nn.Module) -> bool:
     """Return whether only layers of style "sequence_layer" work on sequence shards."""
     return any(isinstance(module, SequenceLayer) for module in model.modules())
-
-
-def _find_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the token ids or positions, [B, L], among a model's arguments, or None."""
-    for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids")):
-        if isinstance(value, Tensor) and value.ndim > 1 and not value.is_floating_point():
-            return value
-    return None
 
 
 def counts_of_ids(model: nn.Module) -> bool:

@@ -85,10 +85,15 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     return cut.take(whole)
 
 
-def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, part: str) -> None:
+def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, component: str) -> None:
     """Refuse a name whose next component is missing in a module that has entries."""
     known = {**module._modules, **module._parameters, **module._buffers}
-    if known and part not in known and not hasattr(module, part) and part != "_extra_state":
+    if (
+        known
+        and component not in known
+        and not hasattr(module, component)
+        and component != "_extra_state"
+    ):
         names = (n for n, _ in model.named_parameters(remove_duplicate=False))
         close = ", ".join(difflib.get_close_matches(name, names)) or ", ".join(sorted(known))
         raise InvalidArgumentError(

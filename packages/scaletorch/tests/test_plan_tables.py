@@ -1,0 +1,114 @@
+"""A plan as tables and a page says what its estimates say."""
+
+import re
+from html import escape
+
+import pytest
+from plan_sketches import model
+
+from scaletorch.parallel.pg_manager import Grid
+from scaletorch.plan import (
+    Affine,
+    Behaviour,
+    Cluster,
+    Cut,
+    Device,
+    Layout,
+    Link,
+    Options,
+    Parameter,
+    Refused,
+    Work,
+    plan,
+)
+from scaletorch.plan.estimate import in_bytes, in_seconds, in_short
+from scaletorch.plan.tables import explained, grouped, page, table, words_of
+
+GIB = 2**30
+
+
+def planned(memory=80 * GIB, cuts=(1, 2)):
+    kinds = {
+        Cut(tp): 3 * (Behaviour(
+            (Parameter("w", 2**30, 4, 2**30 // tp),), kept=Affine(0, GIB / tp),
+            handed=Affine(0, 2**20), work=(Work("matmul", 1, Affine(0, 1e12), Affine()),),
+        ),)
+        for tp in cuts
+    }  # fmt: skip
+    device = Device("A <quick> one", memory, {"float32": 1e14}, 1e12, group_memory=GIB)
+    cluster = Cluster(4, device, (Link(2, 3e-6, 300e9), Link(4, 8e-6, 25e9)))
+    options = Options(schedules=(("1f1b", 1),), micro_rows=(1, 2))
+    return plan(model(kinds, 4, "a & b", 4096), 16, cluster, options=options)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return planned()
+
+
+def test_the_table_says_what_fits_and_how_quick_it_is(found):
+    text = table(found, 3, ["So it is."])
+    rows = [line.split() for line in text.splitlines()]
+    best = found.best()
+    (first,) = (row for row in rows if row[:1] == ["1"] and "x" in row[1])
+    grid = best.layout.grid
+    assert first[1] == f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"
+    assert f"{best.peak / GIB:.2f}" in first
+    assert first[-1] == in_short(16 * 4096 / best.time.step)
+    assert f"{len(found.fitting)} layouts fit; {len(found.refused)} are refused" in text
+    assert "refused: 2x1x2x1 and 4 like it: a & b is not described for tp 1, cp 2" in text
+    assert "steps are estimates: the first takes" in text
+    assert text.endswith("note: So it is.")
+
+
+def test_one_layout_and_none_at_all():
+    text = table(planned(memory=2 * GIB))
+    assert "no layout fits in 2 GiB: take more ranks" in text
+    assert re.search(r"\d! ", text)
+    assert "0 layouts fit" in text
+    assert "is not described for tp 1" in page(planned(cuts=()))
+
+
+def test_a_layout_in_full(found):
+    best = next(each for each in found.ranked() if each.layout.grid.pp > 1)
+    text = explained(found, best)
+    own, shared = in_bytes(best.peak), in_bytes(best.communicators)
+    assert f"{own} on the fullest rank, {shared} of it communicators: fits in 80 GiB" in text
+    own = best.memory[best.fullest]
+    figures = (own.parameters, own.gradients, own.optimizer, own.activations)
+    said = r" +".join(f"{size / GIB:.2f}" for size in figures)
+    assert re.search(rf"\n{best.fullest} +{said}", text)
+    assert f"step {in_seconds(best.time.step)} ({in_seconds(best.time.low)} to" in text
+
+
+def test_options_are_those_that_matter():
+    assert words_of(Layout(Grid(), True, cp_method="ulysses")) == ["1 x 1 row"]
+    many = Layout(Grid(tp=2, cp=2, pp=2), True, "offload", 2, "zb_v", 2, "ulysses", 4, 8)
+    assert words_of(many) == [
+        "sp", "ulysses", "zero 2", "recompute offload", "zb_v", "2 chunks", "8 x 4 rows",
+    ]  # fmt: skip
+
+
+def test_numbers_in_words():
+    assert [in_bytes(size) for size in (0, 1023, 1024, 80 * GIB, 1023 * GIB)] == [
+        "0 B", "1023 B", "1 KiB", "80 GiB", "1,023 GiB",
+    ]  # fmt: skip
+    assert [in_seconds(each) for each in (2e-6, 0.0125, 3, 2000)] == [
+        "2 µs", "12.5 ms", "3 s", "2,000 s",
+    ]  # fmt: skip
+    assert [in_short(each) for each in (12, 1500, 2.5e9)] == ["12", "1.5k", "2.5B"]
+
+
+def test_reasons_that_differ_in_numbers_are_one():
+    refused = [(at, Refused(Grid(dp=at), f"dp = {at} is 0.5 too many")) for at in (2, 3)]
+    assert grouped([(1, Refused(Grid(pp=2), "no")), *refused]) == [
+        (5, "2x1x1x1", "dp = 2 is 0.5 too many"), (1, "1x2x1x1", "no"),
+    ]  # fmt: skip
+
+
+def test_the_page_stands_alone(found):
+    text = page(found, notes=["So it is."])
+    assert not any(each in text for each in ("<script", "href", "url(", "http:", "https:"))
+    assert escape(table(found, notes=["So it is."])) in text
+    assert escape(explained(found, found.best())) in text
+    assert "Plan for a &amp; b on 4 x A &lt;quick&gt; one" in text
