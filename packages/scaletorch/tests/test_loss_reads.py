@@ -312,7 +312,7 @@ def with_aux(model):
 
 def test_a_value_of_each_token_is_a_share_under_sequence_parallelism(pools):
     for sizes in ({"tp_size": 2}, {"tp_size": 2, "dp_size": 2}):
-        for options, words in ({}, "^$"), ({"sequence_parallel": True}, "share of the tokens"):
+        for options, words in ({}, "^$"), ({"sequence_parallel": True}, "shard of the tokens"):
             for said, _ in pools[ranks_of(sizes)].run(attempt, sizes, options, with_aux, Aux):
                 assert re.search(words, said), (sizes, options, said)
 

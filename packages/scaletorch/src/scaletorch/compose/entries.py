@@ -184,8 +184,8 @@ def _unclear(name: str, entry: Any, tokens: Shape, *dims: int | None) -> Invalid
     ways = " or ".join(f"row_dims={{{name!r}: {dim}}}" for dim in dims)
     return InvalidArgumentError(
         f"{name} {_came(entry)}, and it is not clear whether, or in which dim, it has the "
-        f"{tokens[0]} rows of the batch: pass shard_global_batch(..., {ways}); None gives it whole "
-        "to every micro-batch"
+        f"{tokens[0]} rows of the batch: call shard_global_batch(..., {ways}); None passes it "
+        "whole to every micro-batch"
     )
 
 
