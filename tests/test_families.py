@@ -85,6 +85,14 @@ def test_a_difference_of_one_number_is_seen():
     assert (found.word, found.words) == (DIFFERS, name)
 
 
+def test_a_plan_is_suggested_where_float64_needs_exact_computing():
+    """XGLM fills a float32 tensor with the least number of float64, which overflows."""
+    pools, expected = Pools(), refer("xglm")
+    found = [run(pools, "xglm", AXES[axis], expected, 60).word for axis in ("tp", "sp")]
+    pools.close()
+    assert found == [SAME, SAME]
+
+
 def test_what_ranks_say_together():
     trained, heard = ("trained", 1e-15, "loss"), ("heard", 0.0, "another rank refused")
     refused = ("refused", 0.0, "rank 1 (dp0 pp0 cp0 tp1): no. b")

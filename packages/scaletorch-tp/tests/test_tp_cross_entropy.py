@@ -47,7 +47,7 @@ def reference(logits, targets, *, z_loss=0.0, reduction="mean", **options):
 
 
 def both(logits, targets, lengths=None, **options):
-    """Loss and gradient of this rank's part: ours, and torch's in float64 on the whole."""
+    """Loss and gradient of this rank's shard: ours, and torch's in float64 on the whole."""
     rank, size, where = place()
     vocab = logits.shape[-1]
     extra = {"vocab_size": vocab} if lengths is None else {}
@@ -137,7 +137,7 @@ def test_large_logits_lose_nothing():
     logits = (logits + 1e4).float()
     agree(*both(logits, targets, label_smoothing=0.1), tolerance=3e-6)
     agree(*both(logits - 2e4, targets), tolerance=3e-6)
-    logits[..., 12:] -= 2e4  # one part's exponentials vanish
+    logits[..., 12:] -= 2e4  # the exponentials of one shard vanish
     agree(*both(logits, targets.clamp_max(11), label_smoothing=0.1), tolerance=3e-6)
 
 
@@ -152,7 +152,7 @@ def test_sixteen_bits_are_no_worse_than_in_one_process(dtype):
         theirs = reference(plain, targets, **options)
         theirs.backward()
         rank, size, _ = place()
-        part = shard_of(plain.grad, shard_sizes(1013, size), rank)
+        shard = shard_of(plain.grad, shard_sizes(1013, size), rank)
 
         def error(x, y):
             return (x.double() - y).norm().item()
@@ -162,7 +162,7 @@ def test_sixteen_bits_are_no_worse_than_in_one_process(dtype):
         # 16-bit ranks see the weight of the loss in float32: at most one process's error.
         torch.manual_seed(5)
         weight = torch.rand((), dtype=torch.float64)
-        assert error(grad, whole_grad) <= 1.25 * error(part.double() * weight, whole_grad)
+        assert error(grad, whole_grad) <= 1.25 * error(shard.double() * weight, whole_grad)
 
 
 @distributed_test(world_size=3)
@@ -179,7 +179,7 @@ def test_what_is_not_finite_is_as_in_torch_on_every_rank():
                 assert case[0].isnan().sum() == 1
     logits, targets = draw(13, ignored=0)
     logits[1, 1] = -inf  # nothing is possible
-    logits[2, 2, 5:] = -inf  # nor anything of the last parts, as of a padded vocabulary
+    logits[2, 2, 5:] = -inf  # nor anything of the last shards, as of a padded vocabulary
     logits[2, 3, :9] = -inf
     targets[2] = torch.tensor([0, 12, 1, 12])
     agree(*both(logits, targets, reduction="none"))
@@ -194,9 +194,9 @@ def test_what_is_not_finite_is_as_in_torch_on_every_rank():
 def test_every_rank_has_the_same_bits():
     logits, targets = draw(23, dtype=torch.float32)
     loss = both(logits, targets, reduction="none")[0]
-    parts = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, loss)
-    assert all(torch.equal(part, loss) for part in parts)
+    shards = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, loss)
+    assert all(torch.equal(each, loss) for each in shards)
 
 
 def other_uses():
@@ -270,9 +270,9 @@ def test_behind_a_column_parallel_head(autocast):
     hidden = torch.randn(6, 8, dtype=head.weight.dtype)
     targets = torch.randint(26, (6,))
     x, y = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    part = ColumnParallelLinear.from_plain(head, group=where)
+    layer = ColumnParallelLinear.from_plain(head, group=where)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = vocab_parallel_cross_entropy(part(x), targets, group=where)
+        loss = vocab_parallel_cross_entropy(layer(x), targets, group=where)
         expected = F.cross_entropy(head(y), targets)
     loss.backward()
     expected.backward()

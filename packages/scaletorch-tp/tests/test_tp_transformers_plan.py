@@ -88,14 +88,15 @@ class Whole(nn.Module):
 
 def styles(model, plan=None):
     """Return the style of each module with parameters, "" for one that stays whole."""
-    return {p.name.rpartition(".")[0]: p.style for p in explain(model, 2, plan).parameters}
+    told = explain(model, 2, plan).parameters
+    return {p.name.rpartition(".")[0]: p.style.partition(" p")[0] for p in told}
 
 
 def test_a_model_says_itself_what_is_sharded():
     found = styles(Whole(norm=True))
     layer = {
         "attention.query": "column", "attention.out": "row", "attention.q_norm": "",
-        "mlp.gate_up": "column, 2 parts", "mlp.down": "row",
+        "mlp.gate_up": "column, 2", "mlp.down": "row",
     }  # fmt: skip
     assert {
         f"model.layers.1.{name}": style for name, style in layer.items()
@@ -109,7 +110,7 @@ def test_the_outer_plan_goes_before_that_of_an_inner_model():
     model._tp_plan = {"model.layers.*.mlp.down": "rowwise_split_input"} | Whole._tp_plan
     found = styles(nn.ModuleDict({"inner": model}))
     assert found["inner.model.layers.1.mlp.down"] == "row_split"
-    assert found["inner.model.layers.1.mlp.gate_up"] == "column, 2 parts"
+    assert found["inner.model.layers.1.mlp.gate_up"] == "column, 2"
     assert found["inner.model.layers.1.attention.out"] == "row"
 
 

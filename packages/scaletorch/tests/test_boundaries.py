@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from training import in_one_process, on_a_layout, tokens, train_and_compare
+from training import in_one_process, on_a_layout, require_alike, tokens
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.placement import Boundary, Invariant, Partial, Replicate, Shard, Varying
@@ -17,6 +17,7 @@ LAYOUTS = {
     "tp2-cp2": dict(tp_size=2, cp_size=2),
     "tp2-pp2": dict(tp_size=2, pp_size=2),
 }
+BATCHES = [tokens(step) for step in range(2)]
 ENTERED, SUMMED = (Invariant(), Replicate()), (Partial(), Invariant())
 COLUMNS, ROWS = {"weight": Shard(0), "bias": Shard(0)}, {"weight": Shard(1)}
 OWN = {"up": Shard(0), "scale": Shard(0), "down": Shard(-1), "bias": Partial()}
@@ -121,21 +122,26 @@ def build():
     return Model().double()
 
 
+def trained(sizes, plan, micro_batches=2):
+    """Context parallelism runs models without attention only where a rehearsal compares them."""
+    how = {"options": {"plan": plan}, "rehearse": "cp_size" in sizes}
+    return on_a_layout(build, sizes, BATCHES, micro_batches=micro_batches, **how)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_plan_of_placements_trains_as_one_process(layout):
-    batches = [tokens(step) for step in range(2)]
-    expected = in_one_process(build(), batches)
-    how = {"options": {"plan": PLAN}, "micro_batches": 2, "rehearse": "cp" in layout}
-    train_and_compare(expected, build, LAYOUTS[layout], batches, **how)
+    expected = in_one_process(build(), BATCHES)
+    for found in run_ranks(trained, 4, LAYOUTS[layout], PLAN, timeout=200):
+        require_alike(found, expected)
 
 
 def sentences(sizes):
     """Return what refuses each wrong plan on this rank."""
     found = {}
     for wrong, (module, boundary, _) in WRONG.items():
-        plan = {"plan": {**PLAN, module: boundary}}
-        with pytest.raises((ValueError, RuntimeError)) as refused:  # another stage's is the latter
-            on_a_layout(build, sizes, [tokens()], options=plan, rehearse="cp_size" in sizes)
+        # Ranks of another pipeline stage get a RuntimeError with the sentence.
+        with pytest.raises((ValueError, RuntimeError)) as refused:
+            trained(sizes, {**PLAN, module: boundary}, micro_batches=1)
         found[wrong] = str(refused.value)
     return found
 

@@ -25,7 +25,8 @@ def two_layers_lost(cut: Any) -> Any:
         for name in (modules[-1] for modules in placement.stages[:2]):
             parent, _, leaf = name.rpartition(".")
             lost = model.get_submodule(name)
-            model.get_submodule(parent)._modules[leaf] = PassThrough(lost, "lost")
+            if not isinstance(lost, PassThrough):
+                model.get_submodule(parent)._modules[leaf] = PassThrough(lost, "lost")
         return chunks
 
     return losing
@@ -139,7 +140,7 @@ def gradients_between_chunks_doubled(take: Any) -> Any:
     """The gradient that a stage hands back to another one of its rank counts twice."""
 
     def doubled(self: Any, key: Any) -> Any:
-        local = key in self._made
+        local = key in self._outputs
         return [tensor * 2 if local else tensor for tensor in take(self, key)]
 
     return doubled

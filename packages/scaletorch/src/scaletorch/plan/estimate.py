@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ..dist.errors import InvalidArgumentError
 from .layout import Layout
@@ -27,10 +27,7 @@ class Memory:
     @property
     def total(self) -> int:
         """The sum of all fields."""
-        return (
-            self.parameters + self.gradients + self.optimizer + self.activations + self.working
-            + self.buffers
-        )  # fmt: skip
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)

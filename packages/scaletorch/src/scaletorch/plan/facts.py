@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast
 
 from .description import Description
@@ -142,7 +144,10 @@ class Facts(Once):
         content = self.contents[number]
         others, seen = dict(content.ties), set[str]()
         found: dict[tuple[str, int, int], Group] = {}
-        for kind, times in content.kinds.items():
+        kinds = Counter[int]()
+        for kind, times in chain(*content.chunks):
+            kinds[kind] += times
+        for kind, times in kinds.items():
             sizes: dict[tuple[str, int, int], int] = {}
             for each in behaviours[kind].parameters:
                 name = f"{kind}.{each.name}"

@@ -12,7 +12,7 @@ from functools import partial
 from operator import mul
 from typing import NamedTuple
 
-from .description import Behaviour, Description
+from .description import Description
 from .estimate import Memory
 from .facts import Facts, Group, Optimizer
 from .layout import Layout
@@ -157,9 +157,10 @@ def peak(facts: Facts, layout: Layout, room: int | None = None) -> int:
         if room is not None and still > room:
             return still
         for sizes in _peaks(facts, layout, own, number, rank):
-            found = max(found, still + sum(sizes))
-            if room is not None and found > room:
-                return found
+            if (total := still + sum(sizes)) > found:
+                found = total
+                if room is not None and found > room:
+                    return found
     return found
 
 
@@ -307,12 +308,8 @@ def _chunk(facts: Facts, layout: Layout, runs: Runs) -> Chunk:
     working = {kind: max(0, round(needs - under)) for kind, needs in most.items()}
     first = next((at for at, (kind, _) in enumerate(runs) if kind in facts.layers), 0)
     early = [*runs[:first], (runs[first][0], 1)]
-    ahead = sum(_elements(behaviours[kind]) * times for kind, times in early)
+    ahead = sum(each.local * n for kind, n in early for each in behaviours[kind].parameters)
     return Chunk(
         round(under + shared), round(left), working, round(max(plain[at] for at in layers) - under),
         round(plain[layers[0]]), round(halved[layers[0]]), ahead,
     )  # fmt: skip
-
-
-def _elements(behaviour: Behaviour) -> int:
-    return sum(each.local for each in behaviour.parameters)

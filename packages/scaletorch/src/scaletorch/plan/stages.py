@@ -45,14 +45,6 @@ class Content(NamedTuple):
     received: int  # number of chunks that receive their input from another rank
     ties: tuple[tuple[str, int], ...]  # tied parameters, and how many other ranks have each
 
-    @property
-    def kinds(self) -> dict[int, int]:
-        """The number of blocks of each kind."""
-        found: dict[int, int] = {}
-        for kind, times in (run for runs in self.chunks for run in runs):
-            found[kind] = found.get(kind, 0) + times
-        return found
-
 
 def schedule_of(layout: Layout) -> Schedule:
     """Return the schedule of a layout with all its actions; refuse an unknown one."""
