@@ -317,6 +317,14 @@ def test_a_first_step_with_several_micro_batches_may_be_a_later_one():
     destroy_process_group_manager()
 
 
+def test_a_forward_that_holds_its_module_is_not_rehearsed():
+    words = (
+        r"not rehearsed, .* \(the forward of layers\.0\.self_attn was replaced by a function that"
+    )
+    with pytest.warns(RuntimeWarning, match=words):
+        assert said(with_own_attention, ONE, count=2) is None
+
+
 class Patient(models.Plain):
     """Begins something after a number of its forwards."""
 

@@ -64,7 +64,7 @@ def sequence_shape(entries: Mapping[str, Any]) -> tuple[int, int] | None:
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         came = f"has the shape {list(ids.shape)}" if isinstance(ids, Tensor) else f"is {ids!r:.40}"
         raise InvalidArgumentError(
-            f"{TOKENS} must be tokens [B, L], and {came}: give anything else the name of the first "
+            f"{TOKENS} {came}, and must be tokens [B, L]: give anything else the name of the first "
             "argument of the model's forward"
         )
     return ids.shape[0], ids.shape[1]
@@ -184,8 +184,8 @@ def _unclear(name: str, entry: Any, tokens: Shape, *dims: int | None) -> Invalid
     ways = " or ".join(f"row_dims={{{name!r}: {dim}}}" for dim in dims)
     return InvalidArgumentError(
         f"{name} {_came(entry)}, and it is not clear whether, or in which dim, it has the "
-        f"{tokens[0]} rows of the batch: pass shard_global_batch(..., {ways}); None gives it whole "
-        "to every micro-batch"
+        f"{tokens[0]} rows of the batch: call shard_global_batch(..., {ways}); None passes it "
+        "whole to every micro-batch"
     )
 
 
@@ -250,8 +250,8 @@ def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
         if dims:
             ways = [*dims, None]
             raise InvalidArgumentError(
-                f"cp divides {found.length} positions, and it is not clear whether {name}, which "
-                f"is {list(x.shape)}, has them: pass shard_global_batch(..., sequence_dims="
+                f"cp divides {found.length} positions, and {name} is {list(x.shape)}: it is not "
+                "clear whether it has them; pass shard_global_batch(..., sequence_dims="
                 + " or ".join(f"{{{name!r}: {way}}}" for way in ways)
                 + "); None leaves it whole"
             )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..dist.errors import InvalidArgumentError, StateError
+from ..parallel.context_parallel.building import is_pretrained
 from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
 from ..parallel.pipeline_parallel import PipelineParallel
 from .balance import RouterLoss
@@ -33,6 +34,7 @@ class Terms:
     arguments: Mapping[str, bool]  # of its forward; True for those without a default
     takes_any: bool  # its forward takes keyword arguments of any name
     has_batch_norms: bool = False
+    is_pretrained: bool = False  # it is a model of transformers
     cp_layout: str | None = None  # the order of positions over cp ranks; None for one rank
     manager: ProcessGroupManager | None = None  # None if `parallelize` did not make the model
     shares_sequences: bool = False  # each tp rank holds a shard of every sequence between layers
@@ -95,7 +97,7 @@ def read_terms(model: nn.Module) -> Terms:
     }
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     has_batch_norms = any(isinstance(module, _BatchNorm) for module in model.modules())
-    terms = Terms(type(model).__name__, arguments, takes_any, has_batch_norms)
+    terms = Terms(type(model).__name__, arguments, takes_any, has_batch_norms, is_pretrained(model))
     asked = getattr(getattr(model, "config", None), "use_cache", False)
     terms.originals = {name: ref(p) for name, p in model.named_parameters()}
     terms.keeps_cache = bool(asked) and "use_cache" in arguments

@@ -169,7 +169,7 @@ def _called(
     called = [as_called(batch, terms) for batch in batches]
     if manager.cp_size > 1:
         _note_layouts(pipeline.module, batches, terms)
-        for batch in called:
+        for batch in called if terms.is_pretrained else ():
             require_computable(pipeline.module, batch)
     return called
 

@@ -31,7 +31,7 @@ MEASURED = 2**26  # elements that `_gaps` compares at most
 EXACT = ("cpu",)  # devices whose kernels sum in a fixed order, so that equal inputs give equal bits
 ROUNDING = 1e-3  # allowed gap / largest value on devices whose kernels sum in no fixed order
 ADVICE = (
-    "Optimizers have different settings or left out a step, or values were changed or loaded on "
+    "Optimizers have other settings or left out a step, or values were changed or loaded on "
     "some ranks alone, or a memory is faulty; go back to a checkpoint from before."
 )
 

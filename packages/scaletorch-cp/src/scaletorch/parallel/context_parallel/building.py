@@ -5,6 +5,7 @@ They are recorded in building.txt and versioned: a patch release changes none of
 
 from .layouts import layout_for_length as layout_for_length
 from .masks import CU_SEQLENS as CU_SEQLENS
+from .models.override import is_pretrained as is_pretrained
 from .models.settings import expect_attention as expect_attention
 from .models.settings import note_padding as note_padding
 from .models.settings import note_shards as note_shards

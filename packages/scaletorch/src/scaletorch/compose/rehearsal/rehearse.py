@@ -175,8 +175,9 @@ def _replay(
     """Run the plain model; return the replay and the findings of all ranks.
 
     If `shares`, the ranks first share the units. If anything differs or fails, every rank runs all
-    units. If that fails, a small model runs as a whole, since its root may use the weights of
-    units. `kept` names the attributes of this rank's modules that the forward changed.
+    units. If that fails, or if gradients differ, a small model runs as a whole, since its root may
+    use the weights of units, and units the tensors of others. `kept` names the attributes of this
+    rank's modules that the forward changed.
     """
     additions = chain_length(plain.model, batch["input_ids"])
 
@@ -189,10 +190,15 @@ def _replay(
         return replay, found
     if found.first is not None or found.problem is not None:
         replay, found = run()
+    stopped = found.problem is not None
+    # Code may read tensors of one unit in another, past their results: layers that share keys.
+    crosses = found.first is not None and found.first.what.startswith("gradient")
     size = sum(p.numel() * p.element_size() for p in plain.model.parameters())
-    if found.problem is not None and size <= _ALL_AT_ONCE:
+    if (stopped or crosses) and size <= _ALL_AT_ONCE:
         plain.join_units()
-        replay, found = run()
+        whole = run()
+        if stopped or (whole[1].first is None and whole[1].problem is None):
+            return whole
     return replay, found
 
 
