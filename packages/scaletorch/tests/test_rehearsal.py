@@ -644,6 +644,42 @@ def test_gradients_within_a_forward_are_no_alarm(four):
         require_alike(found, expected)
 
 
+class SharedKeys(models.Attention):
+    """Every other layer attends to the keys and values that the one before left in a dict."""
+
+    def forward(self, x):
+        q, k, v = (self.heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.leaves:
+            self.left["keys"] = k, v
+        k, v = self.left["keys"]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class Sharing(models.Plain):
+    layer = models.layer_of(SharedKeys)
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        left = {}
+        for index, layer in enumerate(self.layers):
+            layer.self_attn.left, layer.self_attn.leaves = left, index % 2 == 0
+
+
+def sharing():
+    torch.manual_seed(0)
+    return Sharing(4).double()
+
+
+@pytest.mark.parametrize("layout", [name for name in FOUR if name != "pp 4"])
+def test_tensors_that_pass_by_the_results_of_layers_are_no_alarm(four, layout):
+    plan = {"plan": models.PLAN} if "tp" in layout else {}
+    how = {"micro_batches": 2, "rehearse": True, "options": plan}
+    expected = in_one_process(sharing(), [batch(0)])
+    for found in four.run(on_a_layout, sharing, FOUR[layout], [batch(0)], **how):
+        require_alike(found, expected)
+
+
 def with_an_entry_added(kind, name):
     """One rank alone has an entry of its own, as a teacher's outputs on the last stage."""
     kind = models.Plain if kind == "Plain" else OneScore
