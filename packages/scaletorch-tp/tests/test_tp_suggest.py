@@ -244,6 +244,12 @@ def test_tables_that_others_read_stay_whole():
     assert "table" not in suggest_plan(Words(kind, by_function=True), IDS)
 
 
+def test_layers_as_wide_as_the_vocabulary_are_no_heads():
+    model = nn.Sequential(nn.Embedding(WIDTH, WIDTH), Gated(), nn.Linear(WIDTH, WIDTH))
+    plan = {f"*.{name}": style for name, style in GATED.items()}
+    assert suggest_plan(model, IDS) == plan | {"0": "vocab", "2": "column_gather"}
+
+
 class Counting(Gated):
     def __init__(self):
         super().__init__()

@@ -95,7 +95,8 @@ def suggest_plan(
             styles |= {f"{unit.name}.{name}".strip("."): style for name, style in known.items()}
         if styles:
             inside = {module for unit in units if unit.name for module in unit.module.modules()}
-            styles |= vocabulary_styles(model, inside, example)
+            planned = {model.get_submodule(name) for name in styles}
+            styles |= vocabulary_styles(model, inside | planned, example)
         if sequence_parallel:
             styles = _sequence_layers(model, units, styles) | styles
     return _as_patterns(styles, model)
