@@ -106,7 +106,8 @@ def listing(names: Iterable[str]) -> str:
 def find_sections(model: nn.Module) -> Sections:
     """Return the names before the layers, of the list of layers, and after them.
 
-    The layers are the only outermost `nn.ModuleList` with parameters, or that of the decoder.
+    The layers are the only outermost `nn.ModuleList` with parameters, or that of the decoder; in a
+    model without one, the only `nn.Sequential` of layers of one class.
     Siblings of this list, and of each module around it, are placed if they have parameters or are
     one of torch's own layers: before the layers if the forward calls them before, else after.
     """
@@ -116,7 +117,8 @@ def find_sections(model: nn.Module) -> Sections:
     if len(lists) != 1:
         raise InvalidArgumentError(
             "cannot tell which modules are the layers: expected one nn.ModuleList with parameters, "
-            f"and {type(model).__name__} has {listing(lists) or 'none'}; pass "
+            "or one nn.Sequential of layers of one class, and "
+            f"{type(model).__name__} has {listing(lists) or 'none'}; pass "
             "Split(first=(...), layers='...', last=(...)), or Split(points=(...)) with the modules "
             f"that begin the next stages, with names out of {listing(children(model))}"
         )
@@ -168,13 +170,20 @@ def _around(model: nn.Module, layers: str) -> tuple[list[str], list[str]]:
 
 
 def _outermost_lists(model: nn.Module) -> list[str]:
-    """Return the names of the outermost `nn.ModuleList`s with parameters."""
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if name and isinstance(module, nn.ModuleList) and has_parameters(module)
-    ]
+    """Return the names of the outermost lists of layers: modules with parameters.
+
+    A list is an `nn.ModuleList` or, if there is none, an `nn.Sequential` of layers of one class.
+    """
+    named = [(name, m) for name, m in model.named_modules() if name and has_parameters(m)]
+    lists = [name for name, m in named if isinstance(m, nn.ModuleList)]
+    lists = lists or [name for name, m in named if _is_sequence_of_layers(m)]
     return [name for name in lists if not any(is_inside(name, o) for o in lists if o != name)]
+
+
+def _is_sequence_of_layers(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Sequential) or len(module) < 2:
+        return False
+    return len({*map(type, module)}) == 1 and any(layer._modules for layer in module)
 
 
 def _named_by(model: nn.Module, method_name: str) -> str | None:

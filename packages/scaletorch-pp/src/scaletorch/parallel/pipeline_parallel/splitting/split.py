@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 from torch import nn
 
@@ -30,9 +31,11 @@ class Split:
 
     Name either the model's sections (`first`, `layers`, `last`), whose layers are distributed over
     any number of stages, or the points to cut at. Fields left out are inferred: the layers are the
-    only outermost `nn.ModuleList` with parameters (of several, the decoder's), and other modules
-    with parameters belong to the first stage if the forward calls them before the layers. Without
-    any field, the layers of an encoder and of the decoder that attends to it are both distributed.
+    only outermost `nn.ModuleList` with parameters (of several, the decoder's; without any, the only
+    `nn.Sequential` of layers of one class), and other modules with parameters belong to the first
+    stage if the forward calls them before the layers. Without any field, the layers of an encoder
+    and of the decoder that attends to it are both distributed, and a model that is an
+    `nn.Sequential` itself is cut between the children of its most common class.
 
     Args:
         first: Modules before the layers (the embedding), placed on the first stage.
@@ -134,14 +137,15 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
         ranges = distribute_layers(len(stacks), num_stages)
         stages = [[name for index in indices for name in stacks[index]] for indices in ranges]
         return Placement(split, tuple(_called(model, own) for own in stages))
-    sections = _sections(model, split)
     first, *layers, last = sections_of(model, split)
     costs = _costs(model, split, (first, *layers, last))
     ranges = distribute_layers(len(layers), num_stages, costs)
     stages = [[name for index in indices for name in layers[index]] for indices in ranges]
     stages[0] = [*first, *stages[0]]
     stages[-1] = [*stages[-1], *last]
-    split = replace(split, first=sections[0], layers=sections[1], last=sections[2])
+    if not _is_sequence(model, split):
+        first, container, last = _sections(model, split)
+        split = replace(split, first=first, layers=container, last=last)
     return Placement(split, tuple(_called(model, own) for own in stages))
 
 
@@ -161,9 +165,28 @@ def sections_of(model: nn.Module, split: Split | None = None) -> tuple[tuple[str
     Raises:
         InvalidArgumentError: As for `layers_of`.
     """
-    first, layers, last = _sections(model, split or Split())
+    split = split or Split()
+    if _is_sequence(model, split):
+        return _sections_of_sequence(model)
+    first, layers, last = _sections(model, split)
     names = children(model.get_submodule(layers), f"{layers}.")
     return (first, *((name,) for name in names), last)
+
+
+def _is_sequence(model: nn.Module, split: Split) -> bool:
+    """Return whether the layers are inferred from a model that is an `nn.Sequential` itself."""
+    return isinstance(model, nn.Sequential) and has_parameters(model) and not split.describes()
+
+
+def _sections_of_sequence(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return sections of a sequence: each child of its most common class begins a layer."""
+    named = children(model)
+    kinds = [type(module) for module in named.values() if has_parameters(module)]
+    common, names = max(kinds, key=kinds.count), tuple(named)
+    starts = [index for index, module in enumerate(named.values()) if type(module) is common]
+    end = starts[-1] + 1
+    layers = (names[start:stop] for start, stop in pairwise([*starts, end]))
+    return (names[: starts[0]], *layers, names[end:])
 
 
 def _sections(model: nn.Module, split: Split) -> Sections:
