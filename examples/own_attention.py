@@ -10,8 +10,8 @@ Around it
 - each rank gets its columns of the batch by `shard_batch`. Labels are shifted *before* that;
 - the model gets positions, since a rank's first column is not position 0;
 - the loss is a sum over this rank's tokens, divided by the tokens of all ranks. Parameters are
-  replicated, so their gradients are summed (here by `all_reduce_params`; scaletorch-dp's buckets
-  do it while backward runs).
+  replicated, so their gradients are summed (here by `all_reduce_params`; the buckets of
+  scaletorch-dp sum them during backward).
 
 Shards are contiguous here, so the last rank computes the most. For balanced shards, any length and
 packed documents use `ShardedSequences` and its `attention`. A model that calls
