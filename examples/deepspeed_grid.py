@@ -2,17 +2,17 @@
 
 `pip install deepspeed scaletorch`, then `python examples/deepspeed_grid.py`: a small Llama
 learns a source file of the standard library, in one process with plain PyTorch, and on 4 local
-ranks as tp 2 x dp 2 and as cp 2 x dp 2 in DeepSpeed's engine, with ZeRO-1 and clipping. Losses and
-gradient norms are the same three times. Under torchrun call `train` itself.
-What to know:
+ranks as tp 2 x dp 2 and as cp 2 x dp 2 in DeepSpeed's engine, with ZeRO-1 and clipping. All three
+runs have the same losses and gradient norms. Under torchrun call `train` directly.
+Details:
 
-- `init_dist` adopts the default group that DeepSpeed made. The grid makes its groups, and
-  `make_mpu` gives them to `deepspeed.initialize` under Megatron's names.
+- `init_dist` adopts the default group that DeepSpeed created. The grid creates the other groups,
+  and `make_mpu` passes them to `deepspeed.initialize` under Megatron's names.
 - DeepSpeed averages gradients over data-parallel ranks (and sums them over sequence-parallel
   ones). So a loss divided by the tokens of the *global* batch has to be multiplied by dp.
 - Its gradient norm counts a parameter on the first tp rank only, unless `mark_shards` marks it as
   sharded. Without the marks the norm is too small, silently.
-- Take no pipeline stages (pp 1): DeepSpeed's engine runs only its own pipelines.
+- Use no pipeline stages (pp 1): DeepSpeed's engine runs only its own pipelines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small diffusion transformer; its pipeline also sends the condition that the blocks get.
+"""A small diffusion transformer whose pipeline also sends the condition of the blocks.
 
 `python examples/diffusion_transformer.py` prints the losses of one process and of 4 local ranks.
 """

@@ -4,16 +4,16 @@
 examples/finetune_transformers.py`. Nothing is downloaded: it first makes a small Llama with random
 weights and saves it with `save_pretrained`; the data are the bytes of a source file of the
 standard library. Four local ranks tune it and save a checkpoint. One process then loads the
-checkpoint and finds the ranks' loss.
+checkpoint and computes the same loss.
 
-For your own model: the folder of any causal model of a family that `parallelize` knows, your tokens
-in `global_batch`, and under torchrun instead of `launch`
+For your own model, use the folder of any causal model of a family that `parallelize` supports, put
+your tokens into `global_batch`, and under torchrun replace `launch` by
 
     init_dist()
     tune(folder, results, tp=4, cp=2, dp=2)
 
-The model class is unchanged. `import_safetensors` reads each rank's rows and columns straight from
-the files; each rank has half of every sequence and half of every layer.
+The model class is unchanged. `import_safetensors` reads only this rank's rows and columns from the
+files; each rank has half of every sequence and half of every layer.
 """
 
 from __future__ import annotations

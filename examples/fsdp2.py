@@ -1,15 +1,15 @@
 """FSDP2 for data parallelism, with scaletorch's tensor and context parallelism.
 
 `python examples/fsdp2.py` trains in one process, then on 4 local ranks as dp 2 x tp 2 and as
-dp 2 x cp 2, and prints the same losses three times. What to know:
+dp 2 x cp 2, and prints the same losses three times. Details:
 
-- Loss: a rank's loss is its sum of token losses divided by the tokens of the *global* batch, so
+- Loss: a rank's loss is the sum of token losses divided by the tokens of the *global* batch, so
   gradients have to be summed. FSDP2 averages them; `shard_data_parallel` makes it sum.
 - Context parallelism: cp ranks have different positions of the same rows and the same weights, so
   their gradients are summed too. Shard over cp x dp as one axis: one reduce-scatter does both.
-- Checkpoints: FSDP2 takes a tensor-parallel weight for a full one. Its DTensors know only dp, and
-  tp ranks have different ones under one name, of which torch.distributed.checkpoint would silently
-  keep one. If tp > 1, gather full tensors first, as `whole_state` does.
+- Checkpoints: FSDP2 treats a tensor-parallel shard as a full weight. Its DTensors contain only the
+  dp axis, so tp ranks have different DTensors with the same name, and torch.distributed.checkpoint
+  would silently keep one of them. If tp > 1, gather full tensors first, as `whole_state` does.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `pip install "scaletorch[transformers]" "accelerate>=1.1"`, then `python
 examples/grid_trainer.py`. It trains a small Llama with plain `Trainer` in one process, and with
-`GridTrainer` on four local ranks: the same losses and gradient norms. `Trainer` keeps its loop,
+`GridTrainer` on four local ranks; losses and gradient norms are the same. `Trainer` keeps its loop,
 data, optimizer, schedule, callbacks and log; the methods below replace what differs on a grid.
 
 For your own model use `GridTrainer` as it is, under torchrun, with your arguments and data set
@@ -12,7 +12,7 @@ For your own model use `GridTrainer` as it is, under torchrun, with your argumen
     GridTrainer(model, arguments, manager=manager, train_dataset=data).train()
 
 `per_device_train_batch_size` is the number of rows of a step of the *whole grid*, as in one
-process: every rank reads the same batch and takes its share. Ranks accumulate over `micro_batches`,
+process: every rank reads the same batch and takes its shard. Ranks accumulate over `micro_batches`,
 which a pipeline needs.
 """
 

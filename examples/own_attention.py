@@ -8,14 +8,14 @@ The layer changes in one line: `ring_attention` replaces `F.scaled_dot_product_a
 Around it
 
 - each rank gets its columns of the batch by `shard_batch`. Labels are shifted *before* that;
-- the model gets positions, since a rank's first column is not position 0;
+- the model gets positions, since a rank's columns are not the positions from 0 on;
 - the loss is a sum over this rank's tokens, divided by the tokens of all ranks. Parameters are
-  replicated, so their gradients are summed (here by `all_reduce_params`; scaletorch-dp's buckets
-  do it while backward runs).
+  replicated, so their gradients are summed (here by `all_reduce_params`; the buckets of
+  scaletorch-dp sum them during backward).
 
-Shards are contiguous here, so the last rank computes the most. For balanced shards, any length and
-packed documents use `ShardedSequences` and its `attention`. A model that calls
-`F.scaled_dot_product_attention` needs no change at all: use `apply_context_parallel`.
+Shards are zigzag, the default of `shard_batch`, which balances causal attention; `ring_attention`
+uses the same layout. For any length and packed documents use `ShardedSequences` and `attention`. A
+model that calls `F.scaled_dot_product_attention` needs no change: use `apply_context_parallel`.
 """
 
 from __future__ import annotations

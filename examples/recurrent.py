@@ -3,7 +3,7 @@
 `pip install scaletorch`, then `python examples/recurrent.py`: a convolution and an LSTM learn
 the frequency of noisy waves, in one process and on 4 local ranks with sharded optimizer state and
 gradients, and print the same losses each time. A batch is a dataclass here; the number of rows
-need not be divisible by the ranks.
+need not be divisible by the number of ranks.
 """
 
 import dataclasses
