@@ -196,6 +196,27 @@ class Streams(Net):
         return self.head(self.run(x).mean(2))
 
 
+class InSequence(Net):
+    """Its layers are in an `nn.Sequential`, as in timm."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*self.layers)
+
+    def run(self, x):
+        return self.layers(x)
+
+
+class Sequence(nn.Sequential):
+    def __init__(self):
+        layers = [module for _ in range(4) for module in (Layer(), nn.Tanh())]
+        last = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB)
+        super().__init__(nn.Embedding(VOCAB, HIDDEN), *layers, *last)
+
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+
 def make_batches(shorter=0):
     return token_batches(4, rows=1, length=LENGTH - shorter, vocabulary=VOCAB)
 
@@ -215,7 +236,7 @@ def train_both(plain, stage):
 # are, between the layers and after the last, which happens once.
 KINDS = [
     OfPositions, OfForces, OfInPlace, OfSizes, ScalesLogits,
-    ChangesAround, ScalesPairs, States, OfPadding, Streams,
+    ChangesAround, ScalesPairs, States, OfPadding, Streams, InSequence, Sequence,
 ]  # fmt: skip
 
 

@@ -112,6 +112,13 @@ def test_inference_at_any_depth():
     assert layers_of(Outer()) == layers_of(Outer(), SPLIT) == names
 
 
+def test_children_of_the_most_common_class_begin_the_layers_of_a_sequence():
+    before, after = nn.Embedding(4, 4), nn.LayerNorm(4)
+    model = nn.Sequential(before, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), after)
+    assert layers_of(model) == ("1", "2", "3")
+    assert place(model, None, 2).stages == (("0", "1", "2"), ("3", "4", "5"))
+
+
 REFUSED = [
     (TwoLists, None, r"has encoder, decoder; pass Split\(first="),
     (Pool, None, r"expected one nn\.ModuleList .* Pool has none; pass Split\("),

@@ -117,8 +117,7 @@ def find_sections(model: nn.Module) -> Sections:
     if len(lists) != 1:
         raise InvalidArgumentError(
             "cannot tell which modules are the layers: expected one nn.ModuleList with parameters, "
-            "or one nn.Sequential of layers of one class, and "
-            f"{type(model).__name__} has {listing(lists) or 'none'}; pass "
+            f"and {type(model).__name__} has {listing(lists) or 'none'}; pass "
             "Split(first=(...), layers='...', last=(...)), or Split(points=(...)) with the modules "
             f"that begin the next stages, with names out of {listing(children(model))}"
         )
