@@ -88,7 +88,7 @@ def balance_times_tp(loss: Any) -> Any:
 @fault(UNLIKE_SEEN, layout="1x1x1x2-ep2", sequence_parallel="on", born="forward: loss")
 def balance_of_own_share_of_the_sequence(loss: Any) -> Any:
     """With sequence parallelism a rank takes its share of the tokens for all, unseen."""
-    if loss.__name__ == "_require_alike":
+    if loss.__name__ == "_require_agreement":
         return unseen
     return lambda *given, **options: loss(*given, **options | {"shares_sequences": False})
 

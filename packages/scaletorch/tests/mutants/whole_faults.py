@@ -16,7 +16,7 @@ from .mutant import Catalogue
 
 WHOLE = Catalogue("compose", "2x1x1x1")
 fault = WHOLE.fault
-UNLIKE_SEEN = "own_loss:_require_alike"  # finds a loss that tensor-parallel ranks do not share
+UNLIKE_SEEN = "own_loss:_require_agreement"  # finds a loss that tensor-parallel ranks do not share
 
 
 def unseen(*_: Any, **_options: Any) -> None:
@@ -94,7 +94,7 @@ def loss_of_one_rank(summed: Any) -> Any:
 )
 def loss_of_own_vocabulary(loss: Any) -> Any:
     """A rank's loss knows its own part of the vocabulary alone, and no rank compares."""
-    if loss.__name__ == "_require_alike":
+    if loss.__name__ == "_require_agreement":
         return unseen
 
     def own(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:

@@ -189,13 +189,13 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "counts from zeros": Case(models.CountsFromZeros, on("cp"), MIXES),
         "counts in attention": Case(models.CountsInAttention, on("cp"), MIXES),
     },
-    "takes `position_ids`, and its own begin elsewhere": {
+    "takes `position_ids`, and its own do not start at 0": {
         "given": Case(models.Given),
         "offset": Case(models.Offset, on(*DIVIDED), FOUND),
         "offset said": Case(models.SaysOffset),
         "offset given": Case(models.Offset, batch=with_positions),
     },
-    "mixes positions outside of attention": {
+    "mixes positions outside attention": {
         "conv": mixes(models.Conv),
         "recurrence": mixes(models.Recurrent),
         "cumsum": mixes(models.mixing(lambda x: x + x.cumsum(1))),
@@ -243,12 +243,12 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             models.Counting, on("several", "recompute"), "changes buffer layers.*.calls in each run"
         ),
     },
-    "keeps something in attributes": {
+    "keeps state in attributes": {
         "remembering": Case(models.Remembering, on("dp", "several", *DIVIDED), FOUND),
         "cooling": Case(models.Cooling, on("several"), FOUND),
         "noting": Case(models.Noting),
     },
-    "asks for a router's auxiliary loss": {
+    "adds a router's auxiliary loss": {
         "router": Case(
             models.Routed,
             on("several", "pp"),
@@ -259,14 +259,14 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "aux_loss": Case(models.Beside, always, "has aux_loss beside its logits"),
         "tuple": Case(models.InTuple, always, "returned a tuple"),
     },
-    "has other weights on some tp or pp ranks": {
+    "has different weights on some tp or pp ranks": {
         "other weights": Case(models.Other, always, r"layers\.\d\.norm1.weight .*has values"),
         "other buffer": Case(models.OtherBuffer, always, "scale .*has values"),
         "other arguments": Case(
             models.Plain, always, r"arguments given to parallelize", options=recomputed_on_one
         ),
     },
-    "is given a batch that differs": {
+    "gets a batch that differs": {
         "other labels": Case(
             models.Plain, always, "labels on rank 1 .* is not that of rank 0", batch=other_labels
         ),
@@ -288,7 +288,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             r"mlp\.scale.*in a parallel region and outside",
         ),
     },
-    "uses one parameter both on shares": {
+    "uses one parameter both on shards": {
         "gain": Case(  # logits that stay divided are shares as well
             models.Gained,
             lambda features: "sequence_parallel" in features and "loss_parallel" not in features,
@@ -303,7 +303,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             gradients=clipped,
         ),
     },
-    "is trained by a loop that changes a gradient": {
+    "is trained by a loop that uses a statistic": {
         "gradients by their norms": Case(
             models.Plain,
             on("tp", "zero"),
@@ -317,7 +317,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             weights=centred,
         ),
     },
-    "cannot go on with a later step": {
+    "cannot do a later step": {
         "no_sync": Case(models.Plain, always, r"no_sync\(\), which all", later=unsynchronised),
         "parameter": Case(
             models.Plain, always, "extra came after the module was wrapped", later=a_parameter
