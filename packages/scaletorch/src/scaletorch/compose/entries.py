@@ -25,10 +25,7 @@ _NUMBERS = bool | int | float | str | None
 
 
 def named_entries(batch: Any, arguments: Iterable[str] | None) -> dict[str, Any]:
-    """Return a batch's entries by name.
-
-    A plain tuple or list has the forward's first `arguments` in order, and perhaps labels last.
-    """
+    """Return a batch's entries by name; a tuple has forward's first `arguments`, perhaps labels."""
     if isinstance(batch, Mapping):
         return dict(batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):

@@ -100,10 +100,7 @@ def _share_earlier(
 def _compare(
     state: _Partial, model: DataParallelBucket, manager: ProcessGroupManager, earlier: bool
 ) -> None:
-    """Exchange how ranks reach each parameter, and which shards they have.
-
-    All ranks raise if one is reached both ways, or a first step began with gradients (`earlier`).
-    """
+    """Exchange how ranks reach each parameter; refuse both ways, and `earlier` gradients."""
     reached = {name: state.sums.reach(each).value for name, each in state.whole.items()}
     ties = [tie.names for tie in pipeline_of(model).ties]
     place = manager.pp_rank, manager.cp_dp_rank
@@ -136,9 +133,8 @@ def _compare(
         state.sums.refuse_hidden(name)
         state.sums.note(state.whole[name], Reach.WHOLE)
     _sort(state)
-    spans = {
-        (at, tuple(their)) for _, _, at, their, _ in told
-    }  # one per dp, cp, pp place if its tp ranks have equal ranges
+    # One span for each place in dp, cp and pp if its tp ranks have equal ranges.
+    spans = {(at, tuple(their)) for _, _, at, their, _ in told}
     state.compared, state.shards = True, model.optimizer_shards
     state.same = len(spans) == len({at for at, _ in spans})
 

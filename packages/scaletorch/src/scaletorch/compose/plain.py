@@ -112,10 +112,7 @@ class Plain:
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the members of the outermost lists of layers that have parameters, by first name.
-
-    Lists have several modules, in an `nn.ModuleDict` of one class.
-    """
+    """Return the members, with parameters, of the outermost lists of several, by first name."""
     found: dict[nn.Module, str] = {}
 
     def visit(prefix: str, module: nn.Module) -> None:
