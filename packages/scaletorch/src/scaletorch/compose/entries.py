@@ -245,10 +245,9 @@ def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
             continue
         dims = [dim for dim in range(1, x.ndim) if x.shape[dim] == found.length]
         if dims:
-            ways = [*dims, None]
             raise InvalidArgumentError(
                 f"cp divides {found.length} positions, and {name} is {list(x.shape)}: it is not "
                 "clear whether it has them; pass shard_global_batch(..., sequence_dims="
-                + " or ".join(f"{{{name!r}: {way}}}" for way in ways)
+                + " or ".join(f"{{{name!r}: {way}}}" for way in (*dims, None))
                 + "); None leaves it whole"
             )

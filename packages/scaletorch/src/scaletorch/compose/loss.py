@@ -123,8 +123,7 @@ def _sequences(batch: Batch, manager: ProcessGroupManager) -> ShardedSequences |
     ids = batch.get("input_ids")
     if manager.cp_size > 1 or not isinstance(ids, Tensor) or ids.ndim != 2:
         return None
-    documents = batch.get("cu_seq_lens_q")
-    group = manager.cp_group
+    documents, group = batch.get("cu_seq_lens_q"), manager.cp_group
     return ShardedSequences(ids.shape[1], layout=DEFAULT, cu_seqlens=documents, group=group)
 
 

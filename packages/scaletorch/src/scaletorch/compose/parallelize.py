@@ -24,7 +24,7 @@ from ..parallel.tensor_parallel.building import counts_of_ids, shares_in_layers
 from .balance import read_router_loss
 from .checks.buffers import synchronise_batch_norms
 from .checks.initial import require_one_model
-from .experts import divide_experts, expert_groups, settle_tokens
+from .experts import Plan, divide_experts, expert_groups, settle_tokens
 from .forward import Counting, Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
 from .plain import Plain
@@ -96,38 +96,39 @@ def parallelize(
     shapes = whole_shapes(model)
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
     if manager.tp_size > 1:  # before the pipeline drops layers; a single rank needs no plan
-        apply_tensor_parallel(model, layers, manager.tp_group, sequence_parallel=sequence_parallel)
-        if loss_parallel:
-            keep_logits_sharded(model)
-        if sequence_parallel:
-            settle_tokens(model, manager)
-            terms.shares_in_layers = shares_in_layers(model)
+        _shard_layers(model, manager, layers, settings, terms)
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
     # After the strategies that change layers: a second run repeats their communication too.
     recompute_layers(model, split, recompute=recompute)
     cut = _agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
     keep_whole_state(stage.module, shapes, manager)
-    stage.runtime.steps_alone = True
-    groups = expert_groups(stage, manager)
-    options: dict[str, Any] = {"bucket_size": bucket_size, **(data_parallel or {})}
-    parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **options)
-    expect_attention(stage.module, terms.plain is None)
-    keep_terms(parallel, terms)
-    watch(parallel, manager)
-    return parallel
+    return _in_buckets(stage, terms, manager, {"bucket_size": bucket_size, **(data_parallel or {})})
 
 
 def _agreed_split(
     model: nn.Module, split: Split | None, manager: ProcessGroupManager
 ) -> Split | None:
-    """Replace costs by the maximum over ranks, since their shards may be unequal."""
+    """Replace costs by the maximum over ranks, so that ranks with unequal shards cut alike."""
     if not isinstance(split, Split) or split.costs != "parameters" or manager.pp_size == 1:
         return split
     costs = parameter_costs(model, sections_of(model, split))
     most = torch.tensor(costs, dtype=torch.int64)
     all_reduce(most, "max", group=manager.world_group)
     return replace(split, costs=tuple(most.tolist()))
+
+
+def _in_buckets(
+    stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager, options: Mapping[str, Any]
+) -> DataParallelBucket:
+    """Wrap a stage in gradient buckets, once only this rank's parameters remain."""
+    stage.runtime.steps_alone = True
+    groups = expert_groups(stage, manager)
+    parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **options)
+    expect_attention(stage.module, terms.plain is None)
+    keep_terms(parallel, terms)
+    watch(parallel, manager)
+    return parallel
 
 
 def _copy_plain(model: nn.Module) -> Plain | None:
@@ -142,6 +143,19 @@ def _copy_plain(model: nn.Module) -> Plain | None:
                 stacklevel=5,
             )
         return None
+
+
+def _shard_layers(
+    model: nn.Module, manager: ProcessGroupManager, plan: Plan, settings: _Args, terms: Terms
+) -> None:
+    """Shard the layers over tp, in place."""
+    shares = settings.sequence_parallel
+    apply_tensor_parallel(model, plan, manager.tp_group, sequence_parallel=shares)
+    if settings.loss_parallel:
+        keep_logits_sharded(model)
+    if shares:
+        settle_tokens(model, manager)
+        terms.shares_in_layers = shares_in_layers(model)
 
 
 def _checked(

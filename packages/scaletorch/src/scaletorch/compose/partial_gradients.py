@@ -90,9 +90,8 @@ def _share_earlier(
 ) -> None:
     """Divide gradients of earlier steps by tp_size, since they will be summed once more."""
     held = (name for name in state.names if state.whole[name].grad is not None)
-    gradients = {
-        id(g): g for shard in _shards_of(state, model, held) if (g := shard.tensor.grad) is not None
-    }
+    found = (shard.tensor.grad for shard in _shards_of(state, model, held))
+    gradients = {id(each): each for each in found if each is not None}
     if gradients:
         torch._foreach_div_([*gradients.values()], manager.tp_size)
 

@@ -164,9 +164,8 @@ class _AttendWithoutDropout(TorchFunctionMode):
 def without_dropout() -> Iterator[None]:
     """Turn dropout off for a while, in modules, functions and attention."""
     # Kernels are replaced, since torch's function modes are off while a backward recomputes.
-    places = [
-        (place, each) for name in _DROPPING for each in (name, f"{name}_") for place in _OWNERS
-    ]
+    names = [each for name in _DROPPING for each in (name, f"{name}_")]
+    places = [(place, each) for each in names for place in _OWNERS]
     own = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
     for place, name, _ in own:
         setattr(place, name, lambda x, *_args, **_kwargs: x)
