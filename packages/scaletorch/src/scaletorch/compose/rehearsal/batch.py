@@ -90,7 +90,7 @@ def small_batch(
 
 
 def _unequal(few: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop labels of the first row, if a step lacks some, so that it matters what losses count."""
+    """Give the first row fewer labels if a step lacks any, so that losses must not count rows."""
     labels, every = few.get("labels"), whole.get("labels")
     if not isinstance(labels, Tensor) or not isinstance(every, Tensor) or labels.ndim != 2:
         return few

@@ -76,7 +76,7 @@ class Replay:
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
 
     def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-        """Return the whole weights of a unit or the root, gathered unless it was the last one."""
+        """Return the whole weights of a unit or the root, cached for one owner."""
         if self._held is None or self._held[0] != owner:
             self._held = None  # free these before others are gathered
             self._held = owner, self.ranks.weights(self.plain.owners[owner])
