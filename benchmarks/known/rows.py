@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scaletorch.parallel.pg_manager import Grid
-from scaletorch.plan.layout import Layout
+from scaletorch.plan.description import Layout
 
 from .sizes import Program, Sizes
 from .trials import FITTED, HEADS, RAMP, SHOWN, Trial

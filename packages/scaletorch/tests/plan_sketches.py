@@ -14,7 +14,7 @@ from scaletorch.plan import (
     Sent,
     Work,
 )
-from scaletorch.plan.layout import CHUNKS
+from scaletorch.plan.description import CHUNKS
 
 TRAINING = [(name, CHUNKS.get(name, 1)) for name in SCHEDULES if name != "forward_only"]
 

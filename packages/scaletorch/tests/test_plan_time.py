@@ -33,9 +33,9 @@ from scaletorch.plan import (
     time,
     write_cluster,
 )
+from scaletorch.plan.costs import efficiency, route, seconds
 from scaletorch.plan.estimate import bytes_in
 from scaletorch.plan.stages import schedule_of
-from scaletorch.plan.timing.costs import efficiency, route, seconds
 
 DEVICE = Device("toy", 2**30, {"float32": 1e9}, 1e9)
 EIGHT = Cluster(8, DEVICE, (Link(8, 1e-3, 1e6),))

@@ -28,11 +28,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class Ranks:
-    """All ranks of a program; they use a gloo group of their own, so saves do not disturb training.
-
-    Attributes:
-        group: The group; None is one process.
-    """
+    """All ranks of a program, in a gloo group of their own, so saves do not disturb training."""
 
     def __init__(self) -> None:
         world = get_default_group()
@@ -40,17 +36,14 @@ class Ranks:
             group = c10d.new_group(backend="gloo", timeout=get_timeout())
             all_reduce(torch.zeros(1), group=group)  # connects all ranks before any goes on
             _groups[world] = group
-        self.group = None if world is None else _groups[world]
+        self.group = None if world is None else _groups[world]  # None is one process
 
     def on_first(self, task: Callable[[], T]) -> T:
         """Run a task on rank 0, and return its result, or raise its error, on every rank."""
         return self.collect("", lambda: None, lambda _: task())
 
     def all_or_none(self, prefix: str, task: Callable[[], T]) -> T:
-        """Run a task without communication on every rank; raise on all if it fails on one.
-
-        A rank with an error of another type, such as a bad argument, raises its own error.
-        """
+        """Run a task without communication on every rank; if it fails on one, raise on all."""
         own: list[T] = []
         self.collect(prefix, lambda: own.append(task()), lambda _: None)
         return own[0]
@@ -60,7 +53,7 @@ class Ranks:
     ) -> T:
         """Run a task on every rank, combine the values on rank 0, and return the result everywhere.
 
-        Errors are raised as by `all_or_none`, and begin with `prefix`.
+        Errors begin with `prefix`; a rank with another kind of error of its own raises that.
         """
         value, failed = None, None
         try:
@@ -100,9 +93,8 @@ def _conclude(prefix: str, reports: list[Any], conclude: Callable[[list[Any]], A
 
 def _describe(error: BaseException) -> tuple[str, bool]:
     """Return an error's text, and whether the checkpoint is damaged."""
-    ours = isinstance(error, ScaletorchError)
-    text = str(error) if ours else f"{type(error).__name__}: {error}"
-    return text, isinstance(error, DamagedCheckpointError)
+    kind = "" if isinstance(error, ScaletorchError) else f"{type(error).__name__}: "
+    return f"{kind}{error}", isinstance(error, DamagedCheckpointError)
 
 
 def find_manager(manager: ProcessGroupManager | None) -> ProcessGroupManager:

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, DamagedCheckpointError
-from .format.metadata import Chunk, SavedTensor, from_json, require_whole, to_json
-from .format.values import canonical, encode
+from .format.metadata import Chunk, SavedTensor, canonical, check_whole, encode, from_json, to_json
 from .state.optimizer import KNOBS
 from .storage import Read, Reader
 from .weights_import import WholeModel, read_folder
@@ -92,7 +91,7 @@ def _describe(root: Path, whole: WholeModel) -> dict[str, Any]:
         groups = _by_parameter(saved, "param_groups", whole.firsts)
         document["groups"] = _groups(root, groups, whole, whole.optimizer)
     try:
-        require_whole(from_json(entries))
+        check_whole(from_json(entries))
     except CheckpointError as error:
         raise DamagedCheckpointError(f"{root}: {error}") from error
     return document

@@ -15,10 +15,8 @@ from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, DamagedCheckpointError, Ranks, find_manager
 from .format.folders import candidates
-from .format.metadata import METADATA, from_json, unseal
-from .format.values import decode, like
+from .format.metadata import METADATA, decode, from_json, like, unseal
 from .saving import wait_for_last
-from .state.generators import find_random, restore_random, seed_anew
 from .state.model_tensors import (
     ModelTensor,
     device_of,
@@ -28,23 +26,17 @@ from .state.model_tensors import (
     refresh_shards,
 )
 from .state.optimizer import make_states
-from .state.record import Entry
+from .state.record import Entry, find_random, restore_random, seed_anew
 from .storage import Reader
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The result of loading.
+    """The result of loading."""
 
-    Attributes:
-        step: The number of steps done.
-        extra: The values that were passed to `save` as `extra`.
-        folder: The folder of the checkpoint.
-    """
-
-    step: int
-    extra: dict[str, Any]
-    folder: Path
+    step: int  # the number of steps done
+    extra: dict[str, Any]  # the values that were passed to `save` as `extra`
+    folder: Path  # the folder of the checkpoint
 
 
 class Program:

@@ -18,14 +18,12 @@ from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, Ranks, find_manager
-from .format import folders
-from .format.metadata import METADATA, SavedTensor, from_json, require_whole, seal, to_json
+from .format import folders, metadata
+from .format.metadata import SavedTensor, canonical, check_whole, encode, from_json, seal, to_json
 from .format.safetensors_files import flush
-from .format.values import canonical, encode
-from .state.generators import record_random, seed_material
 from .state.model_tensors import device_of, find_shards, find_tensors, find_ties
 from .state.optimizer import encode_groups, record_shard
-from .state.record import Entry, Index, Record, share_out, stage
+from .state.record import Entry, Index, Record, record_random, seed_material, share_out, stage
 from .storage import write_chunks
 
 _buffers: weakref.WeakKeyDictionary[nn.Module, dict[Index, Tensor]] = weakref.WeakKeyDictionary()
@@ -33,14 +31,10 @@ _last: Saving | None = None
 
 
 class Saving:
-    """A checkpoint that is being written, or is finished.
-
-    Attributes:
-        folder: Its final folder, which exists once the checkpoint is finished.
-    """
+    """A checkpoint that is being written, or is finished."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder  # its final folder, which exists once the checkpoint is finished
         self._written = Future[None]()
 
     def _run(self, write: Callable[[], None]) -> None:
@@ -176,9 +170,9 @@ def _write(
                 known += [chunk for chunk in entry.chunks if chunk.at not in places]
             for kind, note in noted.items():
                 joined.setdefault(kind, {}).update(note)
-        require_whole(saved)
+        check_whole(saved)
         described = {**document, **joined, "files": _sizes(folder, saved)}
-        with (folder / METADATA).open("x", encoding="utf-8") as file:
+        with (folder / metadata.METADATA).open("x", encoding="utf-8") as file:
             file.write(seal(described | {"entries": to_json(saved)}))
             flush(file)
         folders.finish(root, step, keep)

@@ -102,11 +102,8 @@ def _file_name(number: int, total: int) -> str:
 
 
 def _write_all(root: Path, files: Mapping[str, list[ModelTensor]], *, writes: bool) -> None:
-    """Gather all files' tensors one by one, and write them if this rank `writes`.
-
-    An error is raised at the end, since other ranks still gather with this one.
-    """
-    failed: Exception | None = None
+    """Gather all files' tensors one by one, and write them if this rank `writes`."""
+    failed: Exception | None = None  # raised at the end: other ranks still gather with this one
     for name, file in files.items():
         held = sorted(file, key=lambda each: -each.tensor.dtype.itemsize)  # keeps tensors aligned
         slots = [(each.name, each.tensor.dtype, each.shape) for each in held]

@@ -13,8 +13,8 @@ from torch import nn
 from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, DamagedCheckpointError, Ranks
+from .format.metadata import dtype_name
 from .format.safetensors_files import read_header
-from .format.values import dtype_name
 from .loading import Plan, Program, all_names
 from .state.model_tensors import find_ties
 from .storage import Reader
@@ -26,8 +26,7 @@ class WholeModel(NamedTuple):
 
     firsts: dict[str, str]  # each name -> the name that its tensor is saved under
     ties: dict[str, list[str]]  # the name that a tied tensor is saved under -> all its names
-    # the program's optimizer, if its state is to be loaded too
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | None  # if its state is to be loaded too
     groups: list[set[str]]  # for each of the optimizer's groups, the names of its parameters
 
 

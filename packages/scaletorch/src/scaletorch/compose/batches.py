@@ -46,8 +46,7 @@ class Cut(NamedTuple):
 class MicroBatch(dict[str, Tensor]):
     """A mapping of tensors [b, L / cp] that remembers its `Cut`.
 
-    If `is_empty`, it got no row of the batch, and the model computes one made-up row in its place,
-    which counts in no loss.
+    If `is_empty`, it has no row of the batch, but a made-up one that counts in no loss.
     """
 
     def __init__(self, entries: Batch, cut: Cut, *, is_empty: bool = False) -> None:

@@ -25,10 +25,7 @@ _NUMBERS = bool | int | float | str | None
 
 
 def named_entries(batch: Any, arguments: Iterable[str] | None) -> dict[str, Any]:
-    """Return a batch's entries by name.
-
-    A plain tuple or list has the forward's first `arguments` in order, and perhaps labels last.
-    """
+    """Return a batch's entries by name; a tuple has forward's first `arguments`, perhaps labels."""
     if isinstance(batch, Mapping):
         return dict(batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -248,10 +245,9 @@ def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
             continue
         dims = [dim for dim in range(1, x.ndim) if x.shape[dim] == found.length]
         if dims:
-            ways = [*dims, None]
             raise InvalidArgumentError(
                 f"cp divides {found.length} positions, and {name} is {list(x.shape)}: it is not "
                 "clear whether it has them; pass shard_global_batch(..., sequence_dims="
-                + " or ".join(f"{{{name!r}: {way}}}" for way in ways)
+                + " or ".join(f"{{{name!r}: {way}}}" for way in (*dims, None))
                 + "); None leaves it whole"
             )

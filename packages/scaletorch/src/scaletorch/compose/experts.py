@@ -216,10 +216,8 @@ def _count(
     in_backward = torch._C._current_graph_task_id() != -1
     if rehearses() or in_backward or not torch.is_grad_enabled():
         return
-    given = [*args, *kwargs.values()]
-    index = next(
-        each for each in given if isinstance(each, Tensor) and not each.is_floating_point()
-    )
+    given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+    index = next(x for x in given if not x.is_floating_point())
     real = terms.real_positions
     if real is not None:
         real = real.tensor_split(share[0])[share[1]] if terms.shares_sequences else real

@@ -65,9 +65,8 @@ def loss_of_tokens(
 ) -> tuple[Tensor, int | Tensor]:
     """Return the sum of token losses and their number, after checking output and labels."""
     require_logits_alone(output, with_router_loss=with_router_loss)
-    labels = require_labels_fit(
-        getattr(output, "logits", output), batch.get("labels"), batch.tp_size
-    )
+    logits = getattr(output, "logits", output)
+    labels = require_labels_fit(logits, batch.get("labels"), batch.tp_size)
     return token_loss_sum(output, labels, batch.head), token_count(batch)
 
 
@@ -90,9 +89,7 @@ def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
 
 def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None:
     """Refuse an output without logits, or with a loss of its own that would be ignored."""
-    given = (
-        output if isinstance(output, dict) else vars(output) if hasattr(output, "__dict__") else {}
-    )
+    given = output if isinstance(output, dict) else getattr(output, "__dict__", {})
     for name in ("loss", "z_loss", *(() if with_router_loss else ("aux_loss",))):
         value = None if isinstance(output, Tensor) else given.get(name)
         if isinstance(value, Tensor) and value.requires_grad:
@@ -126,8 +123,7 @@ def _sequences(batch: Batch, manager: ProcessGroupManager) -> ShardedSequences |
     ids = batch.get("input_ids")
     if manager.cp_size > 1 or not isinstance(ids, Tensor) or ids.ndim != 2:
         return None
-    documents = batch.get("cu_seq_lens_q")
-    group = manager.cp_group
+    documents, group = batch.get("cu_seq_lens_q"), manager.cp_group
     return ShardedSequences(ids.shape[1], layout=DEFAULT, cu_seqlens=documents, group=group)
 
 

@@ -12,18 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 from ..dist.errors import InvalidArgumentError
-from ..parallel.pg_manager import layout_name, parse_layout
-
-__all__ = [
-    "RUNS",
-    "layout_name",
-    "listed",
-    "load",
-    "names_sizes",
-    "parse_layout",
-    "ranges",
-    "read_argument",
-]
+from ..parallel.pg_manager import layout_name as layout_name
+from ..parallel.pg_manager import parse_layout as parse_layout
 
 RUNS = 4  # ranges that a list of numbers shows at most
 

@@ -93,10 +93,7 @@ class OwnLoss:
         return checked_count(token_count(seen) if self._count_fn is None else self._count_fn(seen))
 
     def call(self, output: Any, batch: Called) -> tuple[Tensor, Number]:
-        """Return the sum and the count of a micro-batch; if the loss fails, 0 with a graph, and 0.
-
-        The error is raised by `settle`; at once if the output has no graph for backward.
-        """
+        """Return a micro-batch's sum and count; if the loss fails, zeros, and `settle` raises."""
         try:
             total, count = self._called(output, batch)
             if counts_nothing(batch):
@@ -154,10 +151,7 @@ class OwnLoss:
         ) from error
 
     def settle(self, total: Tensor | float) -> None:
-        """Raise on every rank if a rank has found an error in this step; compare sums over tp.
-
-        `total` is the sum of this rank's losses, the same on ranks that differ in tp alone.
-        """
+        """Raise on every rank the errors of this step; compare the sums of losses over tp."""
         note = _written(float(total), self._coarsest)
         world = self._manager.world_group
         notes = agree("the loss of this step", [], world, error=self._found(), note=note)
@@ -165,10 +159,7 @@ class OwnLoss:
         _require_agreement([_read(each) for each in notes], self._manager, shares_sequences=shares)
 
     def per_item(self, count: Number, batch: Called) -> float:
-        """Return the number of losses per token (or row) of a first micro-batch.
-
-        It is a mean over all cp x dp ranks.
-        """
+        """Return the losses per token (or row) of a first micro-batch, over all cp x dp ranks."""
         group = self._manager.cp_dp_group
         both = torch.tensor([float(count), size_of(batch)], dtype=torch.float32)
         both = both.to(get_comm_device(group))
@@ -177,10 +168,7 @@ class OwnLoss:
         return float(ratio) if 0 < float(ratio) < math.inf else 1.0
 
     def counted(self, device: torch.device) -> Tensor:
-        """Return the number of losses that this rank counted in the step: 0-d, float64 if possible.
-
-        The host does not wait for counts that are tensors.
-        """
+        """Return this rank's number of losses without a wait for the device, in float64 or 32."""
         wide = torch.float32 if device.type == "mps" else torch.float64
         total = torch.zeros((), dtype=wide, device=device)
         for count, _ in self._counts:
@@ -220,10 +208,7 @@ def checked_count(count: Any) -> float:
 
 
 def _checked_pair(found: Any, *, trains: bool) -> tuple[Tensor, Number]:
-    """Return the sum, in float32 at least, and the count of a loss_fn's result; check their forms.
-
-    The value of the count is read later, so that the host need not wait for the device.
-    """
+    """Return a loss_fn's sum, in float32 at least, and its count, whose value is read later."""
     pair = tuple(found) if isinstance(found, tuple | list) else (found,)
     total, count = pair if len(pair) == 2 else (None, None)
     if not (

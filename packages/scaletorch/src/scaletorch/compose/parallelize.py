@@ -109,10 +109,7 @@ def parallelize(
 def _agreed_split(
     model: nn.Module, split: Split | None, manager: ProcessGroupManager
 ) -> Split | None:
-    """Replace the costs "parameters" of a split by the maximum over ranks for each module.
-
-    Ranks may hold unequal shards, such as of three experts on two, and must cut the same way.
-    """
+    """Replace costs by the maximum over ranks, so that all cut at the same layers."""
     if not isinstance(split, Split) or split.costs != "parameters" or manager.pp_size == 1:
         return split
     costs = parameter_costs(model, sections_of(model, split))

@@ -90,9 +90,8 @@ def _share_earlier(
 ) -> None:
     """Divide gradients of earlier steps by tp_size, since they will be summed once more."""
     held = (name for name in state.names if state.whole[name].grad is not None)
-    gradients = {
-        id(g): g for shard in _shards_of(state, model, held) if (g := shard.tensor.grad) is not None
-    }
+    found = (shard.tensor.grad for shard in _shards_of(state, model, held))
+    gradients = {id(each): each for each in found if each is not None}
     if gradients:
         torch._foreach_div_([*gradients.values()], manager.tp_size)
 
@@ -100,10 +99,7 @@ def _share_earlier(
 def _compare(
     state: _Partial, model: DataParallelBucket, manager: ProcessGroupManager, earlier: bool
 ) -> None:
-    """Exchange how ranks reach each parameter, and which shards they have.
-
-    All ranks raise if one is reached both ways, or a first step began with gradients (`earlier`).
-    """
+    """Exchange how ranks reach each parameter; refuse both ways, and `earlier` gradients."""
     reached = {name: state.sums.reach(each).value for name, each in state.whole.items()}
     ties = [tie.names for tie in pipeline_of(model).ties]
     place = manager.pp_rank, manager.cp_dp_rank
@@ -136,9 +132,8 @@ def _compare(
         state.sums.refuse_hidden(name)
         state.sums.note(state.whole[name], Reach.WHOLE)
     _sort(state)
-    spans = {
-        (at, tuple(their)) for _, _, at, their, _ in told
-    }  # one per dp, cp, pp place if its tp ranks have equal ranges
+    # One span for each place in dp, cp and pp if its tp ranks have equal ranges.
+    spans = {(at, tuple(their)) for _, _, at, their, _ in told}
     state.compared, state.shards = True, model.optimizer_shards
     state.same = len(spans) == len({at for at, _ in spans})
 

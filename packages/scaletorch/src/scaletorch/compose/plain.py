@@ -83,9 +83,7 @@ class Plain:
     @contextmanager
     def lent(self, owner: str, weights: Mapping[str, nn.Parameter]) -> Iterator[None]:
         """Give a unit, or the root "", its weights by first name for a while."""
-        before = [
-            (m, attribute, m._parameters[attribute]) for m, attribute, _ in self._places[owner]
-        ]
+        before = [(m, name, m._parameters[name]) for m, name, _ in self._places[owner]]
         for module, attribute, name in self._places[owner]:
             setattr(module, attribute, weights[name])
         try:
@@ -112,10 +110,7 @@ class Plain:
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the members of the outermost lists of layers that have parameters, by first name.
-
-    Lists have several modules, in an `nn.ModuleDict` of one class.
-    """
+    """Return the members, with parameters, of the outermost lists of several, by first name."""
     found: dict[nn.Module, str] = {}
 
     def visit(prefix: str, module: nn.Module) -> None:

@@ -72,7 +72,9 @@ def prepare_step(
         "residue": 0.0 if residue is None or scaling else float(residue),
         **(scaling.facts(residue) if scaling else dict.fromkeys(FACTS, 0.0)),
     }
-    sums = _sums(facts, manager)
+    told = torch.tensor([*facts.values()], dtype=torch.float64)  # a loss_fn may count in fractions
+    all_reduce(told, group=manager.world_group)
+    sums = dict(zip(facts, told.tolist(), strict=True))
     terms.several = sums["several"] > 0
     askers, sums["own loss"] = divmod(sums["own loss"], _ASKS)
     terms.rehearses = askers == manager.world_size
@@ -116,13 +118,6 @@ def _prepare_rank(
     except Exception as error:  # raised after the all-reduce, in which the other ranks wait
         return called, count, [error]
     return called, count, []
-
-
-def _sums(facts: Mapping[str, float], manager: ProcessGroupManager) -> dict[str, float]:
-    """Return the sums of numbers over all ranks, in float64: a loss_fn may count in fractions."""
-    sums = torch.tensor([*facts.values()], dtype=torch.float64)
-    all_reduce(sums, group=manager.world_group)
-    return dict(zip(facts, sums.tolist(), strict=True))
 
 
 def compare_first_batch(
@@ -248,10 +243,10 @@ def _counted(called: Sequence[Called], own_loss: OwnLoss | None, computes: bool)
     for batch in called if own_loss is None or computes else ():
         if own_loss is None:
             batch.count = token_count(batch)
+        elif own_loss.counts_later:
+            batch.count = size_of(batch)
         else:
-            batch.count = (
-                size_of(batch) if own_loss.counts_later else own_loss.count(batch.micro_batch)
-            )
+            batch.count = own_loss.count(batch.micro_batch)
     return sum(batch.count for batch in called)
 
 

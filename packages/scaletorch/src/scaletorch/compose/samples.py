@@ -87,17 +87,11 @@ class Samples:
             if len(ranks) > 1:  # these ranks all sample it in the same step
                 weight = _weights(key, len(ranks))[ranks.index(own)]
                 turns[key % PERIOD].append((each, weight))
-        # Move all weights to the device now: a later copy would make the host wait within a step.
-        self._turns = [
-            (
-                [each for each, _ in turn],
-                torch.tensor(
-                    [weight for _, weight in turn],
-                    device=turn[0][0].parameter.device if turn else "cpu",
-                ),
-            )
-            for turn in turns
-        ]
+        self._turns = []
+        for turn in turns:  # moved to the device now: a later copy would make the host wait
+            device = turn[0][0].parameter.device if turn else "cpu"
+            weights = torch.tensor([weight for _, weight in turn], device=device)
+            self._turns.append(([each for each, _ in turn], weights))
         self._turn, self.settled = 0, True
 
     def take(self) -> None:
@@ -150,8 +144,7 @@ class Samples:
             names = sorted(unseen)
             warnings.warn(
                 f"{describe_rank()}: train_step cannot compare {some(names)} between ranks, since "
-                "these are no plain tensors "
-                f"({type(values[names[0]]).__name__})",
+                f"these are no plain tensors ({type(values[names[0]]).__name__})",
                 stacklevel=4,
             )
         for name, key, piece in keyed_pieces(model, plain, self._manager):
@@ -202,9 +195,7 @@ def _cut_of(piece: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
 
 
 def _refuse_differences(
-    values: Mapping[Key, Tensor],
-    taken: Mapping[Key, Tensor],
-    manager: ProcessGroupManager,
+    values: Mapping[Key, Tensor], taken: Mapping[Key, Tensor], manager: ProcessGroupManager
 ) -> list[Key]:
     """Refuse parameters that differ between replicas; return those within rounding over tp."""
     digests = [(key, taken[key] if key in taken else digest(x)) for key, x in values.items()]
@@ -247,9 +238,8 @@ def _gaps(
         left -= sizes[key]
         most = largest = 0.0
         for start in range(0, sizes[key], PIECE):
-            high = torch.full((min(PIECE, sizes[key] - start),), -torch.inf).to(
-                device, torch.float64
-            )
+            count = min(PIECE, sizes[key] - start)
+            high = torch.full((count,), -torch.inf).to(device, torch.float64)
             low = -high
             if key in real:
                 piece = real[key].reshape(-1)[start : start + PIECE].to(device, torch.float64)

@@ -185,10 +185,7 @@ class Scaling:
     def _require_one(
         self, words: str, own: float | None, sums: Sequence[float], tolerance: float
     ) -> None:
-        """Refuse a number that varies between ranks; all ranks call it.
-
-        `sums` has the count of ranks with a number, the sum of the numbers and of their squares.
-        """
+        """Refuse a number that varies between ranks, by their count, sum and sum of squares."""
         count, total, squares = sums
         mean = total / max(count, 1)
         if count > 1 and squares / count - mean**2 > (tolerance * mean) ** 2:
@@ -200,12 +197,8 @@ class Scaling:
     def _look_up(self, model: nn.Module) -> None:
         found = [each for each in parameter_shards(model) if _is_kept(each)]
         first = found[0].tensor if found else None
-        self._shards = [
-            each
-            for each in found
-            if first is not None
-            and (each.tensor.device, each.tensor.dtype) == (first.device, first.dtype)
-        ]
+        like = None if first is None else (first.device, first.dtype)
+        self._shards = [each for each in found if (each.tensor.device, each.tensor.dtype) == like]
         self._rounding = 0.0 if first is None else torch.finfo(first.dtype).eps
         self._count = min([ELEMENTS, *(each.tensor.numel() for each in self._shards)])
         self._cut = find_cuts(model).keys() if self.manager.tp_size > 1 else ()

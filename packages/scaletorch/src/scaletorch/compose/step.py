@@ -162,8 +162,7 @@ def _rehearse_and_prepare(
 ) -> tuple[list[Called], Number]:
     """Return the result of `prepare_step`, after a rehearsal if this is the first step of its kind.
 
-    On the very first step all ranks rehearse. Later a step may be new on some ranks only, and they
-    rehearse if `prepare_step` reports that it is new on all.
+    Later than the first step, ranks rehearse if `prepare_step` reports that it is new on all.
     """
     terms = terms_of(model)
     work = _work_of(model, micro_batches, loss_fn)
@@ -190,10 +189,8 @@ def _work_of(
     model: DataParallelBucket, micro_batches: Sequence[Batch], loss_fn: LossFunction | None
 ) -> object:
     """Return the kind of a step: the code of its loss, its entries, and the mode."""
-    given = [
-        batch for batch in micro_batches if isinstance(batch, Mapping)
-    ]  # `prepare_step` checks them
-    entries = frozenset(name for batch in given for name in batch)
+    # `prepare_step` refuses batches that are no mappings.
+    entries = frozenset(n for batch in micro_batches if isinstance(batch, Mapping) for n in batch)
     return _code_of(loss_fn), entries, pipeline_of(model).module.training
 
 
@@ -256,27 +253,21 @@ def _step(
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
     corrected = None
     if own_loss is not None and later:
-        if is_first:
-            terms.counted = _from_last_stage(terms.counted, manager)
-        corrected = _correct_gradients(
-            model, float(count) * (terms.counted or 1.0), own_loss, manager
-        )
+        if is_first:  # the last stage has a number, the others None
+            known = torch.tensor(terms.counted or 0.0, dtype=torch.float32)
+            known = known.to(get_comm_device(manager.pp_group))
+            all_reduce(known, group=manager.pp_group)
+            terms.counted = float(known)
+        divisor = float(count) * (terms.counted or 1.0)
+        corrected = _correct_gradients(model, divisor, own_loss, manager)
     take_sample(model)
     if model in scalings:
-        scalings[model].sample(
-            model, [] if own_loss is None else [p for p, _ in own_loss.beside.values()]
-        )
+        beside = [] if own_loss is None else [p for p, _ in own_loss.beside.values()]
+        scalings[model].sample(model, beside)
     if own_loss is not None:
         own_loss.settle(loss)
     total = _summed(loss, manager)
     return total if corrected is None else total * _note_count(*corrected, terms)
-
-
-def _from_last_stage(value: float | None, manager: ProcessGroupManager) -> float:
-    """Return a number of the last pipeline stage on every stage; the others pass None."""
-    known = torch.tensor(value or 0.0, dtype=torch.float32).to(get_comm_device(manager.pp_group))
-    all_reduce(known, group=manager.pp_group)
-    return float(known)
 
 
 def _correct_gradients(

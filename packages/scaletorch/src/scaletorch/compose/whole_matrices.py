@@ -322,17 +322,15 @@ class Exchange:
                 for each, tensor in zip(theirs, tensors, strict=True)
             )
             sent.append([head, *filled])
-        shapes = [
-            [matrix.shape_on(rank) for matrix, _ in self.wholes] for rank in range(self._size)
-        ]
+        ranks = range(self._size)
+        shapes = [[matrix.shape_on(rank) for matrix, _ in self.wholes] for rank in ranks]
         expected = [[1 + len(each), *(shape.numel() for shape in each)] for each in shapes]
         received = self._pass(sent, expected)
         heads = torch.stack([each.pop(0) for each in received]).any(0).tolist()
         found: list[Tensor | None] = []
         for index, (matrix, whole) in enumerate(self.wholes):
-            shards = [
-                flat[index].view(each[index]) for flat, each in zip(received, shapes, strict=True)
-            ]
+            pairs = zip(received, shapes, strict=True)
+            shards = [flat[index].view(each[index]) for flat, each in pairs]
             found.append(matrix.join(shards).to(whole.device) if heads[1 + index] else None)
         return found, heads[0]
 

@@ -5,33 +5,47 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
-from ..dist.errors import ScaletorchError
-from .arguments import DEFAULT, cluster_of, description_of, options_of, parsed
-from .clusters import write_cluster
+from ..dist.errors import InvalidArgumentError, ScaletorchError
+from ..parallel.pipeline_parallel import SCHEDULES
+from .clusters import DEVICES, Cluster, cluster_named, read_cluster, write_cluster
+from .description import CHUNKS, Description, Kernels
+from .estimate import bytes_in
+from .options import Options
 from .search import Plan, plan
 from .tables import explained, fits, named, page, table
+
+DEFAULT = "A100-SXM-80GB"
+AXES = ("dp", "pp", "cp", "tp", "ep")
+EPILOG = """\
+`python -m scaletorch.plan calibrate --out FILE` measures this machine, for --cluster.
+Options that restrict layouts take one or more values: --tp 4 8 --recompute none full.
+Exit status: 0 a layout fits, 1 none does, 2 what is asked for cannot be planned."""
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if a layout fits, 1 if none does, 2 for an error."""
-    command, arguments = parsed(sys.argv[1:] if given is None else list(given))
+    words, prog = sys.argv[1:] if given is None else list(given), f"python -m {__package__}"
     try:
-        return _calibrate(arguments) if command == "calibrate" else _plan(arguments)
+        if words[:1] == ["calibrate"]:
+            return _calibrate(_calibrating(f"{prog} calibrate").parse_args(words[1:]))
+        return _plan(_planning(prog).parse_args(words))
     except (ScaletorchError, OSError) as error:
-        print(f"python -m {__package__}: error: {error}", file=sys.stderr)
+        print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
 
 
 def _plan(arguments: Any) -> int:
-    cluster = cluster_of(arguments)
-    description = description_of(arguments, cluster.device.kernels)
-    found = plan(description, arguments.rows, cluster, options=options_of(arguments))
+    cluster = _cluster_of(arguments)
+    description = _description_of(arguments, cluster.device.kernels)
+    found = plan(description, arguments.rows, cluster, options=_options_of(arguments))
     assumed = not (arguments.device or arguments.cluster)
     notes = [f"No --device and no --cluster: figures are those of {DEFAULT}."] * assumed
     print(table(found, arguments.top, notes))
@@ -66,6 +80,108 @@ def _content(found: Plan, notes: Sequence[str]) -> dict[str, Any]:
         ],
         "refused": [(named(each), each.why) for each in found.refused], "notes": notes,
     }  # fmt: skip
+
+
+def _planning(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog, description="Which layout to train with: how much memory, how long.",
+        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    say = parser.add_argument
+    model = "folder with a config.json of transformers, or package.module:function"
+    say("--model", required=True, help=model)
+    say("--length", type=_count, required=True, metavar="N", help="tokens of a sequence")
+    say("--ranks", type=_count, required=True, metavar="N", help="how many devices")
+    say("--rows", type=_count, required=True, metavar="N", help="sequences of a global batch")
+    say("--device", choices=DEVICES, metavar="NAME", help=", ".join(DEVICES))
+    say("--cluster", type=Path, metavar="FILE", help="as `calibrate` or you wrote it")
+    say("--memory", metavar="SIZE", help="of a device, such as 80GiB; else as the device has")
+    say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
+    say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
+    say("--plan", help="package.module:name of a tensor parallel plan")
+    for axis in AXES:
+        say(f"--{axis}", type=_count, nargs="+", metavar="N", help="these sizes alone")
+    say("--micro-rows", type=_count, nargs="+", metavar="N", help="rows of a micro-batch")
+    say("--zero", type=int, nargs="+", choices=range(4), help="stages of ZeRO")
+    say("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
+    say("--schedule", nargs="+", choices=[name for name in SCHEDULES if name != "forward_only"])
+    say("--sequence-parallel", nargs="+", choices=("off", "on"))
+    say("--cp-method", dest="cp_methods", nargs="+", metavar="NAME", help="as for `parallelize`")
+    say("--top", type=_count, default=10, metavar="N", help="layouts in the table (10)")
+    for name in ("json", "html"):
+        say(f"--{name}", type=Path, metavar="FILE", help=f"write the plan as {name.upper()}")
+    return parser
+
+
+def _calibrating(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog, description="Measure this machine, for --cluster.")
+    parser.add_argument("--ranks", type=_count, default=2, metavar="N", help="that will train (2)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--backend", default="gloo", help="of the ranks (gloo)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _cluster_of(arguments: Any) -> Cluster:
+    """Return the cluster that the arguments select; without any, nodes of `DEFAULT` devices."""
+    if arguments.cluster and arguments.device:
+        raise InvalidArgumentError("--device does not combine with --cluster, which has a device")
+    if arguments.cluster:
+        cluster = read_cluster(arguments.cluster, arguments.ranks)
+    else:
+        cluster = cluster_named(arguments.device or DEFAULT, arguments.ranks)
+    if arguments.memory is None:
+        return cluster
+    return replace(cluster, device=replace(cluster.device, memory=bytes_in(arguments.memory)))
+
+
+def _options_of(arguments: Any) -> Options:
+    names = ("micro_rows", "zero", "recompute", "cp_methods")
+    found: dict[str, Any] = {
+        name: tuple(values) for name in names if (values := getattr(arguments, name))
+    }
+    if arguments.schedule:
+        found["schedules"] = tuple((name, CHUNKS.get(name, 1)) for name in arguments.schedule)
+    if arguments.sequence_parallel:
+        found["sequence_parallel"] = tuple(each == "on" for each in arguments.sequence_parallel)
+    sizes = {axis: given for axis in AXES if (given := getattr(arguments, axis))}
+    return Options(**found, sizes=sizes)
+
+
+def _description_of(arguments: Any, kernels: Kernels) -> Description:
+    """Return the description of the model; imports torch, which other arguments do without."""
+    from .describing import describe, model_named, usual_cuts
+
+    name, build, experts = model_named(arguments.model, arguments.dtype)
+    recompute = arguments.recompute or ["none"]
+    cuts = usual_cuts(
+        arguments.ranks, tp=arguments.tp, cp=arguments.cp, ep=arguments.ep, experts=experts,
+        methods=arguments.cp_methods or ("ring",),
+        selective=[name == "selective" for name in recompute],
+    )  # fmt: skip
+    return describe(
+        build, arguments.length, cuts=cuts, batch=_loaded(arguments.batch, Callable, "batch"),
+        plan=_loaded(arguments.plan, Mapping, "plan"), name=name, kernels=kernels,
+    )  # fmt: skip
+
+
+def _loaded(given: str | None, kind: Any, option: str) -> Any:
+    if given is None:
+        return None
+    from ..compose.naming import load
+
+    found = load(given)
+    if not isinstance(found, kind):
+        raise InvalidArgumentError(
+            f"--{option} {given} must name a {kind.__name__}, got a {type(found).__name__}"
+        )
+    return found
 
 
 if __name__ == "__main__":

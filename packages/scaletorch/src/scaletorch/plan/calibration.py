@@ -111,8 +111,12 @@ def _measure(seconds: float, dtype: torch.dtype, backend: str) -> Device:
         for sort, pairs in rates.items()
     }
     updating, entry = _updating(gauge, make), entry_of_backend(backend)
+    if cpu:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+    else:
+        memory = int(torch.get_device_module(device).mem_get_info(device)[1])
     return Device(
-        f"{platform.node()} {device}", _memory(device) // (ranks if cpu else 1),
+        f"{platform.node()} {device}", memory,
         {str(dtype).removeprefix("torch."): peak}, moving, overhead, shares, updating,
         hides=0.0 if cpu else 1.0, spread=max(0.05, statistics.median(spreads)),
         source=f"measured with {ranks} ranks, torch {torch.__version__}",
@@ -142,9 +146,3 @@ def _updating(gauge: Callable[[Callable[[], Any]], float], make: Callable[..., T
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
     optimizer.step()
     return 7 * sum(each.nbytes for each in parameters) / gauge(optimizer.step)
-
-
-def _memory(device: torch.device) -> int:
-    if device.type != "cpu":
-        return int(torch.get_device_module(device).mem_get_info(device)[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

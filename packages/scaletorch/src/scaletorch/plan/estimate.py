@@ -7,7 +7,7 @@ import re
 from dataclasses import astuple, dataclass
 
 from ..dist.errors import InvalidArgumentError
-from .layout import Layout
+from .description import Layout
 
 _SIZES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
           "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}  # fmt: skip

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast
 
-from .description import Description
-from .layout import Layout
+from .description import Description, Layout
 from .stages import Content, contents
 
 BUCKET_SIZE = 2**24  # elements; the default of `parallelize`
@@ -21,22 +20,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """The state of an optimizer, and the dtype in which gradients are accumulated.
+    """The state of an optimizer, and the dtype in which gradients are accumulated."""
 
-    Attributes:
-        moments: Number of state tensors with the shape of each updated tensor.
-        item: Bytes of their elements; None for those of the updated tensor.
-        per_tensor: Further bytes for each tensor, such as a step count.
-        sum_item: Bytes of the elements of accumulated gradients; None for those of the parameters.
-            4 is `grad_type=torch.float32`.
-        native: Whether the backend reduce-scatters by itself, as NCCL does for all but 16-bit
-            floats, which this library sums; gloo receives the full data of the other ranks.
-    """
-
-    moments: int = 2
-    item: int | None = None
-    per_tensor: int = 4
+    moments: int = 2  # number of state tensors with the shape of each updated tensor
+    item: int | None = None  # bytes of their elements; None for those of the updated tensor
+    per_tensor: int = 4  # further bytes for each tensor, such as a step count
+    # Bytes of the elements of accumulated gradients; None for those of the parameters. 4 is
+    # `grad_type=torch.float32`.
     sum_item: int | None = None
+    # Whether the backend reduce-scatters by itself, as NCCL does for all but 16-bit floats, which
+    # this library sums; gloo receives the full data of the other ranks.
     native: bool = True
 
 
@@ -99,10 +92,7 @@ class Facts(Once):
         return self._pipeline(layout)[0]
 
     def ends(self, layout: Layout) -> list[tuple[int, int]]:
-        """Return (number, rank) of the first and the last rank with each number.
-
-        One of these holds the most: between them, live micro-batches only increase or decrease.
-        """
+        """Return (number, rank) of the first and last rank with each number; one has the peak."""
         return self._pipeline(layout)[1]
 
     def _pipeline(self, layout: Layout) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
@@ -110,6 +100,7 @@ class Facts(Once):
 
         def work_out() -> tuple[tuple[int, ...], list[tuple[int, int]]]:
             numbers = tuple(map(self._number, contents(self.description, *key)))
+            # Between the first and the last, live micro-batches only increase or decrease.
             ranks = [(number, rank) for rank, number in enumerate(numbers)]
             ends = *dict(reversed(ranks)).items(), *dict(ranks).items()
             return numbers, [*dict.fromkeys(ends)]

@@ -12,10 +12,9 @@ from functools import partial
 from operator import mul
 from typing import NamedTuple
 
-from .description import Description
+from .description import Description, Layout
 from .estimate import Memory
 from .facts import Facts, Group, Optimizer
-from .layout import Layout
 from .stages import Runs, alive, begun
 
 IN_FLIGHT = 8  # messages in flight; copied from the pipeline runtime, which imports torch
@@ -123,8 +122,7 @@ class Chunk(NamedTuple):
 
     kept: int  # activations that autograd keeps until backward
     left: int  # bytes that the first half of a split backward leaves for the second
-    # By action kind, temporary bytes above `kept` of the block that needs the most.
-    working: dict[str, int]
+    working: dict[str, int]  # most temporary bytes of a block above `kept`, by kind of action
     inside: int  # the same for the layers alone, in backward
     tail: int  # bytes that the first layer needs in backward, when nothing else is kept
     split: int  # the same in the first half of a split backward, with what later blocks left
@@ -142,10 +140,12 @@ def memory(
 
     `zero` 3 is torch's `fully_shard`, one block at a time. `facts` has cached results.
     """
-    own = facts or Facts(description, optimizer)
-    return tuple(
-        _fullest(own, layout, number, rank) for rank, number in enumerate(own.numbers(layout))
-    )
+    known, found = facts or Facts(description, optimizer), list[Memory]()
+    for rank, number in enumerate(known.numbers(layout)):
+        own = state(known, layout, number)
+        gradients, *rest = max(_peaks(known, layout, own, number, rank), key=sum)
+        found.append(Memory(own.parameters, own.gradients + gradients, own.optimizer, *rest))
+    return tuple(found)
 
 
 def peak(facts: Facts, layout: Layout, room: int | None = None) -> int:
@@ -162,13 +162,6 @@ def peak(facts: Facts, layout: Layout, room: int | None = None) -> int:
                 if room is not None and found > room:
                     return found
     return found
-
-
-def _fullest(facts: Facts, layout: Layout, number: int, rank: int) -> Memory:
-    """Return the memory of a rank at its peak moment."""
-    own = state(facts, layout, number)
-    gradients, *rest = max(_peaks(facts, layout, own, number, rank), key=sum)
-    return Memory(own.parameters, own.gradients + gradients, own.optimizer, *rest)
 
 
 def _peaks(
@@ -232,10 +225,7 @@ def _peaks(
 
 
 def _messages(facts: Facts, layout: Layout, number: int, size: int) -> Callable[[int], int]:
-    """Return a function of live micro-batches: the bytes of messages of `size` between stages.
-
-    A sent output stays until its backward.
-    """
+    """Return a function of live micro-batches: the bytes of messages of `size` between stages."""
     content = facts.contents[number]
     ways = (content.sent > 0) + (content.received > 0)
     if not ways:
@@ -244,7 +234,7 @@ def _messages(facts: Facts, layout: Layout, number: int, size: int) -> Callable[
     all_ = layout.micro_batches * chunks
 
     def message(alive_: int) -> int:
-        passed = round(alive_ * content.sent / chunks)
+        passed = round(alive_ * content.sent / chunks)  # a sent output stays until its backward
         if layout.recompute == "offload":  # the received input stays on the device as well
             passed += round(alive_ * content.received / chunks)
         if not early:
@@ -273,10 +263,7 @@ def chunks_of(facts: Facts, layout: Layout, number: int) -> tuple[list[Chunk], i
 
 
 def _chunk(facts: Facts, layout: Layout, runs: Runs) -> Chunk:
-    """Return the bytes of a chunk.
-
-    Blocks after the running one keep `left` and the gradient of its output, nothing else.
-    """
+    """Return a chunk's bytes; blocks after the running one keep `left` and an output gradient."""
     rows = layout.micro_rows
     behaviours = facts.description.behaviours(layout.cut)
     shared = left = under = 0.0

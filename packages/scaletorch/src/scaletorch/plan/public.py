@@ -16,6 +16,7 @@ from .description import Behaviour as Behaviour
 from .description import Block as Block
 from .description import Cut as Cut
 from .description import Description as Description
+from .description import Layout as Layout
 from .description import Parameter as Parameter
 from .description import Sent as Sent
 from .description import Work as Work
@@ -23,7 +24,6 @@ from .estimate import Estimate as Estimate
 from .estimate import Memory as Memory
 from .estimate import Time as Time
 from .facts import Optimizer as Optimizer
-from .layout import Layout as Layout
 from .options import Options as Options
 from .options import Refused as Refused
 from .options import legal as legal

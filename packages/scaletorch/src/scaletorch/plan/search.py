@@ -11,25 +11,18 @@ from heapq import heapify, heappop, heappush
 from itertools import count, islice
 
 from ..dist.errors import InvalidArgumentError
-from ..parallel.pg_manager import Grid, count_communicators
+from ..parallel.pg_manager import count_communicators
 from .clusters import Cluster
-from .description import Description
+from .description import Description, Layout
 from .estimate import Estimate, in_bytes
 from .facts import Facts, Optimizer
-from .layout import Layout
 from .memory import memory, peak
 from .options import Options, Refused, ladder, legal
 from .timing import Steps
 
 
 class Plan:
-    """The layouts of a job.
-
-    Attributes:
-        description: The model.
-        rows: Sequences of a step, over all ranks.
-        cluster: The cluster it runs on.
-    """
+    """The layouts of a job: a `description`, its `rows` over all ranks, and a `cluster`."""
 
     def __init__(
         self, description: Description, rows: int, cluster: Cluster, options: Options,
@@ -38,7 +31,8 @@ class Plan:
         self.description, self.rows, self.cluster = description, rows, cluster
         self._facts = Facts(description, optimizer)
         self._steps = Steps(description, cluster, self._facts)
-        self._communicators = cache(self._communicators_of)
+        size = cluster.device.group_memory
+        self._communicators = cache(lambda grid: size and size * count_communicators(grid))
         self._peak = cache(
             lambda layout: peak(self._facts, layout) + self._communicators(layout.grid)
         )
@@ -47,10 +41,6 @@ class Plan:
         found = list(legal(description, rows, cluster.ranks, options))
         self._illegal = [each for each in found if isinstance(each, Refused)]
         self._legal = [each for each in found if isinstance(each, Layout)]
-
-    def _communicators_of(self, grid: Grid) -> int:
-        size = self.cluster.device.group_memory
-        return size * count_communicators(grid) if size else 0
 
     def _fit(self, layout: Layout) -> tuple[list[Layout], list[Layout]]:
         """Return the variants of a layout that fit with the least savings, and all variants."""
@@ -87,11 +77,8 @@ class Plan:
             yield self._found[number]
 
     def _in_order(self) -> Iterator[Layout]:
-        """Yield the layouts that fit, fastest first.
-
-        Layouts wait in a queue by a lower bound of their step time. When one reaches the front, it
-        is fitted into memory, then bounded more closely, then simulated.
-        """
+        """Yield the layouts that fit, fastest first, from a queue by lower bounds of step times."""
+        # At the front, a layout is fitted into memory, then bounded more closely, then simulated.
         floor, close = -2, -1  # kind of lower bound; peak bytes follow an exact time
         queue = [
             (self._steps.floor(layout), floor, (number, 0), layout)
@@ -168,10 +155,10 @@ class Plan:
         """
         if self.first is not None:
             return self.first
-        reasons = dict.fromkeys(f"{each.grid}: {each.why}" for each in self.refused)
+        reasons = [*dict.fromkeys(f"{each.grid}: {each.why}" for each in self.refused)]
         raise InvalidArgumentError(
             f"no layout of {self.cluster.ranks} ranks can train {self.description.name}: "
-            + "; ".join(list(reasons)[:3])
+            f"{'; '.join(reasons[:3])}"
         )
 
 

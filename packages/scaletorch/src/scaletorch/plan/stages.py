@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import SCHEDULES, Schedule, distribute_layers
-from .description import Description
-from .layout import LOOPED, V_SHAPED, Layout
+from .description import LOOPED, V_SHAPED, Description, Layout
 
 SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # schedules that may split a backward in two halves
 # Change of each action in live micro-batches, and in halves that wait for weight gradients.
@@ -106,10 +105,7 @@ def contents(description: Description, schedule: str, pp: int, chunks: int) -> l
 
 
 def alive(layout: Layout, rank: int) -> tuple[Moment, ...]:
-    """Return the moments at which a pipeline rank holds the most micro-batches.
-
-    For each kind of action: most live micro-batches, and most of live ones and halves together.
-    """
+    """Return the moments of each kind of action at which a rank holds the most micro-batches."""
     schedule, pp, chunks = layout.schedule, layout.grid.pp, layout.chunks
     m = layout.micro_batches
     _check(schedule, pp, chunks)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from ..parallel.pg_manager import layout_name
+from .description import Layout
 from .estimate import Estimate, in_bytes, in_seconds, in_short
-from .layout import Layout
 from .options import Refused
 from .search import Plan
 
@@ -63,9 +63,8 @@ def table(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
 
 def explained(plan: Plan, estimate: Estimate) -> str:
     """Return a layout in full: what its step takes, and the memory of each rank."""
-    layout, room = estimate.layout, in_bytes(plan.cluster.device.memory)
+    layout, time, room = estimate.layout, estimate.time, in_bytes(plan.cluster.device.memory)
     verdict = "fits in" if fits(plan, estimate) else "does not fit in"
-    time = estimate.time
     low, high = in_seconds(time.low), in_seconds(time.high)
     lines = [
         f"DP x PP x CP x TP {layout_name(layout.grid)}, {', '.join(words_of(layout))}",
@@ -158,10 +157,7 @@ def words_of(layout: Layout) -> list[str]:
 
 
 def grouped(refused: Iterable[tuple[int, Refused]]) -> list[tuple[int, str, str]]:
-    """Return (number of layouts, an example, its reason) by reason without numbers, most first.
-
-    Each refusal comes with the number of layouts that it stands for.
-    """
+    """Join refusals, each with its number of layouts, by reason without numbers; most first."""
     found: dict[str, tuple[int, str, str]] = {}
     for number, each in refused:
         key = re.sub(r"\d+(\.\d+)?", "0", each.why)

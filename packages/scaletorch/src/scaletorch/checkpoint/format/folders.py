@@ -72,13 +72,10 @@ def _find(root: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
 
 
 def candidates(root: Path) -> list[Path]:
-    """Return the checkpoints to load: `root` itself if it is one, else those in it, newest first.
-
-    A killed save may have moved an older checkpoint of its step aside without naming the new one;
-    this function then names it.
-    """
+    """Return the checkpoints to load: `root` itself if it is one, or those in it, newest first."""
     if root.is_file():
         raise CheckpointError(f"{root} is a file: pass the folder of one checkpoint, or of several")
+    # A killed save may have moved an older checkpoint of its step aside without naming the new one.
     for _, path in _find(root.parent if is_step(root) else root, _LEFT):
         final = path.with_name(path.name.removesuffix(UNFINISHED))
         moved = any(other != path for other in final.parent.glob(f"{final.name}[.-]*"))

@@ -30,10 +30,7 @@ class Rectangle:
 
 
 def split_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
-    """Split a range of a row-major tensor's elements into rectangles, in order.
-
-    These are whole rows, and before and after them partial rows, split in the same way.
-    """
+    """Split a range of a row-major tensor's elements into whole and partial rows, in order."""
     if start >= stop:
         return
     if not shape:
@@ -60,14 +57,11 @@ def _within(index: int, start: int, stop: int, shape: Sequence[int]) -> Iterator
 class ModelTensor:
     """A parameter or buffer on this rank."""
 
-    # all its names in the whole model, in the model's order; the first is saved
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # all its names in the model, in order; the first is saved
     tensor: Tensor  # this rank's shard of it
     shape: tuple[int, ...]  # shape of the whole tensor
     cut: ParameterCut | None  # its sharding over tp; None if it is not sharded
-    # Its sharding over ep, along dim 0; None if it is not an expert weight. Expert weights may be
-    # sharded over tp as well.
-    experts: ExpertCut | None
+    experts: ExpertCut | None  # its sharding over ep, along dim 0; None if it is no expert weight
     owner: int  # the first tp rank that has it, if it is not sharded over tp
     first: bool  # whether this is the first pipeline stage that has it
 

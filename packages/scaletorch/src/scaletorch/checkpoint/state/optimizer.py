@@ -11,8 +11,7 @@ from torch import Tensor
 from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard
 from ..agreement import CheckpointError
-from ..format.metadata import SavedTensor
-from ..format.values import decode, encode
+from ..format.metadata import SavedTensor, decode, encode
 from .model_tensors import ModelTensor, Rectangle
 from .record import Entry, Record
 

@@ -39,10 +39,7 @@ class SmallBatch:
 
 
 def entries_added(micro_batches: Sequence[Batch]) -> set[str] | None:
-    """Return the names of entries that were added to micro-batches after `shard_global_batch`.
-
-    None if it did not make the micro-batches, or if the model is called with an added entry.
-    """
+    """Return the entries added after `shard_global_batch`; None if unknown or for the model."""
     cuts = [batch.cut for batch in micro_batches if isinstance(batch, MicroBatch)]
     if len(cuts) < len(micro_batches) or not cuts:
         return None
@@ -93,10 +90,7 @@ def small_batch(
 
 
 def _unequal(few: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rows with fewer labels in the first one, if labels are missing anywhere in a step.
-
-    If all rows had as many labels, a loss that counts rows instead of labels would look right.
-    """
+    """Give the first row fewer labels if a step lacks any, so that losses must not count rows."""
     labels, every = few.get("labels"), whole.get("labels")
     if not isinstance(labels, Tensor) or not isinstance(every, Tensor) or labels.ndim != 2:
         return few
@@ -149,10 +143,7 @@ def on_device(x: Any, device: torch.device | str) -> Any:
 
 
 def _short(
-    whole: Mapping[str, Any],
-    length: int,
-    tokens: int,
-    manager: ProcessGroupManager,
+    whole: Mapping[str, Any], length: int, tokens: int, manager: ProcessGroupManager
 ) -> dict[str, Any]:
     """Return a batch cut to its first positions; the whole batch if an entry is unclear."""
     unit = 2 * manager.cp_size * manager.tp_size
@@ -176,10 +167,8 @@ def _short(
 
 
 def _most(length: int, units: int, unit: int) -> int:
-    """Return the number of positions to take: up to `units` units, if possible dividing the length.
-
-    Then a model's blocks of positions end at ranks' borders only if those of the step do.
-    """
+    """Return the positions to take: up to `units` units, if possible dividing the length."""
+    # Then a model's blocks of positions end at ranks' borders only if those of the step do.
     whole = (n for n in range(units, max(units // 2, 2) - 1, -1) if length % (n * unit) == 0)
     return next(whole, units) * unit
 

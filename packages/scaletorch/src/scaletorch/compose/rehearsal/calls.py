@@ -80,10 +80,7 @@ class Call:
             now.put_back()
 
     def make(self, way: int | None = None) -> UnitRun:
-        """Run the unit with a graph of its own.
-
-        `way` 0 uses a wider dtype; another number is a seed that rounds hidden states otherwise.
-        """
+        """Run the unit in a graph of its own; `way` 0 is a wider dtype, others seed roundings."""
         leaves: dict[int, Tensor] = {}
         wide = self._wider() if way == 0 else None
 
@@ -136,9 +133,8 @@ class Call:
         )
         if self.given_out:
             hidden = self.handed[0]  # the unit's input has the same shape
-            return [
-                self.replay.ranks.join(self.name, self.turn, "input_gradient", hidden.shape).tensor
-            ]
+            ranks = self.replay.ranks
+            return [ranks.join(self.name, self.turn, "input_gradient", hidden.shape).tensor]
         with torch.enable_grad():
             unit_run = self.again()
         found, weights = self.gradients(unit_run)

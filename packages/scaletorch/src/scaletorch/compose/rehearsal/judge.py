@@ -57,11 +57,10 @@ class Judge:
         other: Callable[[int], Tensor] | None = None,
         again: Callable[[], Tensor] | None = None,
     ) -> bool:
-        """Compare a layout's tensor with one process's; return False if the latter is random.
+        """Compare a layout's tensor with one process's (None: 0); return False if that is random.
 
-        `typical` is the size of a typical element; a missing tensor is zero. If the difference is
-        too large, `other` computes one process's tensor in other ways, as `Call.make` does, and
-        `again` once more.
+        `other` computes it in other ways, as `Call.make` does, and `again` once more; `typical` is
+        the size of its elements.
         """
         self.compared += 1
         if ours is None or theirs is None:

@@ -114,10 +114,9 @@ class Ranks:
     def meet(self, where: str, *, failed: bool = False) -> None:
         """Check that all ranks are at the same place before they communicate; all raise if not."""
         place = zlib.crc32(where.encode())
-        told = torch.tensor(
-            [failed, place, -place], device=get_comm_device(self.manager.world_group)
-        )
-        all_reduce(told, "max", group=self.manager.world_group)
+        group = self.manager.world_group
+        told = torch.tensor([failed, place, -place], device=get_comm_device(group))
+        all_reduce(told, "max", group=group)
         stopped, most, least = told.tolist()
         if stopped or most != -least:
             raise DivergedError("it ran otherwise on other ranks")

@@ -60,10 +60,7 @@ def rehearse_step(
     step: Step,
     loss_fn: Callable[[Any, Any], Any] | None,
 ) -> None:
-    """Train a small batch of a step's rows, and compare everything with the plain model.
-
-    `step` is `train_step` with all arguments except the micro-batches.
-    """
+    """Train a small batch of rows by `step(micro_batches)`, and compare with the plain model."""
     began, plain = time.perf_counter(), cast(Plain, terms.plain)
     require_one_batch(micro_batches, manager)
     pipeline = pipeline_of(model)
@@ -115,11 +112,7 @@ def rehearse_step(
 def _compare_in_float32(
     compared: Callable[..., tuple[Replay, _Found]], narrow: str | None
 ) -> tuple[Replay, _Found]:
-    """Compare in float32; if that is not possible or fails, in the run's own dtype.
-
-    `narrow` is the reason not to use float32, which is reported: "" if the run is not narrower;
-    None if float32 is possible.
-    """
+    """Compare in float32; in the own dtype if that fails, or if `narrow` (a reason) is not None."""
     if narrow is not None:
         replay, found = compared(wide=False)
         replay.unasked += [f"anything in float32, {narrow}"] * bool(narrow)
@@ -145,11 +138,7 @@ def _agree_on_entries(
     terms: Terms,
     manager: ProcessGroupManager,
 ) -> tuple[list[str] | None, str | None]:
-    """Return the entries that ranks added for a loss, and `narrow` of `_compare_in_float32`.
-
-    All ranks return the same. The entries are None, with a warning, if the batch cannot be
-    rehearsed.
-    """
+    """Return the entries added for a loss (None: no rehearsal), and `narrow`; the same on ranks."""
     own = entries_added(micro_batches), *wish_for_float32(model, device)
     added, wished, problems = zip(*all_gather_object(own, manager.world_group), strict=True)
     narrow = next(filter(None, problems), None) if any(wished) else ""
@@ -174,10 +163,9 @@ def _replay(
 ) -> tuple[Replay, _Found]:
     """Run the plain model; return the replay and the findings of all ranks.
 
-    If `shares`, the ranks first share the units. If anything differs or fails, every rank runs all
-    units. If that fails, or if gradients differ, a small model runs as a whole, since its root may
-    use the weights of units, and units the tensors of others. `kept` names the attributes of this
-    rank's modules that the forward changed.
+    If `shares`, ranks first share the units; if anything differs or fails, each runs all units. If
+    that fails, or gradients differ, a small model runs as a whole: its root may use the weights of
+    units, and units the tensors of others. `kept` has attributes that the forward changed.
     """
     additions = chain_length(plain.model, batch["input_ids"])
 
@@ -234,10 +222,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _loss(
-    small: SmallBatch,
-    terms: Terms,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    output: Any,
+    small: SmallBatch, terms: Terms, loss_fn: Callable[[Any, Any], Any] | None, output: Any
 ) -> Tensor | None:
     """Return the loss of one process; None if loss_fn runs a collective."""
     batch, one = small.called.micro_batch, cast(Any, small.alone)
@@ -285,13 +270,7 @@ def _gather_findings(
     return _Found(first, [*dict.fromkeys(then)], right, problem, worst, names)
 
 
-def _report(
-    replay: Replay,
-    found: _Found,
-    terms: Terms,
-    stage: nn.Module,
-    seconds: float,
-) -> None:
+def _report(replay: Replay, found: _Found, terms: Terms, stage: nn.Module, seconds: float) -> None:
     """Report that the layout agrees with one process, and what could not be compared."""
     if found.problem is not None:
         terms.seen = 0  # the step itself makes the checks of a first step
@@ -304,14 +283,10 @@ def _report(
     unasked = f"; not compared: {', '.join(without)}" if without else ""
     if get_rank() == 0:
         grid, dtype = replay.ranks.manager.grid, str(replay.ranks.dtype).removeprefix("torch.")
-        _write(
+        sys.stderr.write(
             f"rehearsal: {len(replay.plain.units)} units on {grid} agree with one process "
             f"to {found.worst:.1e} in {dtype}, {seconds:.1f} s{unasked}\n"
         )
-
-
-def _write(line: str) -> None:
-    sys.stderr.write(line)
 
 
 def _refuse(

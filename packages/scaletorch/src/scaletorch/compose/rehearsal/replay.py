@@ -76,10 +76,7 @@ class Replay:
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
 
     def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-        """Return the whole weights of a unit or of the root, gathered from all ranks.
-
-        The weights of the last owner are kept, so a rank can get them again without communication.
-        """
+        """Return the whole weights of a unit or the root, cached for one owner."""
         if self._held is None or self._held[0] != owner:
             self._held = None  # free these before others are gathered
             self._held = owner, self.ranks.weights(self.plain.owners[owner])
@@ -224,9 +221,7 @@ class Replay:
         with torch.enable_grad():
             unit_run = call.again()
         output, again = unit_run.outputs[0], call.output_again
-        what = f"output of {name}"
-        ours = call.handed[0]
-        other = call.other_output
+        what, ours, other = f"output of {name}", call.handed[0], call.other_output
         if not compare(what, ours, output.detach(), is_hidden=True, other=other, again=again):
             self.judge.missing(f"{name} gives another answer each time")
         inputs, gradients = call.gradients(unit_run)

@@ -1,7 +1,4 @@
-"""The training step of a rehearsal: a real one, in float32 if it fits, that leaves no trace.
-
-The inputs, outputs and gradients of the model's units are recorded during it.
-"""
+"""The training step of a rehearsal, in float32 if it fits: it leaves no trace, but is recorded."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ Step = Callable[..., Tensor]
 def rehearsal_mode(
     model: DataParallelBucket, plain: Plain, terms: Terms, *, wide: bool
 ) -> Iterator[None]:
-    """Run a step as a rehearsal, in float32 or not, and restore the model afterwards.
-
-    Gradients are summed even in `no_sync`, dropout is off, and parameters are not zero.
-    """
+    """Run a step without dropout, zeros and `no_sync`, in float32 or not; restore the model."""
     before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
     stage = pipeline_of(model).module
     terms.seen = 0
@@ -54,10 +48,9 @@ def rehearsal_mode(
 def trained(
     cut: Callable[..., SmallBatch], model: DataParallelBucket, plain: Plain, step: Step
 ) -> tuple[SmallBatch, Tensor, Records, list[str] | None]:
-    """Train a small batch with few positions; if that fails, with all positions.
+    """Return a small batch, its loss, the recorded calls, and attributes that the forward changed.
 
-    Returns the batch, the loss, the recorded calls of units, and the attributes that the forward
-    changed: None if they change after the first gradient too, as by checkpoints or micro-batches.
+    These are None if they change after the first gradient too, as by checkpoints or micro-batches.
     """
 
     def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records, list[str] | None]:
@@ -169,13 +162,10 @@ class _AttendWithoutDropout(TorchFunctionMode):
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Turn dropout off for a while, in modules, functions and attention.
-
-    Kernels are replaced, since torch's function modes are off while a backward recomputes.
-    """
-    places = [
-        (place, each) for name in _DROPPING for each in (name, f"{name}_") for place in _OWNERS
-    ]
+    """Turn dropout off for a while, in modules, functions and attention."""
+    # Kernels are replaced, since torch's function modes are off while a backward recomputes.
+    names = [each for name in _DROPPING for each in (name, f"{name}_")]
+    places = [(place, each) for each in names for place in _OWNERS]
     own = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
     for place, name, _ in own:
         setattr(place, name, lambda x, *_args, **_kwargs: x)
@@ -288,15 +278,13 @@ class Recorder:
         _note(record, "output_gradient", gradient)
 
     def _record(self, x: Tensor | None) -> Record | None:
-        """Return a new record for a call; for a second run in backward, the first's or None.
-
-        Only a checkpoint whose first run has no gradients builds its graph in backward.
-        """
+        """Return a new record for a call; for a second run in backward, the first's or None."""
         stage = self._pipeline.stages[self._pipeline.runtime.chunks.selected]
         calls = self._records.setdefault((self._name, stage), [])
         if torch._C._current_graph_task_id() == -1:
             calls.append(Record(again=not torch.is_grad_enabled()))
             return calls[-1]
+        # Only a checkpoint whose first run has no gradients builds its graph in backward.
         waiting = [each for each in calls if each.again and each.output_gradient is None]
         return next((each for each in reversed(waiting) if is_same(each.input, x)), None)
 
@@ -324,10 +312,7 @@ def recorded(
 
 
 def hidden_states_of(value: Any) -> Tensor | None:
-    """Return the hidden states among a call's arguments, or in its result; None without any.
-
-    They are the first floating tensor of two dims or more, of those with a gradient if any has.
-    """
+    """Return a call's first floating tensor of 2 dims or more, if possible one with a gradient."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         args, kwargs = value
         found = hidden_states_of([*tensors_in(args)])

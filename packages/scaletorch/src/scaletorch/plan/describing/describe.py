@@ -33,8 +33,7 @@ from ...parallel.pg_manager import (
 )
 from ...parallel.pipeline_parallel import Split, meta_parameters
 from ..description import Behaviour, Block, Cut, Description, Kernels, Parameter
-from .hollow import Hollow
-from .kernels import kernels_of
+from .hollow import Hollow, kernels_of
 from .kinds import block_of, blocks_of, fill, inner, thin_out
 from .meter import Meter, behaviour, is_put_off
 
@@ -156,8 +155,10 @@ class _Job:
     def measure(self, cut: Cut) -> tuple[Behaviour, ...]:
         """Return the behaviour of each kind in a cut; raise if the model cannot have it."""
         pair = []
+        # The smallest grid with the cut's groups and two replicas of each shard.
+        dp = REPLICAS * cut.ep // math.gcd(cut.ep, cut.tp * cut.cp)
         try:
-            with _simulated(_grid(cut)) as manager:
+            with _simulated(Grid(tp=cut.tp, cp=cut.cp, dp=dp, ep=cut.ep)) as manager:
                 for rows in ROWS:
                     meter, model = self._run(cut, manager, rows)
                     pair.append(meter)
@@ -176,7 +177,10 @@ class _Job:
         return tuple(behaviour(kind, ROWS, pair, parameters[kind]) for kind in kinds)
 
     def _run(self, cut: Cut, manager: ProcessGroupManager, rows: int) -> tuple[Meter, nn.Module]:
-        model = self.build()
+        model, loss, function = self.build(), dict[str, Any](), self.loss_fn
+        if function is not None:  # 1 replaces the hollow token count
+            own = {"loss_fn": lambda x, batch: (function(x, batch)[0], 1), "count_fn": lambda _: 1}
+            loss.update(own)
         latest = thin_out(model, self.blocks, self.chosen)
         axes = {"tp": manager.tp_group, "cp": manager.cp_group, "ep": manager.ep_group}
         meter = Meter(axes, self.blocks[-1].kind, selective=cut.selective)
@@ -195,15 +199,8 @@ class _Job:
             watched = meter.watch(model, self.chosen, latest)
             with parallel.no_sync(), watched, kernels_of(self.kernels):
                 shares = shard_global_batch(batch, 1, manager, model=parallel, **self.dims)
-                train_step(parallel, shares, manager, **self._loss())
+                train_step(parallel, shares, manager, **loss)
         return meter, model
-
-    def _loss(self) -> dict[str, Any]:
-        """Return the loss arguments of `train_step`; 1 replaces the hollow token count."""
-        function = self.loss_fn
-        if function is None:
-            return {}
-        return {"loss_fn": lambda x, batch: (function(x, batch)[0], 1), "count_fn": lambda _: 1}
 
     def _parameters(self, model: nn.Module) -> dict[int, list[Parameter]]:
         """Return by kind the parameters of this rank, the first: it has the largest shards."""
@@ -256,13 +253,6 @@ def _tied(model: nn.Module, blocks: Sequence[Block]) -> tuple[tuple[str, ...], .
     return tuple(tuple(names) for names in users.values() if len(names) > 1)
 
 
-def _grid(cut: Cut) -> Grid:
-    """Return the smallest grid with the cut's groups and two replicas of each shard."""
-    held = cut.tp * cut.cp
-    dp = REPLICAS * cut.ep // math.gcd(cut.ep, held)
-    return Grid(tp=cut.tp, cp=cut.cp, dp=dp, ep=cut.ep)
-
-
 @contextmanager
 def _simulated(grid: Grid) -> Iterator[ProcessGroupManager]:
     """Become rank 0 of a grid of simulated ranks: collectives return at once."""
@@ -286,16 +276,13 @@ def _simulated(grid: Grid) -> Iterator[ProcessGroupManager]:
 
 
 def model_named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Module], int]:
-    """Return a model's name, a function that builds it, and the number of experts in a layer.
-
-    It is a folder with a `config.json` of transformers, or `package.module:name` of a function.
-    """
+    """Return name, builder and experts in a layer of a config's folder or `package.module:name`."""
     kind = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise InvalidArgumentError(
             f"dtype {dtype!r} is not a floating-point dtype of torch, such as bfloat16"
         )
-    folder = Path(given)
+    folder = Path(given)  # with a config.json of transformers
     if (folder / "config.json").exists():
         name, make = folder.resolve().name, _of_config(folder)
     elif ":" in given:

@@ -3,18 +3,21 @@
 A hollow tensor is a plain CPU tensor whose memory is never touched, so the system never commits it.
 Kernels are chosen, storages shared and messages sent as for any other tensor, and a model with a
 trillion parameters fits on a laptop. Small data from which indices are computed (ids, positions,
-token counts) stays real.
+token counts) stays real. Kernels that keep more on the CPU can run as on GPUs (`kernels_of`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental import _config
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -22,6 +25,7 @@ from .meter import Meter
 
 aten = torch.ops.aten
 _SMALL = 2**20  # largest tensor in bytes that is filled for real
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Hollow(TorchDispatchMode):
@@ -203,3 +207,74 @@ _CHOICES = frozenset((
     aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default,
     aten.argmax.default, aten.gather.default,
 ))  # fmt: skip
+
+
+def kernels_of(device: str) -> AbstractContextManager[Any]:
+    """Run hollow tensors, which are on the CPU, by the kernels of "cpu" or "cuda"."""
+    return _OfCuda() if device == "cuda" else nullcontext()
+
+
+class _OfCuda(TorchFunctionMode):
+    """Call CUDA's fused operator where torch would run several for CPU tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the fused replacement of a torch function, if there is one."""
+        return _FUSED.get(func, func)(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attend by flash attention (cuDNN keeps the same), or by cuDNN (masks that are not learned).
+
+    float32 goes to the memory-efficient operator, the rest to plain matmuls.
+    """
+    half = query.dtype in _HALF and query.shape[-1] == value.shape[-1]
+    learned = attn_mask is not None and attn_mask.requires_grad
+    grouped = enable_gqa and query.shape[1] != key.shape[1]
+    mask = None if attn_mask is None else _added(attn_mask, query)
+    options: dict[str, Any] = {"scale": scale}
+    call: Any = aten._scaled_dot_product_efficient_attention
+    more: tuple[Any, ...] = (mask, True, dropout_p, is_causal)
+    if half and mask is None and query.ndim == 4:
+        call, more = aten._scaled_dot_product_flash_attention, (dropout_p, is_causal, False)
+    elif half and not learned and query.ndim == 4:
+        call, more = aten._scaled_dot_product_cudnn_attention, (*more, False)
+    elif grouped or query.ndim != 4 or query.dtype == torch.float64:
+        call, more = aten._scaled_dot_product_attention_math, (mask, dropout_p, is_causal)
+        options["enable_gqa"] = grouped
+    out: Tensor = call(query, key, value, *more, **options)[0]
+    return out
+
+
+def _added(mask: Tensor, query: Tensor) -> Tensor:
+    """Return a mask in the additive form."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Normalize by layer norm, as one kernel; torch decomposes its own before a mode sees it."""
+    if weight is not None and weight.dtype != input.dtype:
+        return F.rms_norm(input, normalized_shape, weight, eps)  # CUDA runs several kernels as well
+    return F.layer_norm(input, normalized_shape, weight, None, 1e-6 if eps is None else eps)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Drop in one kernel that keeps a mask of bytes."""
+    if not training or p == 0 or inplace:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, training)[0]
+
+
+_FUSED: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    F.dropout: _dropout,
+}

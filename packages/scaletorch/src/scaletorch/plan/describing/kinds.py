@@ -54,10 +54,7 @@ def _form(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
 
 
 def blocks_of(model: nn.Module, split: Split | None) -> tuple[tuple[Block, ...], dict[int, str]]:
-    """Return the sequence of blocks, and the name of the first layer of each kind.
-
-    Kind 0 is everything before the layers, the last kind everything after them.
-    """
+    """Return the blocks, first and last the modules around layers, and each kind's first layer."""
     first, *layers, last = sections_of(model, split)
     if any(len(layer) > 1 for layer in layers):
         raise InvalidArgumentError(
@@ -104,13 +101,10 @@ def fill(model: nn.Module, make: Any) -> None:
 
 def block_of(name: str, blocks: Sequence[Block]) -> Block | None:
     """Return the block that contains a parameter or a module."""
-    return next(
-        (
-            block for block in blocks
-            if any(name == own or name.startswith(f"{own}.") for own in block.name.split("+"))
-        ),
-        None,
-    )  # fmt: skip
+    for block in blocks:
+        if any(name == own or name.startswith(f"{own}.") for own in block.name.split("+")):
+            return block
+    return None
 
 
 def inner(name: str, block: Block) -> str:

@@ -65,11 +65,8 @@ class Held:
 class Meter:
     """Measures a step; block 0 is everything before the layers, block `last` everything after them.
 
-    Args:
-        axes: Groups of this rank by axis; traffic in other groups is not counted.
-        last: Number of the block after the layers.
-        selective: Whether layers keep what selective recomputation keeps, which autograd's hooks do
-            not see.
+    `axes` has this rank's groups; others' traffic is not counted. `selective` layers keep what
+    selective recomputation keeps, which autograd's hooks do not see.
     """
 
     def __init__(
@@ -224,11 +221,8 @@ class Meter:
 
 
 def is_put_off(module: nn.Module) -> bool:
-    """Return whether a split backward defers the gradient of a module's weight to its second half.
-
-    That holds for `nn.Linear`'s own forward, which gradient buckets may have wrapped in a partial.
-    """
-    return (
+    """Return whether a split backward defers a weight's gradient to its second half."""
+    return (  # it does for `nn.Linear`'s own forward, which buckets may have wrapped in a partial
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
         and isinstance(vars(module).get("forward", partial(module.forward)), partial)

@@ -12,16 +12,15 @@ from functools import cache, lru_cache, partial
 from math import ceil
 from typing import NamedTuple
 
-from ...parallel.pg_manager import Grid
-from ...parallel.pipeline_parallel import Costs
-from ...parallel.pipeline_parallel.schedules import rank_ends
-from ..clusters import Cluster
-from ..description import Description
-from ..estimate import Time
-from ..facts import Facts, Group, Once
-from ..layout import Layout
-from ..stages import SPLIT, schedule_of, stages_of
+from ..parallel.pg_manager import Grid
+from ..parallel.pipeline_parallel import Costs
+from ..parallel.pipeline_parallel.schedules import rank_ends
+from .clusters import Cluster
 from .costs import WORLD, Route, Seconds, block_seconds, route, seconds, summed
+from .description import Description, Layout
+from .estimate import Time
+from .facts import Facts, Group, Once
+from .stages import SPLIT, schedule_of, stages_of
 
 INNER = ("tp", "cp", "ep")  # axes of communication inside blocks
 OUTER = ("pp", "cp_dp", "edp")  # axes of communication between blocks and of gradients
@@ -214,8 +213,7 @@ def _ended(
 ) -> tuple[Seconds, float]:  # fmt: skip
     """Return the gradient and parameter messages that follow a pipeline, and the update.
 
-    Buckets are sent one after another as backward fills them, all but the last behind the rest of
-    the backward. `computing` has the seconds of a micro-batch's forward and of its backward.
+    Backward hides all buckets but the last; `computing` has a micro-batch's forward and backward.
     """
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}

@@ -7,9 +7,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ...parallel.pg_manager import Grid
-from ..clusters import Cluster, Device, Shares
-from ..description import Behaviour, Work
+from ..parallel.pg_manager import Grid
+from .clusters import Cluster, Device, Shares
+from .description import Behaviour, Work
 
 SORTS = ("matmul", "attention", "other")
 WORLD = "tp_cp_pp_dp"  # all ranks
@@ -48,8 +48,7 @@ def route(grid: Grid, axis: str, cluster: Cluster) -> Route:
 def seconds(operation: str, count: float, size: float, way: Route, cluster: Cluster) -> float:
     """Return the seconds of `count` calls in turn, in which a rank sends `size` bytes together.
 
-    Ranks inside the level below each carry a share of a ring's data over a level, by their own
-    links. In all_to_all each rank sends to every other; a single message takes the slowest level.
+    Ranks inside the level below share a ring's data over a level; one message takes the slowest.
     """
     if way.ranks < 2 or operation in _NONE:
         return 0.0
@@ -160,10 +159,7 @@ def _roofline(work: Work, sort: str, rows: int, dtype: str, device: Device) -> f
 
 
 def efficiency(shares: Shares, size: float) -> float:
-    """Return the share of the peak that an operation of a size reaches; 1 if no shares are known.
-
-    Shares are interpolated by the logarithm of the size, and constant beyond the ends.
-    """
+    """Return the share of the peak of a size, interpolated by logarithm; 1 if none is known."""
     if not shares:
         return 1.0
     at = bisect_right(shares, (size, math.inf))
