@@ -41,10 +41,7 @@ def loss_of(y, rank):
 
 # Each entry: the call on this rank, and the same on the list of all ranks' inputs.
 ADJOINT = {
-    "all_reduce": (
-        lambda x, **_: F.all_reduce(x),
-        lambda xs, **_: [sum(xs)] * len(xs),
-    ),
+    "all_reduce": (lambda x, **_: F.all_reduce(x), lambda xs, **_: [sum(xs)] * len(xs)),
     "all_gather": (
         lambda x, dim, **_: F.all_gather(x, dim),
         lambda xs, dim, **_: [torch.cat(xs, dim)] * len(xs),

@@ -19,11 +19,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import devices, functional
-from scaletorch.dist.building import (
-    all_reduce_flat,
-    even_counts,
-    reduce_scatter_flat,
-)
+from scaletorch.dist.building import all_reduce_flat, even_counts, reduce_scatter_flat
 from scaletorch.dist.devices import entry_of_backend
 from scaletorch.dist.devices.current import synchronize
 from scaletorch.dist.devices.table import REDUCED

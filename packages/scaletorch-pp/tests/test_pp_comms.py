@@ -2,16 +2,7 @@
 
 import pytest
 import torch
-from one_process import (
-    Net,
-    accumulate,
-    build,
-    require_same,
-    split,
-    sum_loss,
-    token_batches,
-    world,
-)
+from one_process import Net, accumulate, build, require_same, split, sum_loss, token_batches, world
 
 from scaletorch.dist import InvalidArgumentError, StateError
 from scaletorch.dist.testing import distributed_test

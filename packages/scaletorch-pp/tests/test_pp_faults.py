@@ -15,11 +15,7 @@ from one_process import (
 )
 
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.pipeline_parallel import (
-    StageError,
-    pipeline_forward,
-    train_step_pipeline,
-)
+from scaletorch.parallel.pipeline_parallel import StageError, pipeline_forward, train_step_pipeline
 
 COUNT = 6
 

@@ -9,16 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from one_process import (
-    Layer,
-    Net,
-    build,
-    split,
-    sum_loss,
-    token_batches,
-    trains_on,
-    world,
-)
+from one_process import Layer, Net, build, split, sum_loss, token_batches, trains_on, world
 
 from scaletorch.dist import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import distributed_test

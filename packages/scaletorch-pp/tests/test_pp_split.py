@@ -10,12 +10,7 @@ from torch import nn
 
 from scaletorch.dist import InvalidArgumentError, all_gather_object
 from scaletorch.dist.testing import distributed_test
-from scaletorch.parallel.pipeline_parallel import (
-    PassThrough,
-    Split,
-    layers_of,
-    train_step_pipeline,
-)
+from scaletorch.parallel.pipeline_parallel import PassThrough, Split, layers_of, train_step_pipeline
 from scaletorch.parallel.pipeline_parallel.splitting.split import place
 
 

@@ -12,11 +12,7 @@ from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.pipeline_parallel import (
-    PassThrough,
-    StageError,
-    train_step_pipeline,
-)
+from scaletorch.parallel.pipeline_parallel import PassThrough, StageError, train_step_pipeline
 from scaletorch.parallel.pipeline_parallel.stages.passage import Extras, Findings, Passage
 
 WIDTH, VOCAB, LENGTH = 8, 13, 6

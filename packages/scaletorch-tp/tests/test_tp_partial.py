@@ -12,10 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test
-from scaletorch.parallel.tensor_parallel import (
-    apply_tensor_parallel,
-    vocab_parallel_cross_entropy,
-)
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, vocab_parallel_cross_entropy
 
 HIDDEN, VOCAB, LENGTH = 8, 20, 6  # a share of the MLP is as wide as hidden states
 PLAN = {

@@ -13,11 +13,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import distributed_test
-from scaletorch.parallel.tensor_parallel import (
-    apply_tensor_parallel,
-    gather_state_dict,
-    take_own,
-)
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, gather_state_dict, take_own
 
 PLAN = {"0": "vocab", "2": "column", "4": "row", "6": "column_gather"}
 

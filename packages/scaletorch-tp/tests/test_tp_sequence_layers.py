@@ -12,10 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.tensor_parallel import (
-    apply_tensor_parallel,
-    explain,
-)
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, explain
 
 WIDTH, WORDS = 12, 20
 PLAN = {

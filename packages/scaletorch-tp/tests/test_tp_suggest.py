@@ -141,10 +141,7 @@ PLANS = {
         {"wq": "column", "wkv": Fused("column", 2), "wo": "row", "": Divide("h", "kv")},
     ),
     "packed": (Packed, {"qkv": Fused("column", 3), "out": "row", "": "sharded"}),
-    "masked": (
-        Masked,
-        {"qkv": Fused("column", 3), "out": "row", "": Divide("heads", "split")},
-    ),
+    "masked": (Masked, {"qkv": Fused("column", 3), "out": "row", "": Divide("heads", "split")}),
     "gated": (Gated, GATED),
     "written": (Written, {f"{m}.{n}": s for m in ("first", "second") for n, s in GATED.items()}),
 }

@@ -9,9 +9,7 @@ from llamas import as_one_process
 from torch import nn
 
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.tensor_parallel import (
-    explain,
-)
+from scaletorch.parallel.tensor_parallel import explain
 
 VOCAB, HIDDEN, HEADS, HEAD = 11, 8, 4, 2
 PLAN = {
@@ -144,10 +142,7 @@ def test_a_plan_for_the_head_alone_is_none():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (
-            {"mlp.down": "diagonal"},
-            r"'model.layers.\*.mlp.down' the style 'diagonal', which is",
-        ),
+        ({"mlp.down": "diagonal"}, r"'model.layers.\*.mlp.down' the style 'diagonal', which is"),
         ({"attention.sinks": "colwise"}, "single parameter 'model.layers.0.attention.sinks'"),
     ],
 )
