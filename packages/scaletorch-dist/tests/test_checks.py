@@ -17,7 +17,7 @@ from scaletorch.dist import (
 )
 from scaletorch.dist import functional as F
 from scaletorch.dist.agreement import agree
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.wire import backend, checks
 from scaletorch.dist.wire import port as hooks
 from scaletorch.dist.wire.checks import checking
@@ -99,7 +99,8 @@ DIFFERENT = {
 }  # fmt: skip
 
 
-def make_different_calls():
+@distributed_test(world_size=2, env=ON)
+def test_different_calls_are_an_error_on_every_rank():
     for name, (first, second, text) in DIFFERENT.items():
         call = (first, second)[dist.get_rank()]
         with pytest.raises(MismatchError, match=text):
@@ -110,11 +111,8 @@ def make_different_calls():
         assert data.tolist() == [2] * 3, name
 
 
-def test_different_calls_are_an_error_on_every_rank():
-    run_ranks(make_different_calls, 2, env=ON)
-
-
-def make_right_calls():
+@distributed_test(world_size=3, env=ON)
+def test_right_calls_pass():
     rank, size = dist.get_dist_info()
     wide = x(4, 2).t()
     dist.all_reduce(wide if rank else wide.contiguous())
@@ -151,11 +149,8 @@ def make_right_calls():
     dist.barrier()
 
 
-def test_right_calls_pass():
-    run_ranks(make_right_calls, 3, env=ON)
-
-
-def count_messages():
+@distributed_test(world_size=2)
+def test_the_switch_costs_one_message_a_call():
     """Every difference is found by one small message, and none is sent with the checks off."""
     data = x(2)
     with mock.patch.object(
@@ -167,10 +162,6 @@ def count_messages():
         dist.all_reduce(data)
         assert call.call_count == 1
     check_collectives(None)
-
-
-def test_the_switch_costs_one_message_a_call():
-    run_ranks(count_messages, 2)
 
 
 @pytest.mark.parametrize("compares", [False, True])

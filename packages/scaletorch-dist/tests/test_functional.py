@@ -188,7 +188,8 @@ def test_inputs_and_gradients_are_never_changed(size):
     run_ranks(check_inputs_unchanged, size) if size else check_inputs_unchanged()
 
 
-def check_checkpoint():
+@distributed_test(world_size=2)
+def test_inside_checkpoint():
     for name, call in CALLS.items():
         x = ranks_inputs(1, (4, 6), dist.get_rank())[0].requires_grad_()
 
@@ -203,11 +204,8 @@ def check_checkpoint():
             assert torch.equal(plain, x.grad), name
 
 
-def test_inside_checkpoint():
-    run_ranks(check_checkpoint, 2)
-
-
-def check_second_derivative():
+@distributed_test(world_size=2)
+def test_second_derivatives():
     for name in ADJOINT:
         x = ranks_inputs(1, (4, 6), dist.get_rank())[0].requires_grad_()
         y = CALLS[name](x)
@@ -229,11 +227,8 @@ def check_second_derivative():
         )
 
 
-def test_second_derivatives():
-    run_ranks(check_second_derivative, 2)
-
-
-def check_dtypes():
+@distributed_test(world_size=2)
+def test_dtypes_are_kept():
     rank = dist.get_rank()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.complex64):
         x = torch.full((2, 2), rank + 1.0, dtype=dtype, requires_grad=True)
@@ -250,10 +245,6 @@ def check_dtypes():
         expected = [[True, True], [False, True]] if dtype == torch.bool else [[1, 2], [0, 2]]
         assert F.reduce(mask).tolist() == expected
         assert F.reduce_scatter(mask, 0).tolist() == [expected[rank]]
-
-
-def test_dtypes_are_kept():
-    run_ranks(check_dtypes, 2)
 
 
 @distributed_test(world_size=2)

@@ -9,14 +9,9 @@ from scaletorch.dist import InvalidArgumentError, NotInGroupError, devices
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.int16,
-    torch.uint64,
-    torch.bool,
-    torch.complex64,
+    torch.float32, torch.bfloat16, torch.int16, torch.uint64, torch.bool, torch.complex64,
     torch.float8_e4m3fn,
-)
+)  # fmt: skip
 
 
 def bits(data):

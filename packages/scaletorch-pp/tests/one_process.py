@@ -30,6 +30,12 @@ def split(plain, schedule="1f1b", points=None):
     return PipelineParallel(copy.deepcopy(plain), points, group=world(), schedule=schedule)
 
 
+def pair(kind, *args, schedule="1f1b", points=None, **options):
+    """Return a model of a class, and this rank's stages of a copy of it."""
+    plain = build(kind, *args, **options)
+    return plain, split(plain, schedule, points)
+
+
 def forward_everywhere(stage, batches):
     """Return the outputs of the last stage on every rank."""
     return max(all_gather_object(pipeline_forward(stage, batches)), key=len)

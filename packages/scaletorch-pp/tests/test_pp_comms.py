@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from one_process import Net, accumulate, build, require_same, split, sum_loss, token_batches, world
+from one_process import Net, accumulate, pair, require_same, sum_loss, token_batches, world
 
 from scaletorch.dist import InvalidArgumentError, StateError
 from scaletorch.dist.testing import distributed_test
@@ -117,8 +117,7 @@ class TakesEmbeddings(Net):
 @distributed_test(world_size=3)
 def test_a_loop_of_ones_own_trains_as_one_process():
     for kind in (Net, TakesEmbeddings):
-        plain = build(kind)
-        stage = split(plain)
+        plain, stage = pair(kind)
         for batch in token_batches(2):
             hidden = call("recv_forward", dtype=torch.float64)
             output = stage(batch["input_ids"] if hidden is None else hidden)

@@ -7,6 +7,7 @@ from one_process import (
     Net,
     build,
     forward_everywhere,
+    pair,
     split,
     sum_loss,
     token_batches,
@@ -158,8 +159,7 @@ class Odd(Exception):
 
 @distributed_test(world_size=2)
 def test_errors_whose_text_cannot_be_sent():
-    plain = build(TrappedNet)
-    stage = split(plain)
+    plain, stage = pair(TrappedNet)
     own_layer(stage).trap.spring("forward" if stage.rank == 0 else None, error=Odd)
     kind, text = ((Odd, "boom"), (StageError, r"boom \\udcff"))[stage.rank]
     with pytest.raises(kind, match=text):
@@ -171,8 +171,7 @@ def test_errors_whose_text_cannot_be_sent():
 @distributed_test(world_size=2)
 def test_what_follows_from_a_failure_says_so():
     """Zeros come from a rank that has failed; what they break elsewhere names it."""
-    plain = build(TrappedNet)
-    stage = split(plain)
+    plain, stage = pair(TrappedNet)
     trains_on(stage, plain, make_batches())
 
     def loss_fn(output, batch):

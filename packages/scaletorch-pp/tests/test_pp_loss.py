@@ -6,7 +6,7 @@ from one_process import require_same
 from torch import nn
 from torch.distributed import get_rank, new_subgroups_by_enumeration
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 from scaletorch.parallel.pipeline_parallel import PipelineParallel, Split, train_step_pipeline
 
@@ -35,7 +35,8 @@ def sum_and_count(plain, pipeline):
     return sum(losses), sum(int((y != -100).sum()) for _, y in logits)
 
 
-def two_pipelines():
+@distributed_test(world_size=4)
+def test_a_group_of_ones_own_counts_its_own_tokens():
     """Train two pipelines of two ranks below a manager of DP 2 x PP 2."""
     manager = setup_process_group_manager(dp_size=2, pp_size=2)
     pipeline = get_rank() // 2
@@ -56,7 +57,3 @@ def two_pipelines():
         require_same(stage, plain)
         expected = total.detach() / count if stage.is_last_stage else loss * 0
         torch.testing.assert_close(loss, expected)
-
-
-def test_a_group_of_ones_own_counts_its_own_tokens():
-    run_ranks(two_pipelines, 4)

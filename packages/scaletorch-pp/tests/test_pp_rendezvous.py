@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as c10d
-from one_process import Net, build, split, sum_loss, token_batches, trains_on
+from one_process import Net, build, pair, split, sum_loss, token_batches, trains_on
 from torch import nn
 
 from scaletorch.dist import RankFailedError
@@ -116,8 +116,7 @@ def in_batches(exchange):
 
 def train(exchange, schedule, tied):
     exchange.paths.clear()
-    plain = build(TwoTensors, tied)
-    stage = split(plain, schedule)
+    plain, stage = pair(TwoTensors, tied, schedule=schedule)
     connected = set(exchange.paths)
     for count in (1, 4):
         trains_on(stage, plain, token_batches(count), exact=False)

@@ -5,7 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
-from one_process import Net, build, require_same, serial, split, token_batches, trains_on
+from one_process import Net, pair, require_same, serial, token_batches, trains_on
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError, all_gather_object
@@ -191,8 +191,7 @@ def test_training_between_points():
         (ResNet, ("bn1", "fc")),
         (InTurn, ("0.2", "2")),
     ):
-        plain = build(kind)
-        stage = split(plain, points=Split(points=points))
+        plain, stage = pair(kind, points=Split(points=points))
         batches = [{"input_ids": image} for image in images]
         if kind is Language:
             batches = token_batches(vocabulary=8)
@@ -320,8 +319,7 @@ def test_an_encoder_and_its_decoder_are_both_spread():
 @distributed_test(world_size=4)
 def test_an_encoder_and_its_decoder_train():
     for encoding, decoding in ((3, 3), (1, 3), (5, 2)):
-        plain = build(Translating, encoding, decoding)
-        stage = split(plain)
+        plain, stage = pair(Translating, encoding, decoding)
         serial(plain, token_batches(vocabulary=8))
         train_step_pipeline(stage, token_batches(vocabulary=8))
         require_same(stage, plain)

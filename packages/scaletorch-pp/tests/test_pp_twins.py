@@ -7,7 +7,7 @@ import one_process
 import pytest
 import torch
 import torch.nn.functional as F
-from one_process import build, require_same, serial, split, token_batches
+from one_process import build, pair, require_same, serial, split, token_batches
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
@@ -189,8 +189,7 @@ def make_batches():
 
 def as_one_process(kinds, schedule):
     for kind in kinds:
-        plain = build(kind)
-        stage = split(plain, schedule)
+        plain, stage = pair(kind, schedule=schedule)
         for _ in range(2):
             serial(plain, make_batches())
             train_step_pipeline(stage, make_batches())

@@ -118,7 +118,10 @@ def test_a_region_sends_before_it_computes_the_gradients_of_its_weights(sequence
         assert calls == ["mm", "mm", "mm", "mm", "start", "mm", "mm", "wait"]
 
 
-def same_as_one_process(sequence, recompute):
+@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("sequence", [False, True])
+@distributed_test(world_size=2)
+def test_gradients_are_those_of_one_process(sequence, recompute):
     reference = plain()
     x, own = batch(sequence)
     x = x.requires_grad_()
@@ -134,13 +137,11 @@ def same_as_one_process(sequence, recompute):
     torch.testing.assert_close(own.grad / 2, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("sequence", "autocast", "frozen"), itertools.product((False, True), repeat=3)
+)
 @distributed_test(world_size=2)
-def test_gradients_are_those_of_one_process():
-    for sequence, recompute in itertools.product((False, True), (None, False, True)):
-        same_as_one_process(sequence, recompute)
-
-
-def bitwise(sequence, autocast, frozen):
+def test_overlap_changes_no_bit(sequence, autocast, frozen):
     results = []
     for overlapped in (False, True):
         model = sharded(plain().float(), sequence=sequence, overlapped=overlapped)
@@ -156,13 +157,9 @@ def bitwise(sequence, autocast, frozen):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @distributed_test(world_size=2)
-def test_overlap_changes_no_bit():
-    for options in itertools.product((False, True), repeat=3):
-        bitwise(*options)
-
-
-def twice_differentiated(sequence):
+def test_second_derivatives(sequence):
     """The gradient of a gradient's norm, where products and sums are differentiated again."""
 
     def penalty(model, x):
@@ -182,12 +179,6 @@ def twice_differentiated(sequence):
         torch.testing.assert_close(
             model.get_submodule(name).weight.grad, whole, rtol=1e-12, atol=1e-12
         )
-
-
-@distributed_test(world_size=2)
-def test_second_derivatives():
-    for sequence in (False, True):
-        twice_differentiated(sequence)
 
 
 class Borrowing(Gated):
