@@ -151,9 +151,8 @@ def train_with_dtensors(device):
     assert torch.equal(shard.redistribute(mesh, [Replicate()]).to_local().cpu(), total)
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(4, 4 * size), torch.nn.ReLU(), torch.nn.Linear(4 * size, 2)
-    )
+    first, last = torch.nn.Linear(4, 4 * size), torch.nn.Linear(4 * size, 2)
+    model = torch.nn.Sequential(first, torch.nn.ReLU(), last)
     inputs = torch.randn(3, 4, requires_grad=True)
     expected = torch.autograd.grad(model(inputs).square().sum(), [*model.parameters(), inputs])
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}

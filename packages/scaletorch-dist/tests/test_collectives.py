@@ -303,9 +303,8 @@ def test_roots_are_global_ranks_in_groups_and_means_are_theirs():
     output = torch.zeros(2)
     dist.reduce_scatter(output, [torch.full((2,), float(rank))] * 2, "max", pair)
     assert output.tolist() == [2, 2]
-    assert dist.all_to_all(torch.tensor([rank, 10 * rank]), pair).tolist() == (
-        [1, 2] if rank == 1 else [10, 20]
-    )
+    swapped = dist.all_to_all(torch.tensor([rank, 10 * rank]), pair)
+    assert swapped.tolist() == ([1, 2] if rank == 1 else [10, 20])
 
 
 def outside(call):
@@ -354,9 +353,8 @@ def every_async():
     data = torch.tensor([True])
     assert dist.all_reduce(data, "sum", async_op=True).wait() is None
     assert data.view(torch.uint8).item() == 1
-    assert [p.item() for p in dist.all_gather(torch.tensor(rank), async_op=True).wait()] == list(
-        range(size)
-    )
+    gathered = dist.all_gather(torch.tensor(rank), async_op=True).wait()
+    assert [int(each) for each in gathered] == list(range(size))
     targets = [torch.zeros(()) for _ in range(size)]
     assert dist.all_gather(targets, torch.tensor(float(rank)), async_op=True).wait() is None
     assert [int(target) for target in targets] == list(range(size))

@@ -103,6 +103,14 @@ def leave_group():
     c10d.new_group([0, 1])
 
 
+def leave_variable():
+    os.environ["LEFT_BEHIND"] = "1"
+
+
+def leave_grad_mode():
+    torch.set_grad_enabled(False)
+
+
 def test_pool_runs_functions_and_keeps_its_processes():
     with RankPool(2) as pool:
         assert pool.run(total, 1) == [3.0, 3.0]
@@ -220,12 +228,7 @@ def test_an_unknown_backend_fails_at_the_start():
 
 @pytest.mark.parametrize(
     ("function", "reusable"),
-    [
-        (os.getpid, True),
-        (leave_group, False),
-        (functools.partial(os.environ.update, LEFT_BEHIND="1"), False),
-        (functools.partial(torch.set_grad_enabled, False), False),
-    ],
+    [(os.getpid, True), (leave_group, False), (leave_variable, False), (leave_grad_mode, False)],
 )
 def test_a_pool_knows_whether_a_function_left_something_behind(function, reusable):
     with RankPool(2) as pool:

@@ -222,9 +222,8 @@ def test_second_derivatives():
             slopes.append(total)
         product = (second * direction).sum()
         dist.all_reduce(product)
-        torch.testing.assert_close(
-            product, (slopes[0] - slopes[1]) / (2 * step), rtol=1e-6, atol=1e-6
-        )
+        slope = (slopes[0] - slopes[1]) / (2 * step)
+        torch.testing.assert_close(product, slope, rtol=1e-6, atol=1e-6)
 
 
 @distributed_test(world_size=2)

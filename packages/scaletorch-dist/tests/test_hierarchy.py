@@ -58,10 +58,9 @@ def check_results(nodes, members):
         for dtype, ops in CASES:
             for op in ops:
                 for shape in ((3, 5), (0, 2)):
-                    for one, other in zip(
-                        results(flat, shape, dtype, op), results(deep, shape, dtype, op),
-                        strict=True,
-                    ):  # fmt: skip
+                    expected = results(flat, shape, dtype, op)
+                    found = results(deep, shape, dtype, op)
+                    for one, other in zip(expected, found, strict=True):
                         assert one.dtype == other.dtype
                         assert torch.equal(one, other), (dtype, op, shape)
     dist.barrier()

@@ -66,11 +66,8 @@ def ring(async_op, count):
     rank, size = dist.get_dist_info()
     data = torch.full((count,), float(rank))
     left, mine = torch.zeros(count), torch.zeros(count)
-    work = dist.exchange(
-        [(data, (rank + 1) % size), (data, rank)],
-        [(mine, rank), (left, (rank - 1) % size)],
-        async_op=async_op,
-    )
+    sends = [(data, (rank + 1) % size), (data, rank)]
+    work = dist.exchange(sends, [(mine, rank), (left, (rank - 1) % size)], async_op=async_op)
     assert (work.wait() if async_op else work) is None
     assert (left == (rank - 1) % size).all()
     assert torch.equal(mine, data)

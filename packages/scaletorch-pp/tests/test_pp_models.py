@@ -288,10 +288,7 @@ def test_tied_parameters_that_are_no_longer_tied():
     train_step_pipeline(stage, make_batches())
     if stage.is_first_stage:
         stage.module.embed.weight.requires_grad_(False)
-    with pytest.raises(
-        StateError,
-        match=r"ranks \[0\] of the pipeline have frozen embed.weight, which ranks \[0, 2\]",
-    ):
+    with pytest.raises(StateError, match=r"ranks \[0\] of the pipeline have frozen embed.weight"):
         train_step_pipeline(stage, make_batches())  # also where nothing of it is held
     if stage.rank != 1:
         with pytest.raises(StateError, match=r"have frozen embed.weight, which ranks \[0, 2\]"):

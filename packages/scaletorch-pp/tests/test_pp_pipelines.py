@@ -144,6 +144,5 @@ def test_graphs_live_from_their_forward_to_their_backward():
         seen.clear()
         with patch.object(Training, "run", counted):
             train_step_pipeline(stage, make_batches())
-        assert seen == [*itertools.accumulate(ENDS[a.kind] for a in schedule.ranks[stage.rank])], (
-            name
-        )
+        live = itertools.accumulate(ENDS[a.kind] for a in schedule.ranks[stage.rank])
+        assert seen == [*live], name

@@ -176,10 +176,6 @@ class Language(Net):
         return nn.Sequential(Block(), nn.Linear(4, 4), nn.Tanh(), Block())
 
 
-def squares(output, batch):
-    return output.square().sum()
-
-
 @distributed_test(world_size=3)
 def test_training_between_points():
     generator = torch.Generator().manual_seed(1)
@@ -195,7 +191,7 @@ def test_training_between_points():
         batches = [{"input_ids": image} for image in images]
         if kind is Language:
             batches = token_batches(vocabulary=8)
-        trains_on(stage, plain, batches, squares)
+        trains_on(stage, plain, batches, lambda output, batch: output.square().sum())
         names = chain(*all_gather_object([name for name, _ in stage.named_parameters()]))
         assert sorted(names) == sorted(name for name, _ in plain.named_parameters())
 

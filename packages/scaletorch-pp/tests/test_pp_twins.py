@@ -42,9 +42,8 @@ class AsksForParts(Net):
     """Which adapters there are, as X-MOD does."""
 
     def forward(self, input_ids):
-        return super().forward(input_ids) * sum(
-            len(layer.adapters.keys()) * layer.inner.out_features for layer in self.layers
-        )
+        counts = (len(each.adapters.keys()) * each.inner.out_features for each in self.layers)
+        return super().forward(input_ids) * sum(counts)
 
 
 class Positions(nn.Embedding):

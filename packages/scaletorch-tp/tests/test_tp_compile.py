@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from llamas import Mlp
 from torch import nn
 
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import (
     Divide,
     apply_tensor_parallel,
@@ -20,11 +20,6 @@ from scaletorch.parallel.tensor_parallel import (
 HIDDEN = 8
 # dynamo looks whether tensors have a gradient
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiler():
-    preload("torch._dynamo")  # which every rank would import by itself
 
 
 class Attention(nn.Module):

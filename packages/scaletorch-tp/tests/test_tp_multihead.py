@@ -23,9 +23,9 @@ from scaletorch.parallel.tensor_parallel.building import find_cuts
 SIZE, HEADS, ROWS, LENGTH, KEYS = 16, 4, 3, 5, 7
 CAUSAL = {"attn_mask": torch.ones(LENGTH, LENGTH).triu(1).bool(), "is_causal": True}
 WEIGHED = {"need_weights": False}
-PADDING = {"key_padding_mask": torch.arange(KEYS) >= torch.tensor([[7], [4], [2]])}
+MASK = torch.arange(KEYS) >= torch.tensor([[7], [4], [2]])
 PLAN = {"attention": "attention"}
-ADDED = {"key_padding_mask": PADDING["key_padding_mask"].double() * -1e9}
+ADDED = {"key_padding_mask": MASK.double() * -1e9}
 
 
 def drawn(*shape):
@@ -43,13 +43,9 @@ CASES = {  # of the module, whether it attends to itself, and of the call
     "causal, no weights": ({}, True, CAUSAL | WEIGHED),
     "mask": ({}, True, {"attn_mask": drawn(LENGTH, LENGTH)}),
     "mask of each head": ({}, True, {"attn_mask": drawn(ROWS * HEADS, LENGTH, LENGTH)} | WEIGHED),
-    "padding": ({}, False, PADDING),
+    "padding": ({}, False, {"key_padding_mask": MASK}),
     "padding and mask": ({}, False, ADDED | {"attn_mask": drawn(LENGTH, KEYS)} | WEIGHED),
-    "padding and causal": (
-        {},
-        True,
-        CAUSAL | WEIGHED | {"key_padding_mask": PADDING["key_padding_mask"][:, :LENGTH]},
-    ),
+    "padding and causal": ({}, True, CAUSAL | WEIGHED | {"key_padding_mask": MASK[:, :LENGTH]}),
 }
 
 

@@ -60,9 +60,8 @@ def plain(**options):
 
 
 def sharded(model, *, sequence=False, overlapped=True):
-    model = apply_tensor_parallel(
-        copy.deepcopy(model), PLAN, dist.group.WORLD, sequence_parallel=sequence
-    )
+    model = copy.deepcopy(model)
+    apply_tensor_parallel(model, PLAN, dist.group.WORLD, sequence_parallel=sequence)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             assert module.async_all_reduce
@@ -138,7 +137,7 @@ def test_gradients_are_those_of_one_process(sequence, recompute):
 
 
 @pytest.mark.parametrize(
-    ("sequence", "autocast", "frozen"), itertools.product((False, True), repeat=3)
+    ("sequence", "autocast", "frozen"), [*itertools.product((False, True), repeat=3)]
 )
 @distributed_test(world_size=2)
 def test_overlap_changes_no_bit(sequence, autocast, frozen):
@@ -176,9 +175,8 @@ def test_second_derivatives(sequence):
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     for name in ("up", "gate"):
         whole = reference.get_submodule(name).weight.grad.chunk(2)[dist.get_rank()]
-        torch.testing.assert_close(
-            model.get_submodule(name).weight.grad, whole, rtol=1e-12, atol=1e-12
-        )
+        found = model.get_submodule(name).weight.grad
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
 
 
 class Borrowing(Gated):
@@ -193,9 +191,8 @@ def test_a_region_that_calls_a_layer_of_another_module():
     torch.manual_seed(0)
     plain = nn.ModuleDict({"first": Borrowing(), "head": nn.Linear(6, 6)}).double()
     vars(plain["first"])["others"] = [plain["head"]]
-    model = apply_tensor_parallel(
-        copy.deepcopy(plain), PLAN | {"head": "column_gather"}, dist.group.WORLD
-    )
+    plan = PLAN | {"head": "column_gather"}
+    model = apply_tensor_parallel(copy.deepcopy(plain), plan, dist.group.WORLD)
     for name in ("up", "gate"):
         model["first"].get_submodule(name).async_all_reduce = False
     x, _ = batch()

@@ -38,9 +38,8 @@ class Attention(nn.Module):
         self.temperature = None
 
     def forward(self, x, bias=None):
-        q, k, v = (
-            each(x).unflatten(-1, (-1, 2)).transpose(1, 2) for each in (self.q, self.k, self.v)
-        )
+        projected = (layer(x) for layer in (self.q, self.k, self.v))
+        q, k, v = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in projected)
         q = q if self.temperature is None else q * self.temperature
         return self.o(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
 

@@ -169,10 +169,6 @@ MIXED = {
 ALONE = ("pairs", "one number")
 
 
-def words(between, **options):
-    return Words(lambda: Between(between), **options)
-
-
 EXAMPLES = {"5 tokens": IDS[:, :5], "8 tokens": IDS, "equal tokens": torch.zeros_like(IDS)}
 
 
@@ -219,7 +215,7 @@ def test_numbers_that_tell_layers_apart_stay_in_patterns():
 @pytest.mark.parametrize("name", MIXED)
 def test_features_that_are_mixed_stay_whole(name):
     plan = {"blocks.*.parts.*.up": "column", "blocks.*.parts.*.down": "row"} | HEAD
-    assert suggest_plan(words(MIXED[name]), IDS) == (plan if name in ALONE else {})
+    assert suggest_plan(Words(lambda: Between(MIXED[name])), IDS) == (plan if name in ALONE else {})
 
 
 class Spare(Gated):
