@@ -20,7 +20,7 @@ TESTS = {
     "scaletorch-pg": ["test_pg_axis.py", "test_grid.py", "test_loss.py"],
     "scaletorch-tp": ["test_tp_comms.py", "test_tp_layers.py", "test_tp_partial.py"],
     "scaletorch-cp": ["test_cp_layouts.py", "test_cp_comms.py", "test_cp_ring.py"],
-    "scaletorch-pp": ["test_pp_simulate.py", "test_pp_loss.py", "test_pp_ties.py"],
+    "scaletorch-pp": ["test_pp_schedules.py", "test_pp_ties.py"],
     "scaletorch-dp": ["test_dp_buckets.py", "test_dp_hooks.py"],
     "scaletorch-ep": ["test_ep_refusals.py", "test_ep_dispatch.py"],
     "scaletorch": [

@@ -17,7 +17,7 @@ from scaletorch.dist import (
 )
 from scaletorch.dist import functional as F
 from scaletorch.dist.agreement import agree
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.wire import backend, checks
 from scaletorch.dist.wire import port as hooks
 from scaletorch.dist.wire.checks import checking
@@ -43,63 +43,39 @@ def x(*shape):
 
 # What rank 0 does | what rank 1 does | what both errors say.
 DIFFERENT = {
-    "shape": (
-        lambda: dist.all_reduce(x(2)),
-        lambda: dist.all_reduce(x(3)),
-        r"rank 0: all_reduce\(float32\[2\], sum.*rank 1: all_reduce\(float32\[3\]",
-    ),
-    "other dims": (
-        lambda: dist.broadcast(x(4)), lambda: dist.broadcast(x(2, 2)), r"float32\[4\].*\[2, 2\]"
-    ),
-    "dtype": (
-        lambda: dist.all_gather(x(2)), lambda: dist.all_gather(x(2).int()), "float32.*int32"
-    ),
+    "shape": (lambda: dist.all_reduce(x(2)), lambda: dist.all_reduce(x(3)),
+     r"rank 0: all_reduce\(float32\[2\], sum.*rank 1: all_reduce\(float32\[3\]"),
+    "other dims": (lambda: dist.broadcast(x(4)), lambda: dist.broadcast(x(2, 2)),
+     r"float32\[4\].*\[2, 2\]"),
+    "dtype": (lambda: dist.all_gather(x(2)), lambda: dist.all_gather(x(2).int()),
+     "float32.*int32"),
     "op": (lambda: dist.all_reduce(x(2)), lambda: dist.all_reduce(x(2), "max"), "sum.*max"),
     "root": (lambda: dist.broadcast(x(2)), lambda: dist.broadcast(x(2), 1), "src=0.*src=1"),
     "call": (lambda: dist.all_reduce(x(2)), lambda: dist.gather(x(2)), r"all_reduce\(.*gather\("),
-    "async": (
-        lambda: dist.reduce(x(2), 0, async_op=True),
-        lambda: dist.reduce(x(2), 1, async_op=True),
-        "dst=0.*dst=1",
-    ),
-    "reduce_scatter": (
-        lambda: dist.reduce_scatter(x(2), [x(2), x(3)]),
-        lambda: dist.reduce_scatter(x(2), [x(2), x(2)]),
-        r"\[float32\[2\], float32\[3\]\]",
-    ),
-    "lists": (
-        lambda: dist.all_to_all([x(1), x(2)], [x(1), x(1)]),
-        lambda: dist.all_to_all([x(3), x(1)], [x(2), x(1)]),
-        "rank 1 sends 12 bytes to rank 0, which expects 4",
-    ),
-    "objects": (
-        lambda: dist.all_gather_object(1),
-        lambda: dist.broadcast_object_list([1]),
-        "all_gather_object.*broadcast_object_list",
-    ),
+    "async": (lambda: dist.reduce(x(2), 0, async_op=True),
+     lambda: dist.reduce(x(2), 1, async_op=True), "dst=0.*dst=1"),
+    "reduce_scatter": (lambda: dist.reduce_scatter(x(2), [x(2), x(3)]),
+     lambda: dist.reduce_scatter(x(2), [x(2), x(2)]), r"\[float32\[2\], float32\[3\]\]"),
+    "lists": (lambda: dist.all_to_all([x(1), x(2)], [x(1), x(1)]),
+     lambda: dist.all_to_all([x(3), x(1)], [x(2), x(1)]),
+     "rank 1 sends 12 bytes to rank 0, which expects 4"),
+    "objects": (lambda: dist.all_gather_object(1), lambda: dist.broadcast_object_list([1]),
+     "all_gather_object.*broadcast_object_list"),
     "seed": (lambda: dist.sync_random_seed(), lambda: dist.all_gather_object(1), "sync_random_"),
-    "dict op": (
-        lambda: dist.all_reduce_dict({"a": x(1)}, "min"),
-        lambda: dist.all_reduce_dict({"a": x(1)}, "MEAN"),
-        "min.*mean",
-    ),
-    "elements of parameters": (
-        lambda: dist.all_reduce_params([x(4), x(2)]),
-        lambda: dist.all_reduce_params([x(4), x(3)]),
-        r"\[float32\[4\], float32\[2\]\].*\[float32\[4\], float32\[3\]\]",
-    ),
-    "functional": (
-        lambda: F.all_gather(x(2, 2), 0),
-        lambda: F.all_gather(x(2, 2), 1),
-        r"functional.all_gather\(.*dim=0.*dim=1",
-    ),
-    "a long text": (
-        lambda: dist.broadcast(x(*[1] * 400)), lambda: dist.broadcast(x(*[1] * 401)), "broadcast"
-    ),
+    "dict op": (lambda: dist.all_reduce_dict({"a": x(1)}, "min"),
+     lambda: dist.all_reduce_dict({"a": x(1)}, "MEAN"), "min.*mean"),
+    "elements of parameters": (lambda: dist.all_reduce_params([x(4), x(2)]),
+     lambda: dist.all_reduce_params([x(4), x(3)]),
+     r"\[float32\[4\], float32\[2\]\].*\[float32\[4\], float32\[3\]\]"),
+    "functional": (lambda: F.all_gather(x(2, 2), 0), lambda: F.all_gather(x(2, 2), 1),
+     r"functional.all_gather\(.*dim=0.*dim=1"),
+    "a long text": (lambda: dist.broadcast(x(*[1] * 400)), lambda: dist.broadcast(x(*[1] * 401)),
+     "broadcast"),
 }  # fmt: skip
 
 
-def make_different_calls():
+@distributed_test(world_size=2, env=ON)
+def test_different_calls_are_an_error_on_every_rank():
     for name, (first, second, text) in DIFFERENT.items():
         call = (first, second)[dist.get_rank()]
         with pytest.raises(MismatchError, match=text):
@@ -110,11 +86,8 @@ def make_different_calls():
         assert data.tolist() == [2] * 3, name
 
 
-def test_different_calls_are_an_error_on_every_rank():
-    run_ranks(make_different_calls, 2, env=ON)
-
-
-def make_right_calls():
+@distributed_test(world_size=3, env=ON)
+def test_right_calls_pass():
     rank, size = dist.get_dist_info()
     wide = x(4, 2).t()
     dist.all_reduce(wide if rank else wide.contiguous())
@@ -151,26 +124,18 @@ def make_right_calls():
     dist.barrier()
 
 
-def test_right_calls_pass():
-    run_ranks(make_right_calls, 3, env=ON)
-
-
-def count_messages():
+@distributed_test(world_size=2)
+def test_the_switch_costs_one_message_a_call():
     """Every difference is found by one small message, and none is sent with the checks off."""
     data = x(2)
-    with mock.patch.object(
-        backend, "all_gather_single", side_effect=backend.all_gather_single
-    ) as call:
+    own = backend.all_gather_single
+    with mock.patch.object(backend, "all_gather_single", side_effect=own) as call:
         dist.all_reduce(data)
         assert not call.called
         check_collectives()
         dist.all_reduce(data)
         assert call.call_count == 1
     check_collectives(None)
-
-
-def test_the_switch_costs_one_message_a_call():
-    run_ranks(count_messages, 2)
 
 
 @pytest.mark.parametrize("compares", [False, True])

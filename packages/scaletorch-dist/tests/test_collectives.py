@@ -103,7 +103,8 @@ def test_every_dtype_op_and_layout_reduces_right(size):
     run_ranks(all_dtypes_and_ops, size, size)
 
 
-def leave_neighbours_alone():
+@distributed_test(world_size=2)
+def test_all_reduce_in_place_on_views_scalars_and_empty_tensors():
     wide = torch.zeros(4, 2)
     dist.all_reduce(wide[:, 0].add_(1))
     assert wide.tolist() == [[2.0, 0.0]] * 4
@@ -126,10 +127,6 @@ def leave_neighbours_alone():
     ):
         dist.all_reduce(lazy)
         assert lazy.item() == total
-
-
-def test_all_reduce_in_place_on_views_scalars_and_empty_tensors():
-    run_ranks(leave_neighbours_alone, 2)
 
 
 @distributed_test(world_size=2)
@@ -165,7 +162,8 @@ def test_a_nan_on_any_rank_survives_on_every_rank():
         assert data[0] == (0 if op == "min" else 2)
 
 
-def move_everything():
+@distributed_test(world_size=2)
+def test_every_dtype_and_layout_is_moved_bit_by_bit():
     rank, size = dist.get_dist_info()
     for dtype in MOVED:
         data = in_layout(values(rank, dtype), "strided")
@@ -193,10 +191,6 @@ def move_everything():
         assert dist.all_to_all(sent, received) is None
         expected = [values(10 * r + rank, dtype, (rank + 1, 2)) for r in range(size)]
         assert list(map(bits, received)) == list(map(bits, expected))
-
-
-def test_every_dtype_and_layout_is_moved_bit_by_bit():
-    run_ranks(move_everything, 2)
 
 
 def flat_parts(rank, size, dtype, most):
@@ -309,9 +303,8 @@ def test_roots_are_global_ranks_in_groups_and_means_are_theirs():
     output = torch.zeros(2)
     dist.reduce_scatter(output, [torch.full((2,), float(rank))] * 2, "max", pair)
     assert output.tolist() == [2, 2]
-    assert dist.all_to_all(torch.tensor([rank, 10 * rank]), pair).tolist() == (
-        [1, 2] if rank == 1 else [10, 20]
-    )
+    swapped = dist.all_to_all(torch.tensor([rank, 10 * rank]), pair)
+    assert swapped.tolist() == ([1, 2] if rank == 1 else [10, 20])
 
 
 def outside(call):
@@ -360,9 +353,8 @@ def every_async():
     data = torch.tensor([True])
     assert dist.all_reduce(data, "sum", async_op=True).wait() is None
     assert data.view(torch.uint8).item() == 1
-    assert [p.item() for p in dist.all_gather(torch.tensor(rank), async_op=True).wait()] == list(
-        range(size)
-    )
+    gathered = dist.all_gather(torch.tensor(rank), async_op=True).wait()
+    assert [int(each) for each in gathered] == list(range(size))
     targets = [torch.zeros(()) for _ in range(size)]
     assert dist.all_gather(targets, torch.tensor(float(rank)), async_op=True).wait() is None
     assert [int(target) for target in targets] == list(range(size))

@@ -1,8 +1,10 @@
-"""The table of devices and backends, and what follows from it on this machine."""
+"""The table of devices and backends, what others add to it, and what follows on this machine."""
 
+import sys
 import types
 from collections import OrderedDict, defaultdict, namedtuple
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as c10d
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, StateError, devices
 from scaletorch.dist.building import map_tensors, tensors_in
-from scaletorch.dist.devices import DeviceEntry, probe, table
+from scaletorch.dist.devices import DeviceEntry, probe, register_device, table
 from scaletorch.dist.devices.current import synchronize
 from scaletorch.dist.devices.table import DEVICES
 from scaletorch.dist.startup import creators
@@ -37,10 +39,7 @@ def test_what_is_missing_says_where_it_comes_from():
 def test_hardware_without_its_plugin_is_an_error(monkeypatch, tmp_path, entry):
     node = tmp_path / "device0"
     node.touch()
-    here = DeviceEntry(
-        entry.device, entry.backend, entry.plugin, entry.lacks, entry.source, str(node)
-    )
-    monkeypatch.setattr(table, "DEVICES", (here, *DEVICES))
+    monkeypatch.setattr(table, "DEVICES", (replace(entry, nodes=str(node)), *DEVICES))
     with pytest.raises(StateError, match=f"has {entry.device} hardware.*It comes from "):
         creators.choose_backend(entry.backend)
 
@@ -52,20 +51,12 @@ def test_a_plugin_that_does_not_import_is_told_apart(monkeypatch, tmp_path):
     assert problem == "broken_plugin is installed but does not import (RuntimeError: no driver)"
 
 
-def fake_accelerator(monkeypatch, device, count=2):
-    """A module such as torch.cuda, for an accelerator with some devices."""
-    module = types.SimpleNamespace(index=0, waits=[])
-    module.is_available = lambda: True
-    module.device_count = lambda: count
-    module.current_device = lambda: module.index
+def test_an_accelerator_is_chosen_by_local_rank(monkeypatch):
+    module = types.SimpleNamespace(index=0, waits=[], is_available=lambda: True)
+    module.device_count, module.current_device = lambda: 2, lambda: module.index
     module.set_device = lambda index: setattr(module, "index", index)
     module.synchronize = module.waits.append
-    monkeypatch.setattr(torch, device, module, raising=False)
-    return module
-
-
-def test_an_accelerator_is_chosen_by_local_rank(monkeypatch):
-    module = fake_accelerator(monkeypatch, "cuda")
+    monkeypatch.setattr(torch, "cuda", module)
     assert devices.set_device(1) == torch.device("cuda", 1)
     assert devices.current_device() == torch.device("cuda", 1)
     synchronize()
@@ -157,3 +148,137 @@ def test_tensors_inside_are_found_and_changed_at_any_depth_in_containers_of_the_
     assert found["class"] == Output([Frozen(2.0)])
     assert (type(found["largest"]), found["largest"].values.tolist()) == (type(largest), [4, 8])
     assert map_tensors(doubled, "text") == "text"
+
+
+DOCS = Path(__file__).parents[3] / "docs" / "devices.md"
+TPU = DeviceEntry("tpu", "tccl", "torch_tpu", frozenset({"gather"}), "the maker's site")
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """A table without what others added, that has not looked for entry points."""
+    monkeypatch.setattr(table, "_added", [])
+    table._load_entry_points.cache_clear()
+    yield
+    table._load_entry_points.cache_clear()
+
+
+def test_an_entry_is_added_once_and_stands_before_the_cpu(fresh):
+    register_device(TPU)
+    register_device(TPU)
+    entries = table.device_entries()
+    assert entries.count(TPU) == 1
+    assert [entry.device for entry in entries][:6] == ["cuda", "xpu", "npu", "mlu", "musa", "tpu"]
+    assert devices.entry_of_backend("tccl") == TPU
+    problem = devices.backend_problem("tccl")
+    assert "torch_tpu is not installed; it comes from the maker's site" in problem
+    with pytest.warns(RuntimeWarning, match="backend 'tccl' cannot be used.*Using '.*' instead"):
+        creators.choose_backend("tccl")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("npu", "expected a DeviceEntry, not a str"),
+        (DeviceEntry("tpu", "tccl", lacks=frozenset({"al_gather"})), "'lacks' .*gather.*al_gather"),
+        (DeviceEntry("tpu", "tccl", lacks="gather"), "field 'lacks' of the entry of 'tccl'"),
+        (DeviceEntry("npu", "hccl"), "backend 'hccl' is in the table of devices already, as "),
+    ],
+)
+def test_bad_entries_are_refused_by_field(fresh, entry, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        register_device(entry)
+    assert not table._added
+
+
+def install(folder, name, value):
+    """A package with an entry point, as pip would leave it."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[scaletorch.devices]\n{name} = {value}\n")
+
+
+def test_entry_points_are_loaded_when_devices_are_asked_for(fresh, monkeypatch, tmp_path):
+    (tmp_path / "their_devices.py").write_text(
+        "from scaletorch.dist.devices import DeviceEntry\n"
+        "ONE = DeviceEntry('tpu', 'tccl')\n"
+        "TWO = DeviceEntry('vpu', 'vccl')\n"
+    )
+    (tmp_path / "their_copy.py").write_text("class DeviceEntry: pass\nENTRY = DeviceEntry()\n")
+    install(tmp_path, "one", "their_devices:ONE")
+    install(tmp_path, "two", "their_devices:TWO")
+    install(tmp_path, "copy", "their_copy:ENTRY")  # of a vendored copy: not ours
+    install(tmp_path, "number", "math:pi")
+    install(tmp_path, "absent", "no_such_module:ENTRY")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert devices.entry_of_backend("gloo").device == "cpu"
+    assert "their_devices" not in sys.modules  # the built-in entries need no look
+    with pytest.warns(RuntimeWarning) as warned:
+        assert devices.entry_of_backend("vccl").device == "vpu"
+    assert sorted(entry.backend for entry in table._added) == ["tccl", "vccl"]
+    texts = sorted(str(each.message) for each in warned)
+    assert [text.partition(" gives no device: ")[2] for text in texts] == [
+        "ModuleNotFoundError: No module named 'no_such_module'",
+        "InvalidArgumentError: expected a DeviceEntry, not a float",
+    ]
+    assert texts[1].startswith("entry point 'number' (math:pi) of number in the group")
+    assert devices.entry_of_backend("other") is None  # without another warning
+
+
+def bring_backend():
+    torch.distributed.Backend.register_backend(
+        "tccl",
+        lambda store, rank, size, timeout: torch.distributed.ProcessGroupGloo(store, rank, size),
+        devices=["cpu"],
+    )
+
+
+@distributed_test(world_size=2, init=False)
+def test_an_added_backend_is_activated_and_its_lacks_gone_round():
+    register_device(DeviceEntry("cpu", "tccl", None, frozenset({"max"}), activate=bring_backend))
+    dist.init_dist("pytorch", backend="tccl")
+    assert dist.get_backend() == "tccl"
+    data = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(data, "max")
+    assert data.item() == 1
+
+
+def test_a_backend_that_does_not_start_is_told(fresh):
+    register_device(DeviceEntry("cpu", "tccl", activate=lambda: 1 / 0))
+    problem = "backend 'tccl' does not start (ZeroDivisionError: division by zero)"
+    assert devices.backend_problem("tccl") == problem
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("cpu:gloo,nccl", "cannot read backend 'cpu:gloo,nccl'"),
+        ("cpu:", "cannot read backend 'cpu:'"),
+        ("", "cannot read backend ''"),
+        ("cpu:gloo,cpu:mpi", "names a device twice"),
+        ("npu:gloo", "backend 'gloo' serves cpu and cuda tensors, not npu: write 'cpu:gloo'"),
+        ("cpu:gloo,cuda:hccl", "backend 'hccl' serves npu tensors, not cuda: write 'npu:hccl'"),
+        ("cpu:smoke", "unknown backend 'smoke'"),
+    ],
+)
+def test_backends_that_make_no_sense_are_refused(backend, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        creators.choose_backend(backend)
+
+
+def test_mixed_backends_are_read_in_any_case():
+    assert devices.resolve_backend("CPU:gloo, cuda:NCCL") == [("cpu", "gloo"), ("cuda", "nccl")]
+    assert devices.resolve_backend("gloo") == [("", "gloo")]
+    if not torch.distributed.is_mpi_available():
+        assert devices.resolve_backend("mpi") == [("", "mpi4py")]
+
+
+def test_the_docs_say_what_each_backend_lacks(fresh):
+    if not DOCS.exists():
+        pytest.skip("this wheel is tested alone")
+    lines = DOCS.read_text().splitlines()
+    for entry in table.device_entries():
+        row = next(line for line in lines if f"| `{entry.backend}` | `{entry.device}` |" in line)
+        lacks = row.split(" | ")[3].split(", ")
+        assert set(lacks) - {"nothing"} == entry.lacks

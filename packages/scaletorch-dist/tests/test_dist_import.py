@@ -52,9 +52,8 @@ if __name__ == "__main__":
 
 
 def python(program, **options):
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, **options
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

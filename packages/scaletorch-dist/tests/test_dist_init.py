@@ -82,12 +82,9 @@ def as_srun(launcher):
     del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     rank = rename(("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None))
     os.environ |= {
-        "SLURM_JOB_ID": str(os.getpgrp()),
-        "SLURM_STEP_ID": "3",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": size,
-        "SLURM_STEP_NODELIST": "virtual1",
-    }
+        "SLURM_JOB_ID": str(os.getpgrp()), "SLURM_STEP_ID": "3", "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": size, "SLURM_STEP_NODELIST": "virtual1",
+    }  # fmt: skip
     seen = seen_by(launcher)
     assert os.environ["SLURM_PROCID"] == str(rank)
     return seen

@@ -34,16 +34,10 @@ OPEN_MPI = {
 }
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 SRUN = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "8",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
-    "SLURM_STEP_NODELIST": "localhost[1-4]",
-}
+    "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x4)", "SLURM_STEP_NODELIST": "localhost[1-4]",
+}  # fmt: skip
 BATCH = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
 SRUN_WITH_PMI2 = SRUN | {"PMI_RANK": "3", "PMI_SIZE": "8"}
 # What mpirun's processes see inside an allocation: Slurm describes the program that mpirun is.
@@ -69,19 +63,12 @@ def launched_by(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "launcher"),
     [
-        ({}, "none"),
-        (TORCHRUN, "pytorch"),
-        (OPEN_MPI, "mpi"),
-        (HYDRA, "mpi"),
-        (SRUN, "slurm"),
-        (BATCH, "none"),
-        (SRUN_WITH_PMI2, "slurm"),
-        (MPIRUN_IN_SLURM | OPEN_MPI, "mpi"),
-        (MPIRUN_IN_SLURM | HYDRA, "mpi"),
-        (MPIRUN_IN_SLURM | TORCHRUN, "pytorch"),
+        ({}, "none"), (TORCHRUN, "pytorch"), (OPEN_MPI, "mpi"), (HYDRA, "mpi"), (SRUN, "slurm"),
+        (BATCH, "none"), (SRUN_WITH_PMI2, "slurm"), (MPIRUN_IN_SLURM | OPEN_MPI, "mpi"),
+        (MPIRUN_IN_SLURM | HYDRA, "mpi"), (MPIRUN_IN_SLURM | TORCHRUN, "pytorch"),
         ({"RANK": "0"}, "none"),
     ],
-)
+)  # fmt: skip
 def test_the_launcher_is_inferred_and_gives_the_place(launched_by, variables, launcher):
     launched_by(variables)
     assert infer_launcher() == launcher
@@ -257,13 +244,9 @@ def test_this_machines_interfaces_have_addresses():
 
 # What Kubeflow's operators set in a pod's container.
 PYTORCH_JOB = {
-    "PYTHONUNBUFFERED": "1",
-    "MASTER_ADDR": "train-master-0",
-    "MASTER_PORT": "23456",
-    "WORLD_SIZE": "4",
-    "PET_NNODES": "4",
-    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
-}
+    "PYTHONUNBUFFERED": "1", "MASTER_ADDR": "train-master-0", "MASTER_PORT": "23456",
+    "WORLD_SIZE": "4", "PET_NNODES": "4", "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+}  # fmt: skip
 
 
 def test_a_pod_of_a_pytorchjob_is_one_rank(launched_by):

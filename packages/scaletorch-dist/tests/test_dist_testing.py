@@ -12,13 +12,7 @@ import pytest
 import torch
 import torch.distributed as c10d
 
-from scaletorch.dist import (
-    InvalidArgumentError,
-    RankFailedError,
-    RankPool,
-    StateError,
-    launch,
-)
+from scaletorch.dist import InvalidArgumentError, RankFailedError, RankPool, StateError, launch
 from scaletorch.dist.ranks import locate, process
 from scaletorch.dist.testing import distributed_test, preload, relative_error, run_ranks, worst
 

@@ -41,10 +41,7 @@ def loss_of(y, rank):
 
 # Each entry: the call on this rank, and the same on the list of all ranks' inputs.
 ADJOINT = {
-    "all_reduce": (
-        lambda x, **_: F.all_reduce(x),
-        lambda xs, **_: [sum(xs)] * len(xs),
-    ),
+    "all_reduce": (lambda x, **_: F.all_reduce(x), lambda xs, **_: [sum(xs)] * len(xs)),
     "all_gather": (
         lambda x, dim, **_: F.all_gather(x, dim),
         lambda xs, dim, **_: [torch.cat(xs, dim)] * len(xs),
@@ -191,7 +188,8 @@ def test_inputs_and_gradients_are_never_changed(size):
     run_ranks(check_inputs_unchanged, size) if size else check_inputs_unchanged()
 
 
-def check_checkpoint():
+@distributed_test(world_size=2)
+def test_inside_checkpoint():
     for name, call in CALLS.items():
         x = ranks_inputs(1, (4, 6), dist.get_rank())[0].requires_grad_()
 
@@ -206,11 +204,8 @@ def check_checkpoint():
             assert torch.equal(plain, x.grad), name
 
 
-def test_inside_checkpoint():
-    run_ranks(check_checkpoint, 2)
-
-
-def check_second_derivative():
+@distributed_test(world_size=2)
+def test_second_derivatives():
     for name in ADJOINT:
         x = ranks_inputs(1, (4, 6), dist.get_rank())[0].requires_grad_()
         y = CALLS[name](x)
@@ -227,16 +222,12 @@ def check_second_derivative():
             slopes.append(total)
         product = (second * direction).sum()
         dist.all_reduce(product)
-        torch.testing.assert_close(
-            product, (slopes[0] - slopes[1]) / (2 * step), rtol=1e-6, atol=1e-6
-        )
+        slope = (slopes[0] - slopes[1]) / (2 * step)
+        torch.testing.assert_close(product, slope, rtol=1e-6, atol=1e-6)
 
 
-def test_second_derivatives():
-    run_ranks(check_second_derivative, 2)
-
-
-def check_dtypes():
+@distributed_test(world_size=2)
+def test_dtypes_are_kept():
     rank = dist.get_rank()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.complex64):
         x = torch.full((2, 2), rank + 1.0, dtype=dtype, requires_grad=True)
@@ -253,10 +244,6 @@ def check_dtypes():
         expected = [[True, True], [False, True]] if dtype == torch.bool else [[1, 2], [0, 2]]
         assert F.reduce(mask).tolist() == expected
         assert F.reduce_scatter(mask, 0).tolist() == [expected[rank]]
-
-
-def test_dtypes_are_kept():
-    run_ranks(check_dtypes, 2)
 
 
 @distributed_test(world_size=2)

@@ -10,7 +10,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist.building import all_gather_flat, even_counts, reduce_scatter_flat
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.world.info import info_of
 
 CASES = [
@@ -58,10 +58,9 @@ def check_results(nodes, members):
         for dtype, ops in CASES:
             for op in ops:
                 for shape in ((3, 5), (0, 2)):
-                    for one, other in zip(
-                        results(flat, shape, dtype, op), results(deep, shape, dtype, op),
-                        strict=True,
-                    ):  # fmt: skip
+                    expected = results(flat, shape, dtype, op)
+                    found = results(deep, shape, dtype, op)
+                    for one, other in zip(expected, found, strict=True):
                         assert one.dtype == other.dtype
                         assert torch.equal(one, other), (dtype, op, shape)
     dist.barrier()
@@ -99,8 +98,9 @@ def started(group, at, dtype):
     ]
 
 
-def check_under_way(nodes):
-    rank = dist.get_rank()
+@distributed_test(world_size=4)
+def test_calls_under_way_go_through_the_nodes_too():
+    nodes, rank = [0, 1, 0, 1], dist.get_rank()
     os.environ["GROUP_RANK"] = str(nodes[rank])
     flat, deep = (c10d.new_group(range(len(nodes))) for _ in range(2))
     assert dist.use_hierarchy(deep)
@@ -122,10 +122,6 @@ def check_under_way(nodes):
     assert last.tolist() == [len(nodes)] * 3
     assert work.is_completed()
     work.wait()
-
-
-def test_calls_under_way_go_through_the_nodes_too():
-    run_ranks(check_under_way, 4, [0, 1, 0, 1])
 
 
 def check_refused(nodes):

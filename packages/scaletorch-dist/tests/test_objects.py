@@ -54,9 +54,8 @@ def test_roots_are_global_ranks_in_groups_too():
     data = [rank]
     dist.broadcast_object_list(data, 2, pair)
     assert data == [2]
-    assert dist.collect_results([rank, None], 3, group=pair) == (
-        [1, 2, None] if rank == 1 else None
-    )
+    expected = [1, 2, None] if rank == 1 else None
+    assert dist.collect_results([rank, None], 3, group=pair) == expected
     for call in (
         lambda: dist.gather_object(rank, group=pair),
         lambda: dist.broadcast_object_list(data, group=pair),

@@ -32,16 +32,11 @@ def test_an_unknown_op_lists_all(op):
 @pytest.mark.parametrize(
     ("op", "dtype"),
     [
-        ("band", torch.float32),
-        ("bor", torch.bfloat16),
-        ("bxor", torch.complex64),
-        ("max", torch.complex128),
-        ("product", torch.complex64),
-        ("sum", torch.float8_e4m3fn),
-        ("max", torch.float8_e5m2),
-        ("sum", torch.uint64),
+        ("band", torch.float32), ("bor", torch.bfloat16), ("bxor", torch.complex64),
+        ("max", torch.complex128), ("product", torch.complex64), ("sum", torch.float8_e4m3fn),
+        ("max", torch.float8_e5m2), ("sum", torch.uint64),
     ],
-)
+)  # fmt: skip
 def test_what_has_no_meaning_is_refused_by_name(op, dtype):
     with pytest.raises(InvalidArgumentError, match=f"{dtype} with op '{op}'"):
         recipe_for(op, dtype)

@@ -9,14 +9,9 @@ from scaletorch.dist import InvalidArgumentError, NotInGroupError, devices
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.int16,
-    torch.uint64,
-    torch.bool,
-    torch.complex64,
+    torch.float32, torch.bfloat16, torch.int16, torch.uint64, torch.bool, torch.complex64,
     torch.float8_e4m3fn,
-)
+)  # fmt: skip
 
 
 def bits(data):
@@ -71,11 +66,8 @@ def ring(async_op, count):
     rank, size = dist.get_dist_info()
     data = torch.full((count,), float(rank))
     left, mine = torch.zeros(count), torch.zeros(count)
-    work = dist.exchange(
-        [(data, (rank + 1) % size), (data, rank)],
-        [(mine, rank), (left, (rank - 1) % size)],
-        async_op=async_op,
-    )
+    sends = [(data, (rank + 1) % size), (data, rank)]
+    work = dist.exchange(sends, [(mine, rank), (left, (rank - 1) % size)], async_op=async_op)
     assert (work.wait() if async_op else work) is None
     assert (left == (rank - 1) % size).all()
     assert torch.equal(mine, data)

@@ -19,15 +19,11 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import devices, functional
-from scaletorch.dist.building import (
-    all_reduce_flat,
-    even_counts,
-    reduce_scatter_flat,
-)
+from scaletorch.dist.building import all_reduce_flat, even_counts, reduce_scatter_flat
 from scaletorch.dist.devices import entry_of_backend
 from scaletorch.dist.devices.current import synchronize
 from scaletorch.dist.devices.table import REDUCED
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 
 FOLDER = Path(__file__).parent
 VENDORS = [("npu", "hccl"), ("mlu", "cncl"), ("musa", "mccl")]
@@ -61,7 +57,9 @@ def join(device, backend, asked=None):
     return own
 
 
-def does_everything(device, backend):
+@pytest.mark.parametrize(("device", "backend"), VENDORS)
+@distributed_test(world_size=2, init=False, timeout=300)
+def test_a_vendors_device_does_what_gloo_does(device, backend):
     import every_backend
 
     own = join(device, backend)
@@ -74,21 +72,13 @@ def does_everything(device, backend):
     dist.barrier()
 
 
-@pytest.mark.parametrize("vendor", VENDORS, ids=lambda vendor: vendor[1])
-def test_a_vendors_device_does_what_gloo_does(vendor):
-    run_ranks(does_everything, 2, *vendor, init=False, timeout=300)
-
-
-def copies_for_gloo():
+@distributed_test(world_size=2, init=False, timeout=300)
+def test_gloo_gets_copies_of_what_is_on_a_device():
     importlib.import_module("torch_npu")
     import every_backend
 
     dist.init_dist("pytorch", backend="gloo", timeout=200)
     every_backend.run_all(torch.device("npu", dist.get_rank()))
-
-
-def test_gloo_gets_copies_of_what_is_on_a_device():
-    run_ranks(copies_for_gloo, 2, init=False, timeout=300)
 
 
 def move_data(own, device, backend):
@@ -167,9 +157,8 @@ def sums_of_16_bits(device, backend):
     calls = {name: getattr(c10d, name) for name in named if hasattr(c10d, name)}
 
     def refuse(call, *args, **options):
-        assert all(
-            x.dtype not in (torch.bfloat16, torch.float16) for x in args if hasattr(x, "dtype")
-        )
+        dtypes = {getattr(x, "dtype", None) for x in args}
+        assert not dtypes & {torch.bfloat16, torch.float16}
         return call(*args, **options)
 
     refused = {name: partial(refuse, call) for name, call in calls.items()}
@@ -205,8 +194,10 @@ def test_16_bits_of_gradients_are_summed_in_float32():
     assert not any(run_ranks(sums_of_16_bits, 4, "mlu", "cncl", init=False, timeout=200))
 
 
-def counts_on_the_host(device, backend):
+@distributed_test(world_size=2, init=False, timeout=200)
+def test_sums_of_the_host_are_exact_on_a_device_without_float64():
     os.environ["STANDIN_NARROW"] = "1"
+    device, backend = "mlu", "cncl"
     own = join(device, backend)
     group = c10d.new_group([0, 1], backend=f"{device}:{backend}")
     counted = torch.tensor([2.0**30 + 1], dtype=torch.float64)
@@ -217,7 +208,3 @@ def counts_on_the_host(device, backend):
     narrow = torch.tensor([2.0**30 + 1], dtype=torch.float64, device=own)
     dist.all_reduce(narrow)
     assert narrow.tolist() == [2.0**31]  # so the device's own float64 are no wider than float32
-
-
-def test_sums_of_the_host_are_exact_on_a_device_without_float64():
-    run_ranks(counts_on_the_host, 2, "mlu", "cncl", init=False, timeout=200)

@@ -30,6 +30,12 @@ def split(plain, schedule="1f1b", points=None):
     return PipelineParallel(copy.deepcopy(plain), points, group=world(), schedule=schedule)
 
 
+def pair(kind, *args, schedule="1f1b", points=None, **options):
+    """Return a model of a class, and this rank's stages of a copy of it."""
+    plain = build(kind, *args, **options)
+    return plain, split(plain, schedule, points)
+
+
 def forward_everywhere(stage, batches):
     """Return the outputs of the last stage on every rank."""
     return max(all_gather_object(pipeline_forward(stage, batches)), key=len)
@@ -117,15 +123,7 @@ def serial(plain, batches):
 
 
 def require_same(stage, plain, *, exact=False, summed=(), atol=1e-14):
-    """Compare the gradients of a rank's stages with those of one process.
-
-    Args:
-        stage: The rank's stages.
-        plain: The model of one process.
-        exact: Whether bits are equal, but of parameters whose gradients are summed over ranks.
-        summed: Their names.
-        atol: How far others may be apart beside 1e-12 of them.
-    """
+    """Compare a rank's gradients with one process's: if exact by bits, but for those `summed`."""
     references = dict(plain.named_parameters(remove_duplicate=False))
     for name, parameter in stage.named_parameters():
         expected = references[name].grad

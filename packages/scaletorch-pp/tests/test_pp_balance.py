@@ -64,12 +64,6 @@ def test_no_way_is_better(costs, pp_size):
     assert ranges == min(ways, key=badness)
 
 
-def test_eight_layers_on_three_stages():
-    assert distribute_layers(8, 3) == [range(3), range(3, 6), range(6, 8)]
-    assert distribute_layers(8, 3, [0, *[1] * 8, 4]) == [range(4), range(4, 7), range(7, 8)]
-    assert distribute_layers(8, 3, [4, *[1] * 8, 0]) == [range(1), range(1, 5), range(5, 8)]
-
-
 @pytest.mark.parametrize("costs", [None, [1] * 6])
 @pytest.mark.parametrize("pp_size", [0, -1, 5])
 def test_no_stages_or_too_many(pp_size, costs):

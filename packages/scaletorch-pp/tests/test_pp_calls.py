@@ -10,7 +10,7 @@ import one_process
 import pytest
 import torch
 import torch.nn.functional as F
-from one_process import accumulate, build, require_same, split, world
+from one_process import accumulate, build, pair, require_same, split, world
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils.checkpoint import checkpoint
@@ -218,8 +218,7 @@ def compare(case, schedule, count):
     """Compare two steps with one process."""
     warnings.simplefilter("ignore")  # torch's, of reentrant checkpoints without gradients
     kind, register, within = CASES[case]
-    plain = build(kind)
-    stage = split(plain, schedule)
+    plain, stage = pair(kind, schedule=schedule)
     if register is not None:
         register(plain)
         own = nn.Module()
@@ -324,8 +323,7 @@ def refused(stage, text, loss_fn=squared):
 def test_gradients_that_a_later_stage_does_not_give_back_are_missed(schedule):
     """And zeros, or none where none is needed, are not."""
     for kind in (Tuples, ZeroHead, Frozen):
-        plain = build(kind)
-        stage = split(plain, schedule)
+        plain, stage = pair(kind, schedule=schedule)
         train_step_pipeline(stage, ids_of(3), loss_fn=squared)
         accumulate(plain, ids_of(3), squared)
         require_same(stage, plain)
@@ -425,8 +423,7 @@ def watched(net):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_hooks_of_a_module_on_several_stages_see_all_once_or_are_refused(schedule):
     warnings.simplefilter("ignore")  # torch's, of full backward hooks whose input has no gradient
-    plain = build(Nested)
-    stage = split(plain, schedule)
+    plain, stage = pair(Nested, schedule=schedule)
     expected, seen = watched(plain), watched(stage.module)
     for _ in range(2):
         train_step_pipeline(stage, ids_of(3), loss_fn=squared)

@@ -117,22 +117,10 @@ def test_receives_start_four_tasks_early_and_nothing_else_moves(name):
             assert now == max(before - 4, 0)
 
 
-def with_rank(ranks, rank, actions):
-    return (*ranks[:rank], tuple(actions), *ranks[rank + 1 :])
-
-
 def swapped(ops, rng, near):
     one = rng.randrange(len(ops))
     other = min(one + 1, len(ops) - 1) if near else rng.randrange(len(ops))
     ops[one], ops[other] = ops[other], ops[one]
-
-
-def dropped(ops, rng):
-    del ops[rng.randrange(len(ops))]
-
-
-def doubled(ops, rng):
-    ops.insert(rng.randrange(len(ops) + 1), rng.choice(ops))
 
 
 def retargeted(ops, rng, **choices):
@@ -147,8 +135,8 @@ def mutants(schedule: Schedule, rng):
     changes = {
         "swap": lambda ops: swapped(ops, rng, near=False),
         "swap neighbours": lambda ops: swapped(ops, rng, near=True),
-        "drop": lambda ops: dropped(ops, rng),
-        "double": lambda ops: doubled(ops, rng),
+        "drop": lambda ops: ops.pop(rng.randrange(len(ops))),
+        "double": lambda ops: ops.insert(rng.randrange(len(ops) + 1), rng.choice(ops)),
         "micro-batch": lambda ops: retargeted(ops, rng, micro_batch=range(-1, size + 1)),
         "chunk": lambda ops: retargeted(ops, rng, chunk=(-1, 0, 1, 2)),
         "kind": lambda ops: retargeted(ops, rng, kind="FBIWX"),
@@ -158,7 +146,8 @@ def mutants(schedule: Schedule, rng):
         rank = rng.randrange(schedule.num_ranks)
         ops = list(schedule.ranks[rank])
         change(ops)
-        yield replace(schedule, ranks=with_rank(schedule.ranks, rank, ops))
+        before, after = schedule.ranks[:rank], schedule.ranks[rank + 1 :]
+        yield replace(schedule, ranks=(*before, tuple(ops), *after))
     one, other = rng.randrange(schedule.num_ranks), rng.randrange(schedule.num_ranks)
     ranks = [list(actions) for actions in schedule.ranks]
     ranks[other].insert(0, ranks[one].pop(rng.randrange(len(ranks[one]))))

@@ -9,11 +9,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from one_process import Net, accumulate, build, forward_everywhere, require_same, split, trains_on
+from one_process import (
+    Net,
+    accumulate,
+    build,
+    forward_everywhere,
+    pair,
+    require_same,
+    split,
+    trains_on,
+)
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.pipeline_parallel import StageError, train_step_pipeline
 from scaletorch.parallel.pipeline_parallel.runtime.forms import (
     HEADER_BYTES,
@@ -119,12 +128,12 @@ def forwards(stage, plain, *sizes):
         close(output, plain(batch["input_ids"]))
 
 
-def many_forms():
+@distributed_test(world_size=3)
+def test_several_tensors_of_many_sizes():
     """Each container, with a schedule of one stage a rank, of two, and of parted backwards."""
     schedules = {"tuple": "1f1b", "list": "interleaved_1f1b", "dict": "zb_v"}
     for container, schedule in schedules.items():
-        plain = build(States, container)
-        stage = split(plain, schedule)
+        plain, stage = pair(States, container, schedule=schedule)
         step(stage, plain, (2, 5), (2, 5), (2, 5), (2, 3), (1, 5))  # a last, smaller one
         step(stage, plain, (2, 5), (2, 5), (2, 5), (2, 3), (1, 5))  # all known now
         forwards(stage, plain, (2, 5), (2, 7))
@@ -133,10 +142,6 @@ def many_forms():
         for parameter in (*stage.module.embed.parameters(), *plain.embed.parameters()):
             parameter.requires_grad_(False)
         step(stage, plain, (2, 5), (2, 7))  # the first stage passes on what needs no gradient
-
-
-def test_several_tensors_of_many_sizes():
-    run_ranks(many_forms, 3)
 
 
 def thaw(stage, plain, trained):
@@ -150,8 +155,7 @@ def thaw(stage, plain, trained):
 @distributed_test(world_size=2)
 def test_parameters_frozen_and_unfrozen_between_steps():
     for schedule in ("1f1b", "zb_v"):
-        plain = build(States)
-        stage = split(plain, schedule)
+        plain, stage = pair(States, schedule=schedule)
         # All; all but some layers; the head alone; the first stage of 1F1B alone; all again.
         for trained in (range(10), range(4, 10), [9], range(5), range(10)):
             thaw(stage, plain, trained)
@@ -163,15 +167,10 @@ def test_parameters_frozen_and_unfrozen_between_steps():
 def test_more_forms_than_are_remembered():
     stages = "scaletorch.parallel.pipeline_parallel.stages"
     with patch(f"{stages}.passage.MANY_FORMS", 5), patch(f"{stages}.stage.MANY_FORMS", 5):
-        many_lengths()
-
-
-def many_lengths():
-    plain = build(States, "tuple", 3)
-    stage = split(plain)
-    for length in (2, 3, 4, 5, 6, 7, 2, 3, 8, 9, 7, 2):  # forgotten, and learned again
-        step(stage, plain, (1, length), (2, length))
-    assert len(stage.runtime.forms) <= 5 + 2
+        plain, stage = pair(States, "tuple", 3)
+        for length in (2, 3, 4, 5, 6, 7, 2, 3, 8, 9, 7, 2):  # forgotten, and learned again
+            step(stage, plain, (1, length), (2, length))
+        assert len(stage.runtime.forms) <= 5 + 2
 
 
 class Fickle(nn.Module):

@@ -3,7 +3,7 @@
 import one_process
 import pytest
 import torch
-from one_process import build, forward_everywhere, require_same, serial, split
+from one_process import build, forward_everywhere, pair, require_same, serial, split
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
@@ -95,8 +95,7 @@ def make_batches():
 def as_one_process(cases):
     """Two steps: the first one's forwards are examined, the second one's are not."""
     for kind, points in cases:
-        plain = build(kind)
-        stage = split(plain, points=points)
+        plain, stage = pair(kind, points=points)
         for _ in range(2):
             serial(plain, make_batches())
             train_step_pipeline(stage, make_batches())

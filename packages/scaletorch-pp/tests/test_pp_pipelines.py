@@ -9,16 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from one_process import (
-    Layer,
-    Net,
-    build,
-    split,
-    sum_loss,
-    token_batches,
-    trains_on,
-    world,
-)
+from one_process import Layer, Net, build, split, sum_loss, token_batches, trains_on, world
 
 from scaletorch.dist import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import distributed_test
@@ -153,6 +144,5 @@ def test_graphs_live_from_their_forward_to_their_backward():
         seen.clear()
         with patch.object(Training, "run", counted):
             train_step_pipeline(stage, make_batches())
-        assert seen == [*itertools.accumulate(ENDS[a.kind] for a in schedule.ranks[stage.rank])], (
-            name
-        )
+        live = itertools.accumulate(ENDS[a.kind] for a in schedule.ranks[stage.rank])
+        assert seen == [*live], name

@@ -1,5 +1,6 @@
-"""Schedules as plain data: in the orders of torch, as lean and as fast as published."""
+"""Schedules as plain data: their orders and activations, predicted times, and pictures of both."""
 
+import math
 from itertools import groupby
 from types import SimpleNamespace
 
@@ -9,8 +10,13 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.parallel.pipeline_parallel.schedules import (
+from scaletorch.parallel.pipeline_parallel import (
     SCHEDULES,
+    Action,
+    Costs,
+    Schedule,
+    Span,
+    Timeline,
     afab,
     check,
     dualpipe_v,
@@ -22,6 +28,7 @@ from scaletorch.parallel.pipeline_parallel.schedules import (
     zb_h1,
     zb_v,
 )
+from scaletorch.parallel.pipeline_parallel.drawing import to_text
 
 CHUNKED = [interleaved_1f1b, looped_breadth_first]
 few_ranks, few_micro_batches = st.integers(1, 9), st.integers(1, 20)
@@ -141,3 +148,141 @@ def test_few_micro_batches_run_the_order_of_enough(builder, enough):
     for few in range(1, enough):
         left = [tuple(a for a in rank if a.micro_batch < few) for rank in whole.ranks]
         assert list(builder(3, few).ranks) == left
+
+
+@given(st.sampled_from([afab, one_f_one_b]), st.integers(1, 12), st.integers(1, 24))
+@settings(deadline=None, max_examples=40)
+def test_the_closed_formula(builder, p, m):
+    timeline = simulate(builder(p, m), Costs(forward=3, backward=5))
+    assert timeline.makespan == (m + p - 1) * 8
+    assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+def test_an_example_worked_out_by_hand():
+    """Three ranks, two micro-batches; F 1, B 2, stage 1 twice as slow, and 10 for a message."""
+    timeline = simulate(one_f_one_b(3, 2), Costs(1, 2, message=10, stages=(1, 2, 1)))
+    assert [(s.rank, str(s.action), s.start, s.end) for s in timeline.spans] == [
+        (0, "F0", 0, 1), (0, "F1", 1, 2), (0, "B0", 50, 52), (0, "B1", 54, 56),
+        (1, "F0", 11, 13), (1, "F1", 13, 15), (1, "B0", 36, 40), (1, "B1", 40, 44),
+        (2, "F0", 23, 24), (2, "B0", 24, 26), (2, "F1", 26, 27), (2, "B1", 27, 29),
+    ]  # fmt: skip
+    assert timeline.makespan == 56
+    assert timeline.bubble == pytest.approx(1 - (6 + 12 + 6) / (3 * 56))
+
+
+def test_a_turn_on_one_rank_costs_no_message_and_halves_cost_their_own():
+    orders = ([("F", 0), ("F", 1), ("B", 1), ("I", 0), ("W", 0)],
+              [("F", 0), ("F", 1), ("I", 1), ("B", 0), ("W", 1)])  # fmt: skip
+    ranks = tuple(tuple(Action(kind, 0, chunk) for kind, chunk in order) for order in orders)
+    costs = Costs(1, 4, backward_input=2, backward_weight=3, message=10)
+    spans = simulate(Schedule("v", 1, ((0, 3), (1, 2)), ranks), costs).spans
+    assert [(s.rank, str(s.action), s.start, s.end) for s in spans] == [
+        (0, "F0", 0, 1), (0, "F0.1", 23, 24), (0, "B0.1", 24, 28), (0, "I0", 54, 56),
+        (0, "W0", 56, 59), (1, "F0", 11, 12), (1, "F0.1", 12, 13), (1, "I0.1", 38, 40),
+        (1, "B0", 40, 44), (1, "W0.1", 44, 47),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_rank_does_two_things_at_a_time(name):
+    timeline = simulate(SCHEDULES[name](4, 8), Costs(message=0.5))
+    for before, after in zip(timeline.spans, timeline.spans[1:], strict=False):
+        assert before.rank != after.rank or before.end <= after.start
+
+
+BAD = {
+    "forward": 0, "backward": -1, "backward_input": math.nan, "backward_weight": math.inf,
+    "message": -0.1, "stages": (1, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_costs_that_mean_nothing(name):
+    with pytest.raises(InvalidArgumentError, match="positive"):
+        Costs(**{name: BAD[name]})
+    with pytest.raises(InvalidArgumentError, match="each of 3 stages, got 2"):
+        simulate(afab(3, 1), Costs(stages=(1, 2)))
+
+
+@pytest.mark.parametrize("builder", SCHEDULES.values())
+def test_stages_that_are_twice_as_fast_take_half_the_time(builder):
+    schedule = builder(2, 4)
+    whole = simulate(schedule).makespan
+    half = Costs(stages=(0.5,) * schedule.num_stages)
+    assert simulate(schedule, half).makespan == whole / 2
+
+
+def on_one_rank(names: str, ends: list[float], unit: str = "", stages=((0,),)) -> Timeline:
+    """One action after the other, such as "F0 B0.1"; a dot is idle time."""
+    spans, start = [], 0.0
+    for name, end in zip(names.split(), ends, strict=True):
+        if name != ".":
+            micro_batch, _, chunk = name[1:].partition(".")
+            action = Action(name[0], int(micro_batch), int(chunk or 0))
+            spans.append(Span(0, action, start, end))
+        start = end
+    schedule = Schedule("mine", 1, stages, (tuple(s.action for s in spans),))
+    return Timeline(schedule, tuple(spans), unit)
+
+
+def predicted(name="1f1b", ranks=2, micro_batches=3) -> Timeline:
+    return simulate(SCHEDULES[name](ranks, micro_batches))
+
+
+def test_text_in_cells():
+    assert to_text(predicted(), peak=(2, 1)) == (
+        "rank 0  F0 F1 .. .. B0--- F2 B1--- .. B2---\n"
+        "rank 1  .. F0 B0--- F1 B1--- F2 B2--- .. ..\n"
+        "\n"
+        "1f1b: makespan 12, bubble 25.0 %\n"
+        "peak live activations: 2 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "ends", "stages", "line"),
+    [
+        ("F9 . F10 B9 B10", [1, 2, 3, 5, 7], ((0,),), "F9  ... F10 B9----- B10----"),
+        ("F0 F0.1 I0.1 W0.1", [2, 4, 6, 8], ((0, 1),), "F0 f0 i0 w0"),
+        ("F0 F0.1 B0.2", [1, 2, 4], ((0, 1, 2),), "F0   F0.1 B0.2-----"),
+        ("F0 . B0", [0.2, 0.3, 0.6], ((0,),), "F0--- .. B0------"),  # in halves of the shortest
+    ],
+)
+def test_cells_of_numbers_chunks_and_units(names, ends, stages, line):
+    text = to_text(on_one_rank(names, ends, stages=stages))
+    assert text.splitlines()[0] == f"rank 0  {line}"
+    assert text.endswith("in lower case: each rank's second stage") == (len(stages[0]) == 2)
+
+
+def test_measured_times_fill_the_width():
+    timeline = on_one_rank("F0 . B0 F1 . W1", [7.1, 10.3, 20.1, 20.9, 28.1, 40.7], unit="ms")
+    line, _, figures, column = to_text(timeline, width=48).splitlines()
+    assert line == "rank 0  F0-----...B0--------F.......W1----------"
+    assert figures == "mine: makespan 40.7 ms, bubble 25.6 %"
+    assert column == "one column is 1.0175 ms"
+    assert max(map(len, to_text(timeline).splitlines())) == 120
+
+
+def test_cells_that_are_too_wide_become_shares_of_the_width():
+    timeline = predicted("afab", 4, 8)
+    lines = to_text(timeline, width=60).splitlines()
+    assert {len(line) for line in lines[:4]} == {60}
+    assert all(line.count("F") == line.count("B") == 8 for line in lines[:4])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_shows_every_action(name):
+    timeline = predicted(name, 4, 8)
+    lines = to_text(timeline).splitlines()
+    for rank, actions in enumerate(timeline.schedule.ranks):
+        cells = [c.rstrip("-") for c in lines[rank].split()[2:] if c != ".."]
+        wanted = [f"{a.kind}{a.micro_batch}" for a in actions]
+        assert [c.upper() for c in cells] == wanted
+        assert [c.islower() for c in cells] == [a.chunk == 1 for a in actions]
+
+
+def test_what_cannot_be_drawn():
+    with pytest.raises(InvalidArgumentError, match="the actions of 'mine' take no time"):
+        to_text(on_one_rank("F0", [0]))
+    with pytest.raises(InvalidArgumentError, match="a width of at least 9, got 5"):
+        to_text(predicted(), width=5)

@@ -5,17 +5,12 @@ from itertools import chain
 
 import pytest
 import torch
-from one_process import Net, build, require_same, serial, split, token_batches, trains_on
+from one_process import Net, pair, require_same, serial, token_batches, trains_on
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError, all_gather_object
 from scaletorch.dist.testing import distributed_test
-from scaletorch.parallel.pipeline_parallel import (
-    PassThrough,
-    Split,
-    layers_of,
-    train_step_pipeline,
-)
+from scaletorch.parallel.pipeline_parallel import PassThrough, Split, layers_of, train_step_pipeline
 from scaletorch.parallel.pipeline_parallel.splitting.split import place
 
 
@@ -181,10 +176,6 @@ class Language(Net):
         return nn.Sequential(Block(), nn.Linear(4, 4), nn.Tanh(), Block())
 
 
-def squares(output, batch):
-    return output.square().sum()
-
-
 @distributed_test(world_size=3)
 def test_training_between_points():
     generator = torch.Generator().manual_seed(1)
@@ -196,12 +187,11 @@ def test_training_between_points():
         (ResNet, ("bn1", "fc")),
         (InTurn, ("0.2", "2")),
     ):
-        plain = build(kind)
-        stage = split(plain, points=Split(points=points))
+        plain, stage = pair(kind, points=Split(points=points))
         batches = [{"input_ids": image} for image in images]
         if kind is Language:
             batches = token_batches(vocabulary=8)
-        trains_on(stage, plain, batches, squares)
+        trains_on(stage, plain, batches, lambda output, batch: output.square().sum())
         names = chain(*all_gather_object([name for name, _ in stage.named_parameters()]))
         assert sorted(names) == sorted(name for name, _ in plain.named_parameters())
 
@@ -325,8 +315,7 @@ def test_an_encoder_and_its_decoder_are_both_spread():
 @distributed_test(world_size=4)
 def test_an_encoder_and_its_decoder_train():
     for encoding, decoding in ((3, 3), (1, 3), (5, 2)):
-        plain = build(Translating, encoding, decoding)
-        stage = split(plain)
+        plain, stage = pair(Translating, encoding, decoding)
         serial(plain, token_batches(vocabulary=8))
         train_step_pipeline(stage, token_batches(vocabulary=8))
         require_same(stage, plain)

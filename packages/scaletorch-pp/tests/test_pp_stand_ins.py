@@ -404,10 +404,7 @@ def refused(cases, schedule, late=False):
 TRAVELS = [Condition, Activated, Classes, Skip, SkipByName, SkipScaled]
 TRAVELS += ["same", "scaled", "mean", "mask"]
 REFUSED = [
-    (
-        [SkipByAddition, "skip to head", Aside],
-        "a tensor of shape .* not through the output",
-    ),
+    ([SkipByAddition, "skip to head", Aside], "a tensor of shape .* not through the output"),
     ([Returned], r"the model returns a tensor that the model's forward makes from hidden states"),
     (["reads", "looks"], "the model's forward reads values of hidden states"),
     ([Written], "the model's forward copies values of .* into another tensor"),
@@ -415,10 +412,7 @@ REFUSED = [
     ([RecomputedHooked], "changes the hidden states after the last layer .* by a hook"),
 ]
 EXPLAINED = [([Indexes], r"raised ValueError \(too many values .*\)\. .* If the code runs in one")]
-LATE = [
-    *REFUSED,
-    (TRAVELS, r"layers\.\d is given, as argument (0|1|beside), a tensor that the model"),
-]
+LATE = [*REFUSED, (TRAVELS, r"layers\.\d is given, as argument (0|1|beside), a tensor that")]
 
 
 @pytest.mark.parametrize(("cases", "late"), [(REFUSED + EXPLAINED, False), (LATE, True)])

@@ -7,16 +7,12 @@ import one_process
 import pytest
 import torch
 import torch.nn.functional as F
-from one_process import build, require_same, serial, split, token_batches
+from one_process import build, pair, require_same, serial, split, token_batches
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.pipeline_parallel import (
-    PassThrough,
-    StageError,
-    train_step_pipeline,
-)
+from scaletorch.parallel.pipeline_parallel import PassThrough, StageError, train_step_pipeline
 from scaletorch.parallel.pipeline_parallel.stages.passage import Extras, Findings, Passage
 
 WIDTH, VOCAB, LENGTH = 8, 13, 6
@@ -46,9 +42,8 @@ class AsksForParts(Net):
     """Which adapters there are, as X-MOD does."""
 
     def forward(self, input_ids):
-        return super().forward(input_ids) * sum(
-            len(layer.adapters.keys()) * layer.inner.out_features for layer in self.layers
-        )
+        counts = (len(each.adapters.keys()) * each.inner.out_features for each in self.layers)
+        return super().forward(input_ids) * sum(counts)
 
 
 class Positions(nn.Embedding):
@@ -193,8 +188,7 @@ def make_batches():
 
 def as_one_process(kinds, schedule):
     for kind in kinds:
-        plain = build(kind)
-        stage = split(plain, schedule)
+        plain, stage = pair(kind, schedule=schedule)
         for _ in range(2):
             serial(plain, make_batches())
             train_step_pipeline(stage, make_batches())

@@ -5,12 +5,12 @@ import pickle
 
 import pytest
 import torch
-from one_process import Net, accumulate, build, require_same, split, sum_loss
+from one_process import Net, accumulate, build, pair, require_same, sum_loss
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.pipeline_parallel import PipelineParallel, train_step_pipeline
 
 SPLIT = ["zb_h1", "zb_v", "dualpipe_v"]
@@ -105,27 +105,22 @@ def make_batches():
     ]
 
 
-def every_kind():
+@distributed_test(world_size=2)
+def test_every_kind_of_layer():
     """Two steps that accumulate, of every kind of layer; each schedule has two kinds."""
     for schedule, kind in zip(2 * SPLIT, KINDS, strict=True):
-        plain = build(OfLayers, kind, shared=kind is Plain)
-        stage = split(plain, schedule)
+        plain, stage = pair(OfLayers, kind, shared=kind is Plain, schedule=schedule)
         for _ in range(2):
             train_step_pipeline(stage, make_batches(), loss_fn=sum_loss)
             accumulate(plain, make_batches())
             require_same(stage, plain, exact=kind is Plain, atol=1e-13)
 
 
-def test_every_kind_of_layer():
-    run_ranks(every_kind, 2)
-
-
 @distributed_test(world_size=2)
 def test_hooks_run_once():
     """Hooks see each gradient once for each micro-batch, whole, and may change it."""
     for schedule in SPLIT:
-        plain = build(OfLayers, Plain)
-        stage = split(plain, schedule)
+        plain, stage = pair(OfLayers, Plain, schedule=schedule)
         added = dict.fromkeys((name for name, _ in stage.named_parameters()), 0)
 
         def count(name, parameter, added=added):
@@ -144,8 +139,7 @@ def test_hooks_run_once():
 
 @distributed_test(world_size=2)
 def test_a_copy_trains_on_its_own():
-    plain = build(OfLayers, Plain)
-    stage = split(plain, "zb_v")
+    plain, stage = pair(OfLayers, Plain, schedule="zb_v")
     train_step_pipeline(stage, make_batches(), loss_fn=sum_loss)
     for layers in (
         copy.deepcopy(stage.module.layers),

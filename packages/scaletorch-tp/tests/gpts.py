@@ -104,12 +104,9 @@ class Packed(nn.Module):
 
 
 PACKED = {
-    "": Divide("num_heads", "num_kv_heads"),
-    "qkv": Fused("column", (12, 6, 6)),
-    "out": "row",
-    "mlp.gate_up": Fused("column", 2),
-    "mlp.down": "row",
-}
+    "": Divide("num_heads", "num_kv_heads"), "qkv": Fused("column", (12, 6, 6)), "out": "row",
+    "mlp.gate_up": Fused("column", 2), "mlp.down": "row",
+}  # fmt: skip
 
 
 class GroupedHeads(nn.Module):

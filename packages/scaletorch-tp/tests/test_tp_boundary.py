@@ -1,11 +1,12 @@
-"""Plans of torch's own tensor parallelism and boundaries of strangers' modules."""
+"""Plans of torch's tensor parallelism and of transformers; boundaries of strangers' modules."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from llamas import require_same_gradients
+from llamas import as_one_process, require_same_gradients
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -132,3 +133,179 @@ def test_what_tp_or_sequence_parallelism_does_not_fit():
         explain(nn.ModuleDict({"norm": nn.RMSNorm(9)}), 2, {"norm": uneven})
     with pytest.raises(InvalidArgumentError, match="converts at its boundary"):
         explain(Model(), 2, SEQUENCES, sequence_parallel=True)
+
+
+VOCAB, HIDDEN, HEADS, HEAD = 11, 8, 4, 2
+PLAN = {
+    "layers.*.attention.query": "colwise",
+    "layers.*.attention.key": "colwise",
+    "layers.*.attention.value": "colwise",
+    "layers.*.attention.out": "rowwise",
+    "layers.*.mlp.gate_up": "packed_colwise",
+    "layers.*.mlp.down": "rowwise",
+    "layers.*.experts.up": "moe_tp_experts",  # this model has none
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=HEADS)
+        self.query, self.key, self.value = (nn.Linear(HIDDEN, HEADS * HEAD) for _ in range(3))
+        self.out = nn.Linear(HEADS * HEAD, HIDDEN)
+        self.q_norm = nn.RMSNorm(HEAD) if norm else nn.Identity()
+
+    def forward(self, x):
+        q, k, v = (
+            p(x).view(*x.shape[:2], -1, HEAD).transpose(1, 2)
+            for p in (self.query, self.key, self.value)
+        )
+        out = nn.functional.scaled_dot_product_attention(self.q_norm(q), k, v)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.attention = Attention(norm)
+        self.mlp = nn.ModuleDict({"gate_up": nn.Linear(HIDDEN, 10), "down": nn.Linear(5, HIDDEN)})
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        gate, up = self.mlp.gate_up(x).chunk(2, -1)
+        return x + self.mlp.down(gate.sigmoid() * up)
+
+
+class Base(nn.Module):
+    def __init__(self, norm=False, plan=PLAN):
+        super().__init__()
+        self.config = SimpleNamespace(base_model_tp_plan=plan)
+        self.words = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(Layer(norm) for _ in range(2))
+
+    @property
+    def base_model(self):
+        return self
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Whole(nn.Module):
+    _tp_plan = {"head": "colwise_rep"}  # noqa: RUF012
+
+    def __init__(self, tied=False, **options):
+        super().__init__()
+        self.model = Base(**options)
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.model.words.weight
+
+    def forward(self, ids):
+        return self.head(self.model(ids))
+
+
+def styles(model, plan=None):
+    """Return the style of each module with parameters, "" for one that stays whole."""
+    told = explain(model, 2, plan).parameters
+    return {p.name.rpartition(".")[0]: p.style.partition(" p")[0] for p in told}
+
+
+def test_a_model_says_itself_what_is_sharded():
+    found = styles(Whole(norm=True))
+    layer = {
+        "attention.query": "column", "attention.out": "row", "attention.q_norm": "",
+        "mlp.gate_up": "column, 2", "mlp.down": "row",
+    }  # fmt: skip
+    expected = {f"model.layers.1.{name}": style for name, style in layer.items()}
+    assert expected.items() <= found.items()
+    assert (found["head"], found["model.words"]) == ("column_gather", "")
+    assert styles(Whole(tied=True))["model.words"] == "vocab"
+
+
+def test_the_outer_plan_goes_before_that_of_an_inner_model():
+    model = Whole()
+    model._tp_plan = {"model.layers.*.mlp.down": "rowwise_split_input"} | Whole._tp_plan
+    found = styles(nn.ModuleDict({"inner": model}))
+    assert found["inner.model.layers.1.mlp.down"] == "row_split"
+    assert found["inner.model.layers.1.mlp.gate_up"] == "column, 2"
+    assert found["inner.model.layers.1.attention.out"] == "row"
+
+
+class NormedEmbedding(nn.Embedding):
+    def forward(self, ids):
+        return nn.functional.normalize(super().forward(ids), dim=-1)
+
+
+def test_an_embedding_that_computes_more_is_left_whole():
+    model = Whole(plan=PLAN | {"words": "embedding_rowwise"})
+    assert styles(model)["model.words"] == "vocab"
+    model.model.words = NormedEmbedding(VOCAB, HIDDEN)
+    assert styles(model)["model.words"] == "replicate"
+
+
+def test_a_star_is_a_number_and_nothing_else():
+    model = Whole()
+    model.model.layers.extra = copy.deepcopy(model.model.layers[0])
+    found = styles(model)
+    assert found["model.layers.1.mlp.down"] == "row"
+    assert {style for name, style in found.items() if "extra" in name} == {""}
+
+
+def test_a_plan_for_the_head_alone_is_none():
+    found = styles(Whole(plan={}))  # as a forward suggests
+    assert found["model.layers.1.attention.out"] == "row"
+    assert found["model.words"] == "vocab"
+    assert styles(Whole(), {"head": "column_gather"})["model.layers.1.mlp.down"] == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"mlp.down": "diagonal"}, r"'model.layers.\*.mlp.down' the style 'diagonal', which is"),
+        ({"attention.sinks": "colwise"}, "single parameter 'model.layers.0.attention.sinks'"),
+    ],
+)
+def test_a_style_that_cannot_be_is_named(change, text):
+    model = Whole(plan=PLAN | {f"layers.*.{name}": style for name, style in change.items()})
+    for layer in model.model.layers:
+        layer.attention.sinks = nn.Parameter(torch.zeros(HEADS))
+    with pytest.raises(ValueError, match=text):
+        explain(model, 2)
+
+
+def test_heads_are_not_cut_though_the_plan_does_not_count_them():
+    with pytest.raises(ValueError, match=r"query heads of model.layers.0.attention = 4"):
+        explain(Whole(), 5)  # 8 features would have given each of 5 ranks one
+    told = explain(Whole(), 3)
+    query = next(p for p in told.parameters if p.name.endswith("0.attention.query.weight"))
+    assert [shape[0] for shape in query.local_shapes] == [4, 2, 2]
+    model = Whole()
+    for layer in model.model.layers:
+        del layer.attention.config
+    with pytest.raises(ValueError, match="are not understood as heads"):
+        explain(model, 2)
+
+
+def trained(options):
+    torch.manual_seed(0)
+    as_one_process(Whole(**options).double())
+
+
+WHOLE_BETWEEN = PLAN | {
+    "layers.*.mlp.gate_up": "colwise_gather_output",
+    "layers.*.mlp.down": "rowwise_split_input",
+}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tied": True, "norm": True}, {"plan": WHOLE_BETWEEN}],
+    ids=["plain", "tied-norm", "gathered"],
+)
+def test_it_trains_as_one_process(options, tp):
+    run_ranks(trained, tp, options)

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from llamas import Mlp
 from torch import nn
 
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import (
     Divide,
     apply_tensor_parallel,
@@ -19,21 +20,6 @@ from scaletorch.parallel.tensor_parallel import (
 HIDDEN = 8
 # dynamo looks whether tensors have a gradient
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiler():
-    preload("torch._dynamo")  # which every rank would import by itself
-
-
-class Feedforward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = nn.Linear(HIDDEN, 16), nn.Linear(HIDDEN, 16)
-        self.down = nn.Linear(16, HIDDEN)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Attention(nn.Module):
@@ -56,7 +42,7 @@ class Model(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(20, HIDDEN)
         self.first, self.attention = nn.LayerNorm(HIDDEN), Attention()
-        self.second, self.feedforward = nn.LayerNorm(HIDDEN), Feedforward()
+        self.second, self.feedforward = nn.LayerNorm(HIDDEN), Mlp(HIDDEN, 16, True)
         self.head = nn.Linear(HIDDEN, 20)
 
     def forward(self, ids):
@@ -76,7 +62,7 @@ class Loss(nn.Module):
         return vocab_parallel_cross_entropy(self.model(ids), ids.roll(1), group=dist.group.WORLD)
 
 
-FEEDFORWARD = {"gate": "column", "up": "column", "down": "row"}
+FEEDFORWARD = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
 ATTENTION = {"": Divide("heads"), "q": "column", "k": "column", "v": "column", "o": "row"}
 MODEL = {
     "tokens": "vocab",
@@ -88,7 +74,7 @@ LAYERS = {
     "column": (lambda: nn.Linear(HIDDEN, 6), {"": "column"}),
     "column_gather": (lambda: nn.Linear(HIDDEN, 5), {"": "column_gather"}),
     "row": (lambda: nn.Linear(HIDDEN, 6), {"": "row_split"}),
-    "feedforward": (Feedforward, FEEDFORWARD),
+    "feedforward": (lambda: Mlp(HIDDEN, 16, True), FEEDFORWARD),
     "model": (Model, MODEL),
     "loss": (Loss, {f"model.{name}": style for name, style in MODEL.items()}),
 }

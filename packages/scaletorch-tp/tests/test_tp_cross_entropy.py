@@ -243,9 +243,7 @@ def other_uses():
     assert none.grad.shape == none.shape
     # A second derivative is refused, not wrong.
     x = mine.clone().requires_grad_()
-    with pytest.raises(
-        StateError, match="differentiated again; call backward without create_graph"
-    ):
+    with pytest.raises(StateError, match="differentiated again; call backward without create"):
         torch.autograd.grad(loss(x), x, create_graph=True)
     # Logits changed in between are noticed.
     x = mine.clone().requires_grad_()
@@ -353,9 +351,7 @@ def refused():
         for extra in ({}, {"vocab_size": 13}):
             with pytest.raises(InvalidArgumentError, match=message):
                 vocab_parallel_cross_entropy(mine, wrong, group=where, **extra)
-    with pytest.raises(
-        InvalidArgumentError, match=r"vocabulary of 20 over tp = . this rank's share is"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"vocabulary of 20 over tp = . this rank's"):
         vocab_parallel_cross_entropy(mine, targets, group=where, vocab_size=20)
     dist.barrier()  # nobody waits in a collective
 
@@ -372,16 +368,13 @@ def test_bad_targets_are_refused_on_every_rank_before_anything_is_sent(size):
         ({"label_smoothing": 1.5}, r"label_smoothing must be from 0 to 1, got 1\.5"),
         ({"label_smoothing": math.nan}, r"label_smoothing must be from 0 to 1, got nan"),
         ({"z_loss": -1.0}, r"z_loss must be finite and not negative, got -1\.0"),
-        (
-            {"logits": torch.zeros(2, 3, dtype=torch.int64)},
-            r"floating-point logits .* torch\.int64",
-        ),
+        ({"logits": torch.zeros(2, 3).long()}, r"floating-point logits .* torch\.int64"),
         ({"logits": torch.tensor(1.0)}, r"logits \[\.\.\., V_local\], got torch\.float32 of shape"),
         ({"targets": torch.zeros(2)}, r"int64 targets of shape \(2,\) .* got torch\.float32"),
         ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets of shape \(2,\) .* \(3,\)"),
         (
-            {"targets": torch.zeros(2, dtype=torch.int64, device="meta")},
-            r"logits are on cpu, targets on meta; move the targets",
+            {"targets": torch.zeros(2, device="meta").long()},
+            "are on cpu, targets on meta; move",
         ),
     ],
 )

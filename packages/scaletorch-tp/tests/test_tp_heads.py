@@ -162,13 +162,9 @@ def made(attention):
 
 # Sinks of 5 heads, of 6 heads of one key, and of as many heads as one is long; scales; latents.
 CASES = [
-    (Sinks, SINKS),
-    (partial(Sinks, 6, 1), SINKS),
-    (partial(Sinks, HEAD, 2), SINKS),
-    (partial(Sinks, HEAD, HEAD), SINKS),
-    (Scaled, SCALED),
-    (Latent, LATENT),
-]
+    (Sinks, SINKS), (partial(Sinks, 6, 1), SINKS), (partial(Sinks, HEAD, 2), SINKS),
+    (partial(Sinks, HEAD, HEAD), SINKS), (Scaled, SCALED), (Latent, LATENT),
+]  # fmt: skip
 
 
 @distributed_test(world_size=2)

@@ -253,19 +253,11 @@ def test_bad_arguments_say_what_would_do():
         ColumnParallelLinear(4, 8)
 
 
-class Scaled(nn.Linear):
-    def forward(self, x):
-        return 2 * functional.linear(x, self.weight, self.bias)
-
-
-class Clipped(nn.Linear):
-    def forward(self, x):
-        return functional.linear(x.clamp(-1e4, 1e4), self.weight, self.bias)
-
-
-class Rounded(nn.Linear):
-    def forward(self, x):
-        return functional.linear(x, self.weight.round(), self.bias)
+OWN_FORWARDS = {  # of subclasses of nn.Linear
+    "Scaled": lambda self, x: 2 * functional.linear(x, self.weight, self.bias),
+    "Clipped": lambda self, x: functional.linear(x.clamp(-1e4, 1e4), self.weight, self.bias),
+    "Rounded": lambda self, x: functional.linear(x, self.weight.round(), self.bias),
+}
 
 
 class FalconLinear(nn.Linear):
@@ -289,9 +281,10 @@ def odd_modules():
         "its weight has gradient hooks": hooked,
         "it is a ParametrizedLinear": parametrized,
         "its parameters are": unusual,
-        "it is a Scaled": Scaled(4, 4),
-        "it is a Clipped": Clipped(4, 4),
-        "it is a Rounded": Rounded(4, 4),
+        **{
+            f"it is a {name}": type(name, (nn.Linear,), {"forward": forward})(4, 4)
+            for name, forward in OWN_FORWARDS.items()
+        },
         "its weight is not a parameter": buffered,
     }
 

@@ -23,9 +23,9 @@ from scaletorch.parallel.tensor_parallel.building import find_cuts
 SIZE, HEADS, ROWS, LENGTH, KEYS = 16, 4, 3, 5, 7
 CAUSAL = {"attn_mask": torch.ones(LENGTH, LENGTH).triu(1).bool(), "is_causal": True}
 WEIGHED = {"need_weights": False}
-PADDING = {"key_padding_mask": torch.arange(KEYS) >= torch.tensor([[7], [4], [2]])}
-
-ADDED = {"key_padding_mask": PADDING["key_padding_mask"].double() * -1e9}
+MASK = torch.arange(KEYS) >= torch.tensor([[7], [4], [2]])
+PLAN = {"attention": "attention"}
+ADDED = {"key_padding_mask": MASK.double() * -1e9}
 
 
 def drawn(*shape):
@@ -43,13 +43,9 @@ CASES = {  # of the module, whether it attends to itself, and of the call
     "causal, no weights": ({}, True, CAUSAL | WEIGHED),
     "mask": ({}, True, {"attn_mask": drawn(LENGTH, LENGTH)}),
     "mask of each head": ({}, True, {"attn_mask": drawn(ROWS * HEADS, LENGTH, LENGTH)} | WEIGHED),
-    "padding": ({}, False, PADDING),
+    "padding": ({}, False, {"key_padding_mask": MASK}),
     "padding and mask": ({}, False, ADDED | {"attn_mask": drawn(LENGTH, KEYS)} | WEIGHED),
-    "padding and causal": (
-        {},
-        True,
-        CAUSAL | WEIGHED | {"key_padding_mask": PADDING["key_padding_mask"][:, :LENGTH]},
-    ),
+    "padding and causal": ({}, True, CAUSAL | WEIGHED | {"key_padding_mask": MASK[:, :LENGTH]}),
 }
 
 
@@ -94,8 +90,7 @@ def require_same(found, expected):
 def trains_as_one(name):
     options, _, _ = CASES[name]
     outputs, expected = step(Holder(**options).double(), name)
-    plan = {"attention": "attention"}
-    model = apply_tensor_parallel(Holder(**options).double(), plan, group.WORLD)
+    model = apply_tensor_parallel(Holder(**options).double(), PLAN, group.WORLD)
     for each in (copy.deepcopy(model), model):
         found, gradients = step(each, name)
         require_same(found, outputs)
@@ -113,14 +108,13 @@ def test_each_rank_has_a_head():
 def test_heads_need_not_divide():
     for name in ("weights of each head", "mask of each head", "padding"):
         trains_as_one(name)
-    model = apply_tensor_parallel(Holder(), {"attention": "attention"}, group.WORLD)
+    model = apply_tensor_parallel(Holder(), PLAN, group.WORLD)
     assert model.attention.in_proj_weight.shape[0] == 3 * (8, 4, 4)[group.WORLD.rank()]
 
 
 @distributed_test(world_size=2)
 def test_state():
-    plain, plan = Holder(), {"attention": "attention"}
-    model = apply_tensor_parallel(Holder(), plan, group.WORLD)
+    plain, model = Holder(), apply_tensor_parallel(Holder(), PLAN, group.WORLD)
     assert model.state_dict().keys() == plain.state_dict().keys()
     for name, whole in gather_state_dict(model).items():
         assert whole.equal(plain.state_dict()[name]), name
@@ -138,7 +132,7 @@ def test_state():
 @distributed_test(world_size=2)
 def test_dropout_is_of_each_ranks_heads():
     torch.manual_seed(1)
-    model = apply_tensor_parallel(Holder(dropout=0.5), {"attention": "attention"}, group.WORLD)
+    model = apply_tensor_parallel(Holder(dropout=0.5), PLAN, group.WORLD)
     x = torch.ones(1, 8, SIZE)
     _, weights = model(x, x, True, average_attn_weights=False)
     assert 0.3 < (weights == 0).double().mean() < 0.7
@@ -204,8 +198,7 @@ def test_decoder_layers_need_no_plan():
 
 @distributed_test(world_size=2)
 def test_one_sequence_is_shared_out():
-    plan = {"attention": "attention"}
-    model = apply_tensor_parallel(Holder(), plan, group.WORLD, sequence_parallel=True)
+    model = apply_tensor_parallel(Holder(), PLAN, group.WORLD, sequence_parallel=True)
     with pytest.raises(InvalidArgumentError, match="one tensor as query, key and value"):
         model(torch.ones(1, 2, SIZE), torch.ones(1, 2, SIZE), False)
 
@@ -240,7 +233,7 @@ def test_what_cannot_be_divided_is_refused_by_name(case):
 def test_shares_of_sequences_are_of_the_second_dim():
     model = of(nn.MultiheadAttention(8, 2))
     with pytest.raises(InvalidArgumentError, match=r"'attention'.* build it with batch_first=True"):
-        explain(model, 2, {"attention": "attention"}, sequence_parallel=True)
+        explain(model, 2, PLAN, sequence_parallel=True)
 
 
 class Shouts(nn.TransformerEncoderLayer):

@@ -60,9 +60,8 @@ def plain(**options):
 
 
 def sharded(model, *, sequence=False, overlapped=True):
-    model = apply_tensor_parallel(
-        copy.deepcopy(model), PLAN, dist.group.WORLD, sequence_parallel=sequence
-    )
+    model = copy.deepcopy(model)
+    apply_tensor_parallel(model, PLAN, dist.group.WORLD, sequence_parallel=sequence)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             assert module.async_all_reduce
@@ -118,7 +117,10 @@ def test_a_region_sends_before_it_computes_the_gradients_of_its_weights(sequence
         assert calls == ["mm", "mm", "mm", "mm", "start", "mm", "mm", "wait"]
 
 
-def same_as_one_process(sequence, recompute):
+@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("sequence", [False, True])
+@distributed_test(world_size=2)
+def test_gradients_are_those_of_one_process(sequence, recompute):
     reference = plain()
     x, own = batch(sequence)
     x = x.requires_grad_()
@@ -134,13 +136,11 @@ def same_as_one_process(sequence, recompute):
     torch.testing.assert_close(own.grad / 2, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("sequence", "autocast", "frozen"), [*itertools.product((False, True), repeat=3)]
+)
 @distributed_test(world_size=2)
-def test_gradients_are_those_of_one_process():
-    for sequence, recompute in itertools.product((False, True), (None, False, True)):
-        same_as_one_process(sequence, recompute)
-
-
-def bitwise(sequence, autocast, frozen):
+def test_overlap_changes_no_bit(sequence, autocast, frozen):
     results = []
     for overlapped in (False, True):
         model = sharded(plain().float(), sequence=sequence, overlapped=overlapped)
@@ -156,13 +156,9 @@ def bitwise(sequence, autocast, frozen):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @distributed_test(world_size=2)
-def test_overlap_changes_no_bit():
-    for options in itertools.product((False, True), repeat=3):
-        bitwise(*options)
-
-
-def twice_differentiated(sequence):
+def test_second_derivatives(sequence):
     """The gradient of a gradient's norm, where products and sums are differentiated again."""
 
     def penalty(model, x):
@@ -179,15 +175,8 @@ def twice_differentiated(sequence):
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     for name in ("up", "gate"):
         whole = reference.get_submodule(name).weight.grad.chunk(2)[dist.get_rank()]
-        torch.testing.assert_close(
-            model.get_submodule(name).weight.grad, whole, rtol=1e-12, atol=1e-12
-        )
-
-
-@distributed_test(world_size=2)
-def test_second_derivatives():
-    for sequence in (False, True):
-        twice_differentiated(sequence)
+        found = model.get_submodule(name).weight.grad
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)
 
 
 class Borrowing(Gated):
@@ -202,9 +191,8 @@ def test_a_region_that_calls_a_layer_of_another_module():
     torch.manual_seed(0)
     plain = nn.ModuleDict({"first": Borrowing(), "head": nn.Linear(6, 6)}).double()
     vars(plain["first"])["others"] = [plain["head"]]
-    model = apply_tensor_parallel(
-        copy.deepcopy(plain), PLAN | {"head": "column_gather"}, dist.group.WORLD
-    )
+    plan = PLAN | {"head": "column_gather"}
+    model = apply_tensor_parallel(copy.deepcopy(plain), plan, dist.group.WORLD)
     for name in ("up", "gate"):
         model["first"].get_submodule(name).async_all_reduce = False
     x, _ = batch()

@@ -12,10 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test
-from scaletorch.parallel.tensor_parallel import (
-    apply_tensor_parallel,
-    vocab_parallel_cross_entropy,
-)
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, vocab_parallel_cross_entropy
 
 HIDDEN, VOCAB, LENGTH = 8, 20, 6  # a share of the MLP is as wide as hidden states
 PLAN = {
@@ -41,9 +38,8 @@ class Attention(nn.Module):
         self.temperature = None
 
     def forward(self, x, bias=None):
-        q, k, v = (
-            each(x).unflatten(-1, (-1, 2)).transpose(1, 2) for each in (self.q, self.k, self.v)
-        )
+        projected = (layer(x) for layer in (self.q, self.k, self.v))
+        q, k, v = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in projected)
         q = q if self.temperature is None else q * self.temperature
         return self.o(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
 

@@ -91,10 +91,6 @@ def tied_projections():
     return made
 
 
-def two_layers():
-    return nn.Sequential(nn.Linear(2, 2))
-
-
 UP, HEADS, COUNT = {"**.up_proj": "column"}, Divide("num_heads", "num_kv_heads"), Divide("count")
 TABLE, ROW = {"embed_tokens": "vocab"}, {"lm_head": "row"}
 REFUSED = [  # a model, its plan, the number of ranks, and what is said
@@ -132,7 +128,8 @@ REFUSED = [  # a model, its plan, the number of ranks, and what is said
     (with_a_count, {"layers.0": COUNT}, 4, "tp = 4 does not divide layers.0.count = 6", "3 and 6"),
     (with_a_count, TABLE | {"layers.0": COUNT}, 17,
      "count = 6 and leaves ranks", "legal tp sizes are 6"),
-    (two_layers, None, 4, "Sequential has no plan", "suggest_plan(model, ex", "or write one"),
+    (lambda: nn.Sequential(nn.Linear(2, 2)), None, 4,
+     "Sequential has no plan", "suggest_plan(model, ex", "or write one"),
 ]  # fmt: skip
 
 

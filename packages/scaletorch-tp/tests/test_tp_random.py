@@ -84,16 +84,10 @@ class Model(nn.Module):
 
 
 PLAN = {
-    "": Divide("num_heads"),
-    "**.attn": Divide("num_heads"),
-    "**.attn.query": "column",
-    "**.attn.value": "column",
-    "**.attn.out": "row",
-    "**.attn.common": "replicate",
-    "**.up": "column",
-    "**.blocks.*.drop": "sharded",
-    "**.down": "row",
-}
+    "": Divide("num_heads"), "**.attn": Divide("num_heads"), "**.attn.query": "column",
+    "**.attn.value": "column", "**.attn.out": "row", "**.attn.common": "replicate",
+    "**.up": "column", "**.blocks.*.drop": "sharded", "**.down": "row",
+}  # fmt: skip
 
 
 def make(recompute=None):
@@ -129,10 +123,8 @@ def test_masks_agree_on_whole_activations_and_differ_on_shards():
 
 @pytest.mark.parametrize("form", ["reentrant", "non-reentrant"])
 def test_recomputation_draws_the_same(form):
-    plain = run_ranks(masks_of, 2, None)
-    for (first, again, after, grad), expected in zip(
-        run_ranks(masks_of, 2, form), plain, strict=True
-    ):
+    results = [run_ranks(masks_of, 2, each) for each in (form, None)]
+    for (first, again, after, grad), expected in zip(*results, strict=True):
         assert len(again) >= 8 - (form == "non-reentrant")
         forward = [(n, m) for n, m in first[-8:]]  # the blocks of the forward that is recomputed
         order = forward[4:] + forward[:4]  # the last block first

@@ -1,28 +1,27 @@
-"""Sequence parallelism: what a model does with shares of a sequence, and what it is told.
+"""Sequence parallelism: models on shares of a sequence, and layers that alone share it out.
 
 `test_tp_model.py` trains whole models on shares of unequal lengths.
 """
-
-import copy
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from llamas import Llama, as_one_process, make
+from llamas import Llama, as_one_process, compare, make
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, sequence_share
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, explain, sequence_share
 
 
-def ids(length):
-    return torch.randint(11, (2, length), generator=torch.Generator().manual_seed(length))
+def ids(length=8):
+    return torch.randint(11, (3, length), generator=torch.Generator().manual_seed(length))
 
 
-def divided(model):
-    return apply_tensor_parallel(model, None, dist.group.WORLD, sequence_parallel=True)
+def divided(model, plan=None):
+    return apply_tensor_parallel(model, plan, dist.group.WORLD, sequence_parallel=True)
 
 
 class Counting(Llama):
@@ -47,9 +46,8 @@ class Counting(Llama):
 
 @distributed_test(world_size=2)
 def test_a_model_is_told_the_positions_that_it_would_count():
-    one = make(Counting)
-    many = divided(copy.deepcopy(one))
-    places = torch.arange(9).expand(2, 9)
+    one, many = make(Counting), divided(make(Counting))
+    places = torch.arange(9).expand(3, 9)
     for arguments, options in (
         ((ids(9),), {}),
         ((ids(9), places), {}),
@@ -126,3 +124,218 @@ def test_one_rank_changes_nothing():
     assert type(model) is Llama
     assert sequence_share(model, 5) == 5
     assert torch.equal(model(ids(5)), same(ids(5)))
+
+
+WIDTH, WORDS = 12, 20
+PLAN = {
+    "words": "vocab", "layers.*.mlp.up": "column", "layers.*.mlp.down": "row",
+    "layers.*": "sequence_layer", "head": "column_gather",
+}  # fmt: skip
+
+
+class Mlp(nn.Module):
+    """Adds a residual that it is given, and scales what comes of its row-parallel layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, residual):
+        return self.down(F.gelu(self.up(x))) * self.scale + residual
+
+
+class Attention(nn.Module):
+    """Is given a bias that was made of the whole length, and its residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, residual, bias):
+        scores = self.q(x) @ x.transpose(1, 2) + bias
+        return self.o(scores.softmax(-1) @ x) + residual
+
+
+class Router(nn.Module):
+    """Reads the weight of a layer that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.layer.weight).tanh()
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(WIDTH), Router()
+        self.attention, self.mlp = Attention(), Mlp()
+        self.other = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.streams = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, bias, per_layer_input, input_ids=None):
+        x = self.attention(self.norm(x), x, bias=bias)
+        if input_ids is not None:
+            x = x + input_ids[..., None] * self.streams
+        x = x + self.gate(x) * per_layer_input
+        return self.mlp(F.linear(x, self.other.weight), x), None
+
+
+class Model(nn.Module):
+    """Makes a bias of positions and an input of each layer of whole sequences."""
+
+    def __init__(self, layer=Layer):
+        super().__init__()
+        self.words, self.dropout = nn.Embedding(WORDS, WIDTH), nn.Dropout(0.0)
+        self.inputs = nn.Linear(WIDTH, 2 * WIDTH)
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+        self.between, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+        self.ends = nn.LayerNorm(WIDTH)
+
+    def run(self, layer, *args, **kwargs):
+        return layer(*args, **kwargs)[0]
+
+    def forward(self, ids):
+        x = self.dropout(self.words(ids))
+        length = x.shape[1]
+        places = torch.arange(length, dtype=x.dtype)
+        bias = -(places[:, None] - places).abs()
+        bias = bias.masked_fill(places > places[:, None], -torch.inf)
+        inputs = self.inputs(x).view(*x.shape[:2], 2, WIDTH)
+        x = self.ends(x)
+        for at, layer in enumerate(self.layers):
+            x = self.run(layer, x, bias, inputs[:, :, at], input_ids=ids)
+            x = self.ends(x) if at else self.between(x)
+        return self.head(x.view(ids.shape[0], length, WIDTH))
+
+
+def made(kind=Model, *args):
+    torch.manual_seed(0)
+    return kind(*args).double()
+
+
+def trained():
+    one, many = made(), divided(made(), PLAN)
+    lengths = []
+    many.layers[0].norm.register_forward_hook(lambda _m, _i, y: lengths.append(y.shape[1]))
+    for length in (8, 7):
+        compare(one, many, ids(length))
+    many.run = lambda layer, *args, **kw: checkpoint(layer, *args, use_reentrant=False, **kw)[0]
+    compare(one, many, ids())
+    return lengths[:1]
+
+
+def test_what_is_before_and_between_layers_is_as_in_one_process():
+    assert run_ranks(trained, 2) == [[4], [4]]
+    assert run_ranks(trained, 3) == [[3], [3], [2]]
+
+
+def drawn():
+    many = divided(made(), PLAN)
+    many.dropout.p = 0.5
+    inside = []
+    many.layers[1].norm.register_forward_hook(lambda _m, _i, y: inside.append(torch.rand(1).item()))
+    torch.manual_seed(3)
+    many(ids()).square().mean().backward()
+    return many.inputs.weight.grad.tolist(), inside[0], torch.rand(1).item()
+
+
+def test_ranks_draw_alike_before_the_layers_and_each_for_itself_inside():
+    (gradient, one, after), (same, other, again) = run_ranks(drawn, 2)
+    assert gradient == same  # of what dropped the same tokens
+    assert one != other
+    assert after == again
+
+
+class Streams(Model):
+    """Hidden states are of several streams, [B, L, streams, H]."""
+
+    def __init__(self):
+        super().__init__(StreamLayer)
+
+    def forward(self, ids):
+        x = self.words(ids).unsqueeze(2).repeat(1, 1, 2, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.sum(2))
+
+
+class StreamLayer(Layer):
+    def forward(self, x):
+        y = self.norm(x[:, :, 0])
+        return x + self.mlp(y, y).unsqueeze(2) * self.streams
+
+
+@distributed_test(world_size=2)
+def test_streams_of_hidden_states():
+    one, many = made(Streams), divided(made(Streams), PLAN)
+    compare(one, many, ids())
+    with pytest.raises(InvalidArgumentError, match="two dims are as long as the sequence"):
+        many(ids(2))
+
+
+class Second(Model):
+    def forward(self, ids):
+        x = memory = self.words(ids)
+        for layer in self.layers:
+            x = layer(x, memory * 2)
+        return self.head(x)
+
+
+class Plain(Layer):
+    def forward(self, x, memory=None):
+        return self.mlp(self.norm(x) if memory is None else self.norm(x) + memory, x)
+
+
+class Crossed(Mlp):
+    def forward(self, x, residual):
+        return self.down(F.gelu(self.up(residual)[:, : x.shape[1]] + self.up(x)))
+
+
+class CrossedLayer(Plain):
+    def __init__(self):
+        super().__init__()
+        self.mlp = Crossed()
+
+
+class Read(Model):
+    """Uses a parameter of its own both before and between its layers."""
+
+    def __init__(self):
+        super().__init__(Plain)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, ids):
+        x = self.layers[0](self.words(ids) * self.scale)
+        return self.head(self.layers[1](x * self.scale))
+
+
+class Plains(Model):
+    def forward(self, ids):
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@distributed_test(world_size=2)
+def test_what_would_be_wrong_between_layers_is_refused():
+    cases = [
+        ((Second, Plain), "Plain was called with 'memory' of shape .* it cannot be known"),
+        ((Plains, CrossedLayer), "column-parallel layer was given this rank's 4 of 8 tokens"),
+        ((Read,), "Read uses 'scale' in a parallel region and outside of one"),
+    ]
+    for made_of, text in cases:
+        with pytest.raises(InvalidArgumentError, match=text):
+            divided(made(*made_of), PLAN)(ids()).sum().backward()
+
+
+def test_layers_of_two_lists_cannot_be():
+    model = made()
+    model.others = nn.ModuleList([Layer()])
+    text = "the layers of layers and of others, but only"
+    with pytest.raises(InvalidArgumentError, match=text):
+        explain(model, 2, PLAN | {"others.*": "sequence_layer"}, sequence_parallel=True)

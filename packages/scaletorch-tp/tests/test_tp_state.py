@@ -129,9 +129,7 @@ def test_a_tied_name_may_be_missing_and_mistakes_load_nothing():
 def save(folder):
     state = sharded_state_dict(sharded(0, group.WORLD))
     expected = Net(0).state_dict()
-    assert {n: tuple(t.shape) for n, t in state.items()} == {
-        n: tuple(t.shape) for n, t in expected.items()
-    }
+    assert {n: t.shape for n, t in state.items()} == {n: t.shape for n, t in expected.items()}
     assert isinstance(state["head.weight"], PiecesTensor)
     assert not isinstance(state["norm.weight"], PiecesTensor)
     checkpoint.save(state, checkpoint_id=folder)

@@ -141,10 +141,7 @@ PLANS = {
         {"wq": "column", "wkv": Fused("column", 2), "wo": "row", "": Divide("h", "kv")},
     ),
     "packed": (Packed, {"qkv": Fused("column", 3), "out": "row", "": "sharded"}),
-    "masked": (
-        Masked,
-        {"qkv": Fused("column", 3), "out": "row", "": Divide("heads", "split")},
-    ),
+    "masked": (Masked, {"qkv": Fused("column", 3), "out": "row", "": Divide("heads", "split")}),
     "gated": (Gated, GATED),
     "written": (Written, {f"{m}.{n}": s for m in ("first", "second") for n, s in GATED.items()}),
 }
@@ -170,10 +167,6 @@ MIXED = {
     "one number": lambda m, y: F.gelu(y) * m.scale[0].detach(),
 }
 ALONE = ("pairs", "one number")
-
-
-def words(between, **options):
-    return Words(lambda: Between(between), **options)
 
 
 EXAMPLES = {"5 tokens": IDS[:, :5], "8 tokens": IDS, "equal tokens": torch.zeros_like(IDS)}
@@ -222,7 +215,7 @@ def test_numbers_that_tell_layers_apart_stay_in_patterns():
 @pytest.mark.parametrize("name", MIXED)
 def test_features_that_are_mixed_stay_whole(name):
     plan = {"blocks.*.parts.*.up": "column", "blocks.*.parts.*.down": "row"} | HEAD
-    assert suggest_plan(words(MIXED[name]), IDS) == (plan if name in ALONE else {})
+    assert suggest_plan(Words(lambda: Between(MIXED[name])), IDS) == (plan if name in ALONE else {})
 
 
 class Spare(Gated):

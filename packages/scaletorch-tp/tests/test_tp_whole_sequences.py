@@ -1,6 +1,7 @@
 """What mixes tokens sees whole sequences under sequence parallelism."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -16,15 +17,6 @@ from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 
 ATTENTION = {**{f"attention.{name}": "column" for name in "qkv"}, "attention.o": "row"}
 PLAN = {"tokens": "vocab", "head": "column_gather", "mlp.up": "column", "mlp.down": "row"}
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.up(x)))
 
 
 class Attention(nn.Module):
@@ -51,7 +43,8 @@ class Model(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(20, 12)
         self.first, self.attention = nn.LayerNorm(12), attention()
-        self.second, self.mlp = nn.LayerNorm(12), Mlp()
+        mlp = {"up": nn.Linear(12, 24), "gelu": nn.GELU(), "down": nn.Linear(24, 12)}
+        self.second, self.mlp = nn.LayerNorm(12), nn.Sequential(OrderedDict(mlp))
         self.head = nn.Linear(12, 20)
 
     def mixed(self, x):

@@ -161,9 +161,8 @@ def installed(name):
 
 
 def python_path(*folders):
-    return ":".join(
-        [*filter(None, os.environ.get("PYTHONPATH", "").split(":")), *map(str, folders)]
-    )
+    own = os.environ.get("PYTHONPATH", "").split(":")
+    return ":".join([*filter(None, own), *map(str, folders)])
 
 
 @pytest.fixture(params=["openmpi", "mpich"])
@@ -200,9 +199,8 @@ def two_hosts():
     key = f"scale{os.getpid()}"
     hosts = [(f"{key}{letter}", f"10.213.7.{n}") for n, letter in ((1, "a"), (2, "b"))]
     commands = [f"ip netns add {name}" for name, _ in hosts]
-    commands.append(
-        f"ip link add eth0 netns {hosts[0][0]} type veth peer name eth0 netns {hosts[1][0]}"
-    )
+    (one, _), (other, _) = hosts
+    commands.append(f"ip link add eth0 netns {one} type veth peer name eth0 netns {other}")
     for name, address in hosts:
         commands.append(f"ip -n {name} address add {address}/24 dev eth0")
         commands += [f"ip -n {name} link set {device} up" for device in ("lo", "eth0")]

@@ -22,14 +22,8 @@ def agents(launch, hosts, torchrun, program, ranks, restarts=0):
     address = hosts[0][1]
     for (name, own), is_host in zip(hosts, (1, 0), strict=True):
         command = [
-            "ip",
-            "netns",
-            "exec",
-            name,
-            *torchrun,
-            "--nnodes=2",
-            f"--nproc-per-node={ranks}",
-        ]
+            "ip", "netns", "exec", name, *torchrun, "--nnodes=2", f"--nproc-per-node={ranks}",
+        ]  # fmt: skip
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:29400"]
         command += [f"--rdzv-conf=is_host={is_host}", f"--local-addr={own}"]
         command += [f"--max-restarts={restarts}", *program]
