@@ -32,11 +32,17 @@ from .storage import Reader
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The result of loading."""
+    """The result of loading.
 
-    step: int  # the number of steps done
-    extra: dict[str, Any]  # the values that were passed to `save` as `extra`
-    folder: Path  # the folder of the checkpoint
+    Attributes:
+        step: The number of steps done.
+        extra: The values that were passed to `save` as `extra`.
+        folder: The folder of the checkpoint.
+    """
+
+    step: int
+    extra: dict[str, Any]
+    folder: Path
 
 
 class Program:

@@ -103,6 +103,10 @@ def seed_ranks(seed: int, manager: ProcessGroupManager) -> None:
         InvalidArgumentError: The seed is no integer.
     """
     require_whole_number("seed", seed)
-    place = manager.dp_rank, manager.pp_rank, manager.cp_rank  # axes along which activations differ
     # Hashing makes nearby seeds unrelated; the CPU generator uses 32 bits.
-    torch.manual_seed(random.Random(f"{seed} {place}").getrandbits(32))
+    torch.manual_seed(random.Random(f"{seed} {_place(manager)}").getrandbits(32))
+
+
+def _place(manager: ProcessGroupManager) -> tuple[int, ...]:
+    """Return the coordinates of a rank along axes over which activations differ."""
+    return manager.dp_rank, manager.pp_rank, manager.cp_rank

@@ -24,13 +24,19 @@ _DOUBTFUL = 1.0  # constants of a bench with a larger relative error are ignored
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One level of the network."""
+    """One level of the network.
 
-    ranks: int  # number of ranks that it joins: those of a node, of a rack, or all
-    latency: float  # seconds of a message, alpha
-    bandwidth: float  # bytes a second that a rank sends while it receives as many, 1 / beta
-    # Measured latency of a step and bandwidth by operation, such as "all_reduce"; operations that
-    # are not listed use the two figures above.
+    Attributes:
+        ranks: Number of ranks that it joins: those of a node, of a rack, or all.
+        latency: Seconds of a message, alpha.
+        bandwidth: Bytes a second that a rank sends while it receives as many, 1 / beta.
+        calls: Measured latency of a step and bandwidth by operation, such as "all_reduce";
+            operations that are not listed use the two figures above.
+    """
+
+    ranks: int
+    latency: float
+    bandwidth: float
     calls: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -48,25 +54,40 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device of one rank."""
+    """The device of one rank.
 
-    name: str  # such as "A100-SXM-80GB"
-    memory: int  # bytes that a program may use
-    flops: dict[str, float]  # peak flops a second of matrix products, by dtype
-    moving: float  # memory bandwidth in bytes a second
-    overhead: float = 0.0  # fixed seconds of each operation, such as a kernel launch
-    # Share of the peak that each kind of operation reaches, by size, as ascending pairs (size,
-    # share); shares between two sizes are interpolated. "matmul", "attention" and "attention
-    # backward" are shares of `flops` by the flops of one operation; "other" is a share of `moving`
-    # by the bytes that one operation moves.
+    Attributes:
+        name: Name, such as "A100-SXM-80GB".
+        memory: Bytes that a program may use.
+        flops: Peak flops a second of matrix products, by dtype.
+        moving: Memory bandwidth in bytes a second.
+        overhead: Fixed seconds of each operation, such as a kernel launch.
+        efficiency: Share of the peak that each kind of operation reaches, by size, as ascending
+            pairs (size, share); shares between two sizes are interpolated. "matmul", "attention"
+            and "attention backward" are shares of `flops` by the flops of one operation; "other" is
+            a share of `moving` by the bytes that one operation moves.
+        updating: Bytes a second of an optimizer update; 0 means `moving`.
+        hides: Share of communication that can overlap with computation; less than 1 if the same
+            cores do both.
+        spread: Relative uncertainty of computing times, in either direction.
+        source: Source of the figures: a data sheet or a measurement.
+        group_memory: Bytes of `memory` that each communicator holds, as in the table of
+            `scaletorch.dist.devices`.
+        kernels: Device type of its kernels; model descriptions are made for one type.
+    """
+
+    name: str
+    memory: int
+    flops: dict[str, float]
+    moving: float
+    overhead: float = 0.0
     efficiency: dict[str, Shares] = field(default_factory=dict)
-    updating: float = 0.0  # bytes a second of an optimizer update; 0 means `moving`
-    # Share of communication that can overlap with computation; below 1 if the same cores do both.
+    updating: float = 0.0
     hides: float = 1.0
-    spread: float = 0.1  # relative uncertainty of computing times, in either direction
-    source: str = ""  # source of the figures: a data sheet or a measurement
-    group_memory: int = 0  # bytes of `memory` of each communicator, see `scaletorch.dist.devices`
-    kernels: Kernels = "cuda"  # device type; model descriptions are made for one type
+    spread: float = 0.1
+    source: str = ""
+    group_memory: int = 0
+    kernels: Kernels = "cuda"
 
     def __post_init__(self) -> None:
         needed = self.memory, self.moving, *self.flops.values()
@@ -97,13 +118,18 @@ def _are_numbers(*values: object) -> bool:
 class Cluster:
     """Devices of one type and the links between them.
 
+    Attributes:
+        ranks: Number of ranks.
+        device: The device of each rank, at its speed while all ranks compute.
+        links: Links by level, innermost first; the last joins all ranks.
+
     Raises:
         InvalidArgumentError: The links are not in ascending order, or do not join all ranks.
     """
 
-    ranks: int  # number of ranks
-    device: Device  # the device of each rank, at its speed while all ranks compute
-    links: tuple[Link, ...]  # by level, innermost first; the last joins all ranks
+    ranks: int
+    device: Device
+    links: tuple[Link, ...]
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

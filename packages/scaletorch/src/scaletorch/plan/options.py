@@ -13,25 +13,31 @@ from .description import Cut, Description, Layout, Recompute
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The choices of a search; the first value of each is preferred, unless all are tried."""
+    """The choices of a search; the first value of each is preferred, unless all are tried.
 
-    # If tp is above 1, the first value that the model supports is taken; sequence shards send as
-    # many bytes and keep less.
+    Attributes:
+        sequence_parallel: If tp is above 1, the first value that the model supports is taken;
+            sequence shards send as many bytes and keep less.
+        recompute: Later values only if memory requires them; "selective" only for models described
+            with it (`usual_cuts(selective=...)`).
+        zero: Later values only if memory requires them; 0 if no other rank has the same
+            parameters. 3 is torch's `fully_shard`.
+        schedules: Names and chunks; all are tried. The default leaves out `afab` and `looped_bfs`,
+            which need more memory than `1f1b` and are not faster.
+        cp_methods: All are tried if cp is above 1.
+        micro_rows: Rows of a micro-batch; all values that divide a rank's rows are tried.
+        sizes: Allowed sizes by axis: "dp", "pp", "cp", "tp" and "ep".
+    """
+
     sequence_parallel: tuple[bool, ...] = (True, False)
-    # Later values only if memory requires them; "selective" only for models described with it
-    # (`usual_cuts(selective=...)`).
     recompute: tuple[Recompute, ...] = ("none", "full")
-    # ZeRO stages, later values only if memory requires them; 0 if no other rank has the same
-    # parameters. 3 is torch's `fully_shard`.
     zero: tuple[int, ...] = (1, 2)
-    # Names and chunks; all are tried. The default leaves out `afab` and `looped_bfs`, which need
-    # more memory than `1f1b` and are not faster.
     schedules: tuple[tuple[str, int], ...] = (
         ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2),
     )  # fmt: skip
-    cp_methods: tuple[str, ...] = ("ring",)  # all are tried if cp is above 1
-    micro_rows: tuple[int, ...] = (1, 2, 4)  # all that divide a rank's rows are tried
-    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)  # allowed sizes by axis
+    cp_methods: tuple[str, ...] = ("ring",)
+    micro_rows: tuple[int, ...] = (1, 2, 4)
+    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +52,16 @@ class Refused:
 def legal(
     description: Description, rows: int, ranks: int, options: Options | None = None
 ) -> Iterator[Layout | Refused]:
-    """Yield layouts, with the first `zero` and `recompute` values, and refused grids.
+    """Yield the layouts of a number of ranks, each with the first `zero` and `recompute` values.
 
     Args:
         description: The model and its cuts.
         rows: Sequences of a step, over all ranks.
         ranks: Number of ranks.
         options: The choices to try.
+
+    Yields:
+        Layouts, and refused grids with the reason.
 
     Raises:
         InvalidArgumentError: `rows` or `ranks` is below 1.
