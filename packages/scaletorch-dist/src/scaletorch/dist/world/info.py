@@ -28,6 +28,7 @@ from ..members import require_member
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _warned = False
 
@@ -166,7 +167,7 @@ def get_timeout(group: ProcessGroup | None = None) -> timedelta:
     return c10d.distributed_c10d.default_pg_timeout
 
 
-def one_per_process(name: str, make: Callable[[], R]) -> R:
+def one_per_process(name: str, make: Callable[[], T]) -> T:
     """Return this process's object called `name`; the first call creates it.
 
     Do not call it at import, which must have no side effects. Copies may have different versions,
@@ -176,5 +177,5 @@ def one_per_process(name: str, make: Callable[[], R]) -> R:
         name: Name of the object.
         make: Creates the object, cheaply; called every time, but only the first object is kept.
     """
-    kept: R = vars(c10d.distributed_c10d).setdefault(f"_scaletorch_{name}", make())
+    kept: T = vars(c10d.distributed_c10d).setdefault(f"_scaletorch_{name}", make())
     return kept
