@@ -99,8 +99,8 @@ def _through_files(
         path = Path(folder, f"rank-{get_rank()}")
         _raise_together(_caught(lambda: path.write_bytes(dump_object(results, terms)))[1], members)
         if first:
-            files = (Path(folder, f"rank-{rank}").read_bytes() for rank in ranks)
-            shards, error = _caught(lambda: [load_object(memoryview(f), terms) for f in files])
+            paths = [Path(folder, f"rank-{rank}") for rank in ranks]
+            shards, error = _caught(lambda: [_read(path, terms) for path in paths])
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)
@@ -111,6 +111,10 @@ def _through_files(
 def _make_folder(parent: str) -> str:
     os.makedirs(parent, 0o700, exist_ok=True)
     return tempfile.mkdtemp(prefix="scaletorch-", dir=os.path.abspath(parent))
+
+
+def _read(path: Path, terms: Terms) -> Any:
+    return load_object(memoryview(path.read_bytes()), terms)
 
 
 def _caught(call: Callable[[], T]) -> tuple[T | None, str | None]:
