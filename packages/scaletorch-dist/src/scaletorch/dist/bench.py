@@ -101,7 +101,6 @@ class Row(NamedTuple):
     calls: int  # in all rounds
 
     def __str__(self) -> str:
-        """Return a line of the table."""
         widths = f"{self.algorithm_bandwidth / 1e9:10.3f}{self.bus_bandwidth / 1e9:10.3f}"
         size = f"{self.size} B"
         for exponent, unit in ((10, "KiB"), (20, "MiB"), (30, "GiB")):

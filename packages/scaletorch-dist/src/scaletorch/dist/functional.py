@@ -276,12 +276,7 @@ def reduce(x: Tensor, group: Group = None) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: Group = None) -> Tensor:
-    """Return the sum of every rank's `x`; backward sums the gradient over the ranks too.
-
-    Args:
-        x: Any shape, equal on every rank.
-        group: The ranks; the default group by default.
-    """
+    """Return the sum of every rank's `x`; backward sums the gradient too. Args as in `reduce`."""
     return x if _stays(x, group) else _apply(AllReduce, x, group)
 
 

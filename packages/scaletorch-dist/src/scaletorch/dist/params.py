@@ -87,8 +87,7 @@ def all_reduce_params(
         check_target(tensor, "all_reduce_params", f"params[{position}]")
     for dtype in {tensor.dtype for tensor in tensors}:
         recipe_for(op, dtype)
-    call = "all_reduce_params", tensors, op_name(op), coalesce, bucket_size_mb
-    members = begin(group, *call)
+    members = begin(group, "all_reduce_params", tensors, op_name(op), coalesce, bucket_size_mb)
     if members is None:
         return
     limit = math.inf if bucket_size_mb == -1 else bucket_size_mb * 2**20

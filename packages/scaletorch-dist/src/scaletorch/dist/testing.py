@@ -73,7 +73,9 @@ def run_ranks(
         return pool.run(fn, *args, timeout=timeout, **kwargs)
     finally:
         if pool.reusable:
-            _keep(key, pool)
+            _pools[key] = pool
+            while len(_pools) > MAX_POOLS:
+                _pools.pop(next(iter(_pools))).close()
         else:
             pool.close()
 
@@ -81,12 +83,6 @@ def run_ranks(
 def _new_pool(world_size: int, **options: Any) -> RankPool:
     get_server().preload([name for name in TEST_LIBRARIES if name in sys.modules])
     return RankPool(world_size, group_timeout=GROUP_TIMEOUT, seed=SEED, **options)
-
-
-def _keep(key: str, pool: RankPool) -> None:
-    _pools[key] = pool
-    while len(_pools) > MAX_POOLS:
-        _pools.pop(next(iter(_pools))).close()
 
 
 def distributed_test(

@@ -26,7 +26,7 @@ class Board:
     """
 
     def __init__(self, name: str) -> None:
-        self._path = os.path.join(tempfile.gettempdir(), f"{name}-{host_number():08x}")
+        self._path = os.path.join(tempfile.gettempdir(), f"{name}-{this_host():016x}")
         file = os.open(self._path, _FLAGS, 0o600)
         try:
             if os.fstat(file).st_uid != os.getuid():
@@ -64,8 +64,3 @@ class Board:
 def channel_number(key: str) -> int:
     """Return a 48-bit hash of a channel's key."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "little")
-
-
-def host_number() -> int:
-    """Return a 32-bit number of this host and boot; each container counts as a host."""
-    return this_host() & 0xFFFFFFFF

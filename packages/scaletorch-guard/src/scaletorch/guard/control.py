@@ -28,6 +28,13 @@ TOLD = 0.5  # seconds to report an exception to the other ranks
 LEAVE = 5.0  # seconds that a rank waits for the others to leave too; rank 0 waits longer
 LONGEST = 20_000  # characters of a traceback that are sent
 HEADLINE = 300  # characters of an exception's message in a fault's first line
+EXIT = 5.0  # seconds that a process gets to exit after a fault
+
+logger = logging.getLogger(__package__)
+
+_session: Session | None = None
+_hooked = False
+_reported = False  # whether an exception of this rank was reported to the others
 
 
 class Session:
@@ -97,15 +104,6 @@ def one_line(error: BaseException) -> str:
     return name
 
 
-EXIT = 5.0  # seconds that a process gets to exit after a fault
-
-logger = logging.getLogger(__package__)
-
-_session: Session | None = None
-_hooked = False
-_reported = False  # whether an exception of this rank was reported to the others
-
-
 def start(
     *,
     label: str | Callable[[], str] | None = None,
@@ -136,7 +134,9 @@ def start(
     global _session
     if _session is not None:
         raise StateError("the guard is on already: stop() it first")
-    patience = _default_patience() if patience is None else patience
+    if patience is None:
+        seconds = get_timeout().total_seconds()
+        patience = seconds if get_comm_device().type == "cpu" else 0.9 * seconds
     limits = {"warn": warn, "patience": patience}
     if not all(seconds > 0 for seconds in limits.values()):
         given = ", ".join(f"{name}={seconds}" for name, seconds in limits.items())
@@ -156,11 +156,6 @@ def start(
     _hook_once()
     _session = Session(group, agreed, name, patience)
     install_guard(_session.recorder)
-
-
-def _default_patience() -> float:
-    seconds = get_timeout().total_seconds()
-    return seconds if get_comm_device().type == "cpu" else 0.9 * seconds
 
 
 def tell(error: BaseException) -> bool:

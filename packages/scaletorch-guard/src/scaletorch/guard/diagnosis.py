@@ -12,6 +12,7 @@ from .mismatch import UNDECIDED, as_others, find_disagreement, find_mismatch, fi
 
 STALL = 0.2  # seconds of waiting after which calls are compared
 ASKING = 0.5  # seconds that a slow rank gets to report where it is
+SHOWN = 16  # ranks listed in a fault's text
 FOREIGN = 5.0  # seconds that a cycle must last if other threads might still make a call
 
 Verdict = Fault | Need | Slowness | None
@@ -216,9 +217,6 @@ def missing_members(picture: Picture, wait: Wait) -> list[Report]:
     """Return the reports of the ranks that have not made the call of a wait."""
     members = picture.members(wait.channel)
     return [report for report in members if report.counts.get(wait.channel, 0) <= wait.seq]
-
-
-SHOWN = 16  # ranks listed in a fault's text
 
 
 def with_details(fault: Fault, picture: Picture) -> Fault:

@@ -1,8 +1,4 @@
-"""The guard's data classes, used by all its other files.
-
-A *channel* is a sequence of calls that all its members must make in the same way: the collectives
-of one group, or the messages from one sender to one receiver with one tag in one group.
-"""
+"""The guard's data classes, used by all its other files."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ def news_period(size: int) -> float:
 
 
 class Channel(NamedTuple):
-    """The name and the members of a channel."""
+    """The collectives of one group, or the messages of one sender, receiver, tag and group."""
 
     label: str  # readable name, such as `tp`
     members: tuple[int, ...]  # global ranks; for messages, the sender and the receiver

@@ -93,7 +93,8 @@ class Connection:
         if max(map(len, (*lines, self._buffer))) > self.longest:
             lines = [b"a line too long"]
         try:
-            return [_decode(json.loads(line)) for line in lines]
+            # The values of the fields are not checked.
+            return [_KINDS[name](*fields) for name, *fields in map(json.loads, lines)]
         except (TypeError, ValueError, KeyError, RecursionError):
             self.open, self.broken = False, True
             return []
@@ -103,10 +104,3 @@ class Connection:
         self.open = False
         with contextlib.suppress(OSError):
             self.sock.close()
-
-
-def _decode(values: Any) -> Message:
-    """Decode a message; the values of its fields are not checked."""
-    name, *fields = values
-    message: Message = _KINDS[name](*fields)
-    return message

@@ -12,6 +12,9 @@ T = TypeVar("T")
 
 UNDECIDED = "; there is no majority, so it is unknown which of them is right"
 SETTLE = 1.0  # seconds that a member gets to make a call in which others already differ
+ENOUGH = 8  # calls that must be known before a swap is reported
+PLENTY = 16  # calls after which a channel without a swap is ignored
+RARE = 4  # at most one call in this many may come from different lines in a swap
 
 
 def find_mismatch(picture: Picture, now: float) -> Fault | None:
@@ -52,24 +55,18 @@ def _settled(key: str, entries: dict[int, Entry], picture: Picture, now: float) 
 
 def _fault(key: str, channel: Channel, entries: dict[int, Entry], picture: Picture) -> Fault:
     checks = [entry.check for entry in entries.values()]
-    usual = most_common(checks)
+    usual, seq = most_common(checks), next(iter(entries.values())).seq
     if usual is None:  # let sibling groups, such as another tp group, decide
-        usual = most_common(
-            checks + _siblings(key, channel, next(iter(entries.values())).seq, picture)
-        )
+        usual = most_common(checks + _siblings(key, channel, seq, picture))
         usual = usual if usual in checks else None
     guilty = tuple(rank for rank, entry in entries.items() if entry.check != usual)
-    number = next(iter(entries.values())).seq + 1
+    place = f"call {seq + 1} in {channel.label}"
     if usual is None:
         calls = "; ".join(_says(picture.reports[rank], entries[rank]) for rank in guilty)
-        return Fault(
-            "mismatch",
-            guilty,
-            f"call {number} in {channel.label} is not the same: {calls}{UNDECIDED}",
-        )
+        return Fault("mismatch", guilty, f"{place} is not the same: {calls}{UNDECIDED}")
     rank, other = guilty[0], next(r for r, entry in entries.items() if entry.check == usual)
     headline = (
-        f"{_says(picture.reports[rank], entries[rank])}, as call {number} in {channel.label}, "
+        f"{_says(picture.reports[rank], entries[rank])}, as {place}, "
         f"where {_says(picture.reports[other], entries[other])}"
     )
     return Fault("mismatch", guilty, headline)
@@ -114,9 +111,8 @@ def _made_before(picture: Picture, rank: int, key: str, seq: int) -> tuple[tuple
     for other, tail in made.items():
         channel = picture.channels.get(other)
         if channel is not None and not channel.message:
-            counts[channel.label] += max(
-                (s + 1 for s, e in tail.items() if e.time < time), default=0
-            )
+            before = (seq for seq, entry in tail.items() if entry.time < time)
+            counts[channel.label] += max(before, default=-1) + 1
     return tuple(sorted(counts.items()))
 
 
@@ -182,15 +178,8 @@ def _disagreement(
     )
     if len({count for count, _ in sums.values()}) == 1:
         counts = f"{picture.names(guilty)} made other calls"
-    doubt = "" if usual is not None else UNDECIDED
-    return Fault(
-        "mismatch", guilty, f"calls in {channel.label} differ by {moment}: {counts}{doubt}"
-    )
-
-
-ENOUGH = 8  # calls that must be known before a swap is reported
-PLENTY = 16  # calls after which a channel without a swap is ignored
-RARE = 4  # at most one call in this many may come from different lines in a swap
+    counts += "" if usual is not None else UNDECIDED
+    return Fault("mismatch", guilty, f"calls in {channel.label} differ by {moment}: {counts}")
 
 
 def find_swap(picture: Picture, now: float) -> Fault | Need | None:

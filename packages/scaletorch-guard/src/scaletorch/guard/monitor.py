@@ -221,14 +221,11 @@ class Monitor:
         if slowness.seconds < self._warned.get(slowness.ranks, 0.0):
             return
         self._warned[slowness.ranks] = 2 * slowness.seconds
-        stacks = [
-            f"{report.label} is at:\n{report.stack.rstrip()}"
-            for report in map(self._reports.__getitem__, slowness.ranks)
-            if report.stack and report.able(self._looked)
-        ]
+        slow, now = [self._reports[rank] for rank in slowness.ranks], self._looked
+        stacks = [f"{r.label} is at:\n{r.stack.rstrip()}" for r in slow if r.stack and r.able(now)]
         text = "\n".join([slowness.text, *stacks])
         for rank, report in self._reports.items():
-            if report.able(self._looked):
+            if report.able(now):
                 self._ranks[rank].send(Warn(text))
                 return
 

@@ -274,16 +274,10 @@ class Recorder:
 
     def free_threads(self, waits: Container[int]) -> tuple[int, bool]:
         """Return how many calling threads are not in `waits`, and whether others might call."""
-        living = set(sys._current_frames())
-        callers = living & self._callers
-        others = [
-            thread
-            for thread in threading.enumerate()
-            if not thread.daemon and thread.ident not in self._callers
-        ]
-        main = threading.main_thread().ident
-        free = sum(thread not in waits for thread in callers)
-        return free, any(thread.ident != main for thread in others)
+        callers = set(sys._current_frames()) & self._callers
+        known = {*self._callers, threading.main_thread().ident}
+        foreign = any(not t.daemon and t.ident not in known for t in threading.enumerate())
+        return sum(thread not in waits for thread in callers), foreign
 
     def _write(self, track: Track, same: str, text: str) -> Note:
         """Record a call; `same` is the text that must be equal on every member of its channel."""

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
-from ..dist.building import gather_ints, host_device, is_loopback
+from ..dist.building import gather_ints, host_device, is_loopback, this_host
 from ..dist.errors import StateError
-from .board import host_number
 from .messages import Connection, Hello
 
 _WIDTH = 1024  # bytes of the text that rank 0 sends
@@ -46,7 +45,7 @@ class Agreed(NamedTuple):
 
 def start_monitor(group: ProcessGroup, limits: dict[str, float]) -> Agreed:
     """Start the monitor on the first rank's host, and agree on its address; every rank calls it."""
-    hosts = {host for (host,) in gather_ints((host_number(),), group)}
+    hosts = {host for (host,) in gather_ints((this_host(),), group)}
     text = b""
     if group.rank() == 0:
         try:
@@ -65,9 +64,8 @@ def _start(size: int, limits: dict[str, float], *, alone: bool) -> Agreed:
     board, token = f"scaletorch-guard-{secrets.token_hex(8)}", secrets.token_hex(16)
     with listener:
         port = listener.getsockname()[1]
-        _run_monitor(
-            listener, {"listener": listener.fileno(), "token": token, "size": size, **limits}
-        )
+        arguments = {"listener": listener.fileno(), "token": token, "size": size, **limits}
+        _run_monitor(listener, arguments)
     return Agreed(board, address, port, token)
 
 

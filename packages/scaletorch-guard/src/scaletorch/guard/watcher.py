@@ -14,10 +14,9 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as c10d
@@ -80,8 +79,6 @@ LOOK = 0.1  # seconds between two checks of the waits of this process
 BEHIND = 1.0  # seconds that a call is in a stream before it is reported as a wait
 
 logger = logging.getLogger(__package__)
-
-T = TypeVar("T")
 
 
 class Watcher(threading.Thread):
@@ -151,11 +148,8 @@ class Watcher(threading.Thread):
                 self._connection.send(self._news())
             while not self._queue.empty():
                 message, sent = self._queue.get()
-                self._send_with_news(message)
+                self._connection.send(self._news(behind=0.0), message)
                 sent.set()
-
-    def _send_with_news(self, message: messages.Message) -> None:
-        self._connection.send(self._news(behind=0.0), message)
 
     def _waits_changed(self) -> bool:
         """Return whether this rank's waits differ from those that the monitor knows."""
@@ -172,10 +166,8 @@ class Watcher(threading.Thread):
         ]
         call = self._recorder.streams.pending()
         if call is not None and (now - call.begun >= behind or call.number in self._shown):
-            seconds = round(now - call.begun, 2)
-            found.append(
-                Wait(call.number, call.note.track.key, call.note.seq, seconds, stream=True)
-            )
+            (track, seq), seconds = call.note, round(now - call.begun, 2)
+            found.append(Wait(call.number, track.key, seq, seconds, stream=True))
         return found
 
     def _news(self, behind: float = BEHIND) -> messages.News:
@@ -188,7 +180,9 @@ class Watcher(threading.Thread):
         tracks = list(self._recorder.tracks.values())
         fresh = {track.key: list(track.channel) for track in tracks if track.sent is None}
         counts = {track.key: track.count for track in tracks if track.count != track.sent}
-        marks = {track.key: found for track in tracks if (found := _taken(track.marks))}
+        # A mark that is added meanwhile stays.
+        taken = {t.key: [t.marks.popleft() for _ in range(len(t.marks))] for t in tracks}
+        marks = {key: found for key, found in taken.items() if found}
         self._shown = [wait.number for wait in waits]
         for track in tracks:
             track.sent = counts.get(track.key, track.sent)
@@ -210,8 +204,10 @@ class Watcher(threading.Thread):
                 case messages.Welcome():
                     self.welcome.set()
                 case messages.Ask(number):
-                    stack = thread_stack(self._main)
-                    self._send_with_news(messages.Answer(number, self.tail(), stack))
+                    frame = sys._current_frames().get(self._main or 0)
+                    stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
+                    answer = messages.Answer(number, self.tail(), stack)
+                    self._connection.send(self._news(behind=0.0), answer)
                 case messages.Warn(text):
                     logger.warning("%s", text)
                 case Fault(kind, ranks, text):
@@ -221,9 +217,7 @@ class Watcher(threading.Thread):
                 case messages.End():
                     self._finish(None)
         if not self._connection.open and not self._over:
-            self._turn_off(
-                "its monitor, a process on rank 0's host, has ended or cannot be reached"
-            )
+            self._turn_off("its monitor on rank 0's host has ended or cannot be reached")
 
     def _turn_off(self, why: str) -> None:
         """Turn the guard off and let the job continue."""
@@ -245,14 +239,3 @@ class Watcher(threading.Thread):
             time.sleep(pause)
             if not self._recorder.waits:
                 return
-
-
-def _taken(marks: deque[T]) -> list[T]:
-    """Remove and return the current items of a queue; items added meanwhile stay."""
-    return [marks.popleft() for _ in range(len(marks))]
-
-
-def thread_stack(ident: int | None) -> str:
-    """Return the innermost six frames of a thread's Python stack, as text."""
-    frame = sys._current_frames().get(ident or 0)
-    return "".join(traceback.format_stack(frame)[-6:]) if frame else ""

@@ -20,8 +20,6 @@ from ..wire.work import Work, identity, nothing, settled
 from ..world.info import get_world_size
 from .reduce import all_reduce
 
-SCALED = {"sum": False, "mean": True}
-
 
 def all_reduce_flat(
     data: Tensor, op: str = "sum", group: ProcessGroup | None = None
@@ -118,9 +116,9 @@ def _is_narrow(data: Tensor) -> bool:
 
 
 def _is_mean(op: str) -> bool:
-    if op not in SCALED:
-        raise InvalidArgumentError(f"op must be one of {', '.join(map(repr, SCALED))}, got {op!r}")
-    return SCALED[op]
+    if op not in ("sum", "mean"):
+        raise InvalidArgumentError(f"op must be one of 'sum', 'mean', got {op!r}")
+    return op == "mean"
 
 
 def _divided(divisor: int, device: torch.device, shard: Tensor) -> Tensor:

@@ -65,16 +65,7 @@ def reduce(
 ) -> Work[None] | None:
     """Reduce `data` over the ranks, in place on rank `dst`; `data` of other ranks is unchanged.
 
-    Args:
-        data: As in `all_reduce`.
-        dst: Global rank that gets the result.
-        op: As in `all_reduce`.
-        group: The default group by default.
-        async_op: Return a Work at once.
-
-    Raises:
-        InvalidArgumentError: The op is unknown, or undefined for the dtype.
-        NotInGroupError: `dst` or this rank is outside the group.
+    `dst` is a global rank of the group. Other args and errors as in `all_reduce`.
     """
     check_target(data, "reduce")
     recipe = recipe_for(op, data.dtype)

@@ -15,9 +15,8 @@ from ..errors import InvalidArgumentError
 ENTRY_POINTS = "scaletorch.devices"  # entry point group in which other packages name their entries
 
 _BITS = ("band", "bor", "bxor")
-FEATURES = frozenset(
-    ("gather", "reduce_scatter", "avg", "sum", "product", "min", "max", *_BITS)
-)  # features that a backend may lack; each is then done another way
+# Features that a backend may lack; each is then done another way.
+FEATURES = frozenset(("gather", "reduce_scatter", "avg", "sum", "product", "min", "max", *_BITS))
 
 
 def _dtypes(names: str) -> frozenset[torch.dtype]:
@@ -101,9 +100,6 @@ _CUDA_VARIABLES = (("CUDA_MODULE_LOADING", "EAGER"), ("TORCH_NCCL_TRACE_BUFFER_S
 # NVIDIA/nccl#964: 544 and 688 MB per group on an A100. No numbers are known for RCCL and others.
 NCCL_GROUP = 512 * 2**20
 
-# HCCL_BUFFSIZE in CANN's documentation: 200 MB by default; each communicator holds two buffers.
-_HCCL_GROUP = 2 * 200 * 2**20
-
 
 def _mpi(function: str, *args: int) -> None:
     """Call a function of the MPI backend, which is seldom needed and so imported late."""
@@ -145,7 +141,7 @@ DEVICES: tuple[DeviceEntry, ...] = (
         # Ascend/pytorch, ProcessGroupHCCL.cpp: checkSupportedDataType; the documentation of
         # HcclAllReduce, CANN 8.0 to 9.0: no int16 on the 910A, no product of int16 and bfloat16.
         reduces=_dtypes("int8 int16 int32 int64 float16 bfloat16 float32"),
-        group_memory=_HCCL_GROUP,
+        group_memory=2 * 200 * 2**20,  # HCCL_BUFFSIZE in CANN's documentation: two of 200 MB
     ),
     DeviceEntry(
         "mlu",

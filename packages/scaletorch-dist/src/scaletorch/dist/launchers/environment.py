@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -203,6 +202,4 @@ def expand_tasks_per_node(text: str) -> list[int]:
         [2, 2, 2, 1]
     """
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return list(
-        itertools.chain.from_iterable([int(count)] * int(times or 1) for count, times in runs)
-    )
+    return [int(count) for count, times in runs for _ in range(int(times or 1))]

@@ -34,7 +34,6 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
     supports_time_estimate = False
 
     def __init__(self, engine: Engine, communicator: Any, options: Any) -> None:
-        """Store the engine, the communicator, and torch's options for the group."""
         super().__init__(options.group_rank, options.group_size)
         self.engine, self.communicator = engine, communicator
         # The options that torch.distributed and `get_timeout` read from a backend.
@@ -108,7 +107,6 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
     def _start_several(
         self, make: Callable[..., Call], *columns: Sequence[Any], opts: Any = None
     ) -> MPIWork:
-
         def several(mpi: Any, comm: Any) -> Call:
             rows = zip(*columns, strict=True)
             return join_calls([make(mpi, comm, *row) for row in rows])

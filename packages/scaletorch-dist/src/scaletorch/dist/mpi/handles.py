@@ -110,7 +110,6 @@ class MPIWork(c10d.Work):
     def __init__(
         self, engine: Engine, call: Call, seconds: float, group: Any, earlier: list[MPIWork]
     ) -> None:
-        """Store the call, the default timeout of a wait, and the works that end before."""
         super().__init__()
         self.call, self.group, self.is_message = call, group, call.name in ("send", "recv")
         self._earlier = earlier

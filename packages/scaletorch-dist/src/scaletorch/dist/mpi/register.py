@@ -15,7 +15,8 @@ from ..launchers.environment import ENVIRONMENTS, find_environment
 from .group import MPIGroup
 from .handles import Engine
 
-_START = "start the program with mpirun, as in `mpirun -n 4 python train.py`"
+BACKEND = "mpi4py"  # torch reserves the name 'mpi', even if it was built without MPI
+_LOWEST_TAG_BOUND = 32767  # largest tag that every MPI allows
 
 
 def load_mpi() -> Any:
@@ -59,12 +60,10 @@ def _other_size(mpi: Any, seen: int, size: int) -> str:
         )
     environment = find_environment()
     started = f"; {environment.program} started them" if environment is not None else ""
-    return f"backend 'mpi' needs {size} ranks, but MPI sees {seen}{started}: {_START}"
-
-
-BACKEND = "mpi4py"  # torch reserves the name 'mpi', even if it was built without MPI
-
-_LOWEST_TAG_BOUND = 32767  # largest tag that every MPI allows
+    return (
+        f"backend 'mpi' needs {size} ranks, but MPI sees {seen}{started}: start the program with "
+        "mpirun, as in `mpirun -n 4 python train.py`"
+    )
 
 
 def register_backend() -> None:

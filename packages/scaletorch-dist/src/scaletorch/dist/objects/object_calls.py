@@ -73,8 +73,13 @@ def broadcast_object_list(
         return
 
     def move(content: Buffer, heads: list[_Head]) -> list[Buffer]:
-        _check_counts([head.entries for head in heads], members)
-        whole = content if mine else bytearray(heads[group_ranks(members).index(src)].length)
+        ranks = group_ranks(members)
+        if len({head.entries for head in heads}) > 1:
+            pairs = zip(ranks, heads, strict=True)
+            lengths = ", ".join(f"rank {rank}: {head.entries}" for rank, head in pairs)
+            message = f"broadcast_object_list needs lists of one length, got {lengths}"
+            raise InvalidArgumentError(message)
+        whole = content if mine else bytearray(heads[ranks.index(src)].length)
         broadcast_bytes(whole, src, members)
         return [] if mine else [whole]
 
@@ -117,19 +122,10 @@ def gather_object(
 ) -> list[Any] | None:
     """Gather an object from every rank on rank `dst`.
 
-    Args:
-        data: Any object that pickles; a plain one if `allow_pickle` is False.
-        dst: Global rank that gets the list.
-        group: The default group by default.
-        allow_pickle: As in `broadcast_object_list`.
+    `dst` is a global rank of the group. Other args and errors as in `all_gather_object`.
 
     Returns:
         The objects in the group's order on `dst`, None on other ranks.
-
-    Raises:
-        InvalidArgumentError: Some rank cannot send its object or load a received one; raised on
-            every rank.
-        NotInGroupError: `dst` or this rank is outside the group.
     """
     mine = check_member(dst, "dst", group)
     terms = Terms(allow_pickle)
@@ -167,16 +163,6 @@ def _packed(pack: Pack, terms: Terms) -> tuple[Buffer, str | None]:
     except Exception as error:  # any error must reach the other ranks
         text = str(error) if isinstance(error, InvalidArgumentError) else repr(error)
         return bytearray(), text
-
-
-def _check_counts(counts: list[int], members: ProcessGroup) -> None:
-    if len(set(counts)) > 1:
-        lengths = ", ".join(
-            f"rank {rank}: {count}"
-            for rank, count in zip(group_ranks(members), counts, strict=True)
-        )
-        message = f"broadcast_object_list needs lists of one length, got {lengths}"
-        raise InvalidArgumentError(message)
 
 
 def _loaded(contents: list[Buffer], terms: Terms, members: ProcessGroup) -> list[Any]:

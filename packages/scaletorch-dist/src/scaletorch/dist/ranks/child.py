@@ -71,16 +71,9 @@ def _adopt(request: dict[str, Any]) -> None:
     sys.path[:] = request["path"]
     torch.set_num_threads(request["threads"])
     random.seed()
-    if request["world_size"] > (os.cpu_count() or 1):
-        _take_turns()
-
-
-def _take_turns() -> None:
-    """Keep the kernel from preempting a rank's thread whenever another rank gets a message.
-
-    If ranks outnumber cores, gloo's collectives are then about five times faster.
-    """
-    if sys.platform == "linux":
+    if request["world_size"] > (os.cpu_count() or 1) and sys.platform == "linux":
+        # The kernel then does not preempt a rank's thread whenever another rank gets a message,
+        # and gloo's collectives are about five times faster.
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -105,11 +98,7 @@ def _join_group(request: dict[str, Any]) -> Notice | None:
     return notice
 
 
-def _run(
-    task: tuple[Locator, list[Locator], bytes, list[bytes]],
-    seed: int | None,
-    before: dict[str, Any],
-) -> bytes:
+def _run(task: Task, seed: int | None, before: dict[str, Any]) -> bytes:
     """Run one function; return the pickled answer: ("returned", result, state) or a failure."""
     locator, modules, arguments, filters = task
     if seed is not None:

@@ -17,6 +17,11 @@ from ..errors import RankFailedError
 from ..members import name_ranks
 from .process import RankProcess
 
+FAILURE_GRACE = 2.0  # seconds that other ranks get to finish or fail after the first failure
+STACK_WAIT = 0.5  # seconds to wait for the stacks of ranks that hang
+
+_CHILD = os.path.join(os.path.dirname(__file__), "child.py")
+Answer = tuple[str, Any, Any]  # a message from `child`: its kind and two values
 # The coordinates of a rank in messages, on a grid and for experts.
 _COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b(?: edp\d+ ep\d+ etp\d+\b)?")
 
@@ -35,11 +40,7 @@ class RankReport:
     @property
     def pending(self) -> list[int]:
         """Ranks without an outcome so far."""
-        return [
-            rank
-            for rank in range(self.world_size)
-            if rank not in self.results and rank not in self.failures
-        ]
+        return sorted(set(range(self.world_size)) - {*self.results, *self.failures})
 
     def died(self, rank: int, exit_code: int | None, stacks: str) -> None:
         """Record a rank whose process ended without an answer, with its threads' stacks."""
@@ -99,14 +100,6 @@ def describe_exit(exit_code: int | None) -> str:
         return f"was killed by signal {-exit_code}"
 
 
-FAILURE_GRACE = 2.0  # seconds that other ranks get to finish or fail after the first failure
-STACK_WAIT = 0.5  # seconds to wait for the stacks of ranks that hang
-
-_CHILD = os.path.join(os.path.dirname(__file__), "child.py")
-
-Answer = tuple[str, Any, Any]  # a message from `child`: its kind and two values
-
-
 def collect(
     processes: Sequence[RankProcess], report: RankReport, timeout: float | None
 ) -> dict[int, Answer]:
@@ -147,12 +140,10 @@ def _ready_ranks(
 
 def _receive(process: RankProcess) -> Answer | None:
     """Return the answer of a ready process, or None if it has died."""
-    try:
+    with contextlib.suppress(EOFError, OSError):
         if process.connection.poll():
             answer: Answer = process.connection.recv()
             return answer
-    except (EOFError, OSError):
-        pass
     wait([process.status_fd], 5.0)  # the server sends the exit status a moment later
     process.read_status()
     return None

@@ -20,7 +20,7 @@ from ..errors import InvalidArgumentError
 MAIN_ALIAS = "__mp_main__"  # multiprocessing's own alias of `__main__`, known to both sides
 PYTEST_REWRITING = "_pytest.assertion.rewrite"
 BODY_ATTRIBUTE = "__rank_body__"  # attribute in which a decorator stores the function for ranks
-
+_LOADED_BY_PATH = "loaded by path for a rank"
 
 _loading: list[str] = []  # files that this process is importing to find a function
 
@@ -174,9 +174,6 @@ def _is_importable(module: str, path: str | None) -> bool:
     return os.path.isfile(spec.origin) and os.path.samefile(spec.origin, path)
 
 
-_LOADED_BY_PATH = "loaded by path for a rank"
-
-
 @functools.lru_cache(maxsize=256)
 def _load_file(name: str, path: str, mtime_ns: int, explains: bool) -> ModuleType:
     """Import a file as module `name`, once for each version of the file."""
@@ -215,14 +212,12 @@ def _explaining_code(path: str) -> CodeType | None:
     try:
         pytest, file = importlib.import_module(PYTEST_REWRITING), Path(path)
         kept = pytest.get_cache_dir(file) / f"{file.stem}{pytest.PYC_TAIL}"
-        return pytest._read_pyc(file, kept) or _rewritten(file, pytest.rewrite_asserts)
+        code: CodeType | None = pytest._read_pyc(file, kept)
+        if code is None:
+            source, name = file.read_bytes(), str(file)
+            tree = ast.parse(source, name)
+            pytest.rewrite_asserts(tree, source, name)
+            code = compile(tree, name, "exec", dont_inherit=True)
+        return code
     except Exception:  # pytest's functions are private; without them asserts only show less
         return None
-
-
-def _rewritten(file: Path, rewrite: Callable[..., None]) -> CodeType:
-    """Compile a test file that is not in pytest's cache."""
-    source, name = file.read_bytes(), str(file)
-    tree = ast.parse(source, name)
-    rewrite(tree, source, name)
-    return compile(tree, name, "exec", dont_inherit=True)

@@ -75,14 +75,13 @@ class ForkServer:
         self.owner = os.getpid()
         self._lock = threading.Lock()
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         argument = json.dumps([__package__, theirs.fileno(), sys.path])
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, argument],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
-                env=environment,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C reaches only the caller, which ends the ranks
             )
         self._socket = ours

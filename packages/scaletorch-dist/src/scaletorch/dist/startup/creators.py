@@ -32,7 +32,10 @@ def choose_backend(backend: str, *, warn: bool = True) -> str:
         problem = problem or devices.backend_problem(name)
         devices.check_pair(device, name)
     if problem is None:
-        _refuse_companions(pairs)
+        entries = [devices.entry_of_backend(name) for _, name in pairs]
+        alone = next((entry.alone for entry in entries if entry is not None and entry.alone), "")
+        if alone and len(pairs) > 1:  # a backend that must be the group's only one
+            raise InvalidArgumentError(alone)
         return backend_config(",".join(f"{d}:{n}" if d else n for d, n in pairs))
     own = devices.default_backend()
     if warn:
@@ -44,14 +47,6 @@ def choose_backend(backend: str, *, warn: bool = True) -> str:
             stacklevel=3,
         )
     return backend_config(own)
-
-
-def _refuse_companions(pairs: list[tuple[str, str]]) -> None:
-    """Refuse a combination with a backend that must be the group's only one."""
-    for _, name in pairs:
-        entry = devices.entry_of_backend(name)
-        if len(pairs) > 1 and entry is not None and entry.alone:
-            raise InvalidArgumentError(entry.alone)
 
 
 def check_world(config: str, rank: int, world_size: int) -> None:

@@ -78,7 +78,11 @@ def init_dist(
     _check_choice("init_backend", init_backend, tuple(CREATORS))
     options = {"timeout": _timedelta(timeout), **kwargs}
     if c10d.is_initialized():
-        _adopt_group()
+        if _group is not None and _group() is c10d.group.WORLD:
+            raise StateError(
+                "this process has called init_dist() before: call it once, or cleanup_dist() first"
+            )
+        _remember(ours=False)
         return
     if (launcher := launcher or infer_launcher()) == "none":
         refuse_batch_script_of_many()
@@ -104,10 +108,8 @@ def _create_group(
     options: dict[str, Any],
 ) -> Notice | None:
     """Set the environment variables and create the default group; undo them on failure."""
-    share = asked_to_share(placement)
-    variables, notice = rank_variables(
-        options["backend"], placement.rank, placement.world_size, share=share
-    )
+    place, share = (placement.rank, placement.world_size), asked_to_share(placement)
+    variables, notice = rank_variables(options["backend"], *place, share=share)
     _export(placement, meeting, variables)
     try:
         if placement.local_rank is not None:
@@ -166,14 +168,6 @@ def _timedelta(timeout: timedelta | float | None) -> timedelta | None:
             f"timeout must be a positive number of seconds or a timedelta, not {timeout!r}"
         )
     return timedelta(seconds=timeout)
-
-
-def _adopt_group() -> None:
-    if _group is not None and _group() is c10d.group.WORLD:
-        raise StateError(
-            "init_dist() was called before in this process: call it once, or cleanup_dist() first"
-        )
-    _remember(ours=False)
 
 
 def _remember(ours: bool) -> None:

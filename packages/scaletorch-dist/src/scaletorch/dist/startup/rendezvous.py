@@ -110,11 +110,8 @@ def first_host(nodelist: str) -> str:
 
 def node_address(host: str) -> str:
     """Return a node's name if it resolves, else the address that Slurm itself uses for it."""
-    try:
+    with contextlib.suppress(OSError):
         socket.getaddrinfo(host, None)
-    except OSError:
-        pass
-    else:
         return host
     scontrol = shutil.which("scontrol")
     answer = ""

@@ -24,6 +24,11 @@ from ..errors import StateError
 from ..members import name_ranks
 
 ALL_ARE_HERE = "all are here"
+_KNOCKS, _COMPLETE = "knocks", "complete"  # keys of the store
+_HERE, _VERDICT, _GIVEN_UP, _HEARD = "here", "verdict", "given up", "heard"  # keys of a start
+_GRACE = 5.0  # seconds that a rank which gives up waits for rank 0's answer
+_LINGER = 3.0  # seconds that rank 0 keeps its store open for the others to read the error
+_last_start = ""  # name of the last start that this process joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +81,6 @@ def _missing(seen: dict[int, Caller], world_size: int) -> str:
         f"came, from {shown}. See what the missing ones printed, and whether all were started with "
         "the same MASTER_ADDR and MASTER_PORT"
     )
-
-
-_KNOCKS, _COMPLETE = "knocks", "complete"  # keys of the store
-_HERE, _VERDICT, _GIVEN_UP, _HEARD = "here", "verdict", "given up", "heard"  # keys of a start
-_GRACE = 5.0  # seconds that a rank which gives up waits for rank 0's answer
-_LINGER = 3.0  # seconds that rank 0 keeps its store open for the others to read the error
-_last_start = ""  # name of the last start that this process joined
 
 
 class StoreClosedError(Exception):

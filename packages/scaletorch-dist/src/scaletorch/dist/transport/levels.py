@@ -146,11 +146,7 @@ class LevelsWay(Way):
         stages = [(INSIDE, inside), (ACROSS, across)]
         return self._make(stages, lambda: done(found.pop()), async_op)
 
-    def fold_scatter(
-        self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
-    ) -> T | Work[T]:
-        """Call `reduce_scatter`, which adds 16-bit floats in float32 at both levels."""
-        return self.reduce_scatter(data, counts, recipe, done, async_op)
+    fold_scatter = reduce_scatter  # it adds 16-bit floats in float32 at both levels
 
     def all_gather(self, data: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
         """All-gather the tensors of all ranks: across nodes, then inside each."""
@@ -238,21 +234,14 @@ def use_hierarchy(group: ProcessGroup | None = None) -> bool:
     info = info_of(members)
     if members.size() < 4 or info.levels is not None:
         return info.levels is not None
-    places = _places(members)
-    found = route(torch.empty(0), members)
-    if places is None or found.backend != "gloo":
+    nodes, found = ranks_by_node(members), route(torch.empty(0), members)
+    sizes = {len(node) for node in nodes}
+    if len(nodes) == 1 or len(sizes) > 1 or sizes == {1} or found.backend != "gloo":
         return False
-    order = tuple(tuple(sorted(each)) for each in zip(*places, strict=True))
-    mine = next(node for node in places if members.rank() in node)
+    order = tuple(tuple(sorted(ranks)) for ranks in zip(*nodes, strict=True))
+    mine = next(node for node in nodes if members.rank() in node)
     info.levels = LevelsWay(members, found, order, mine)
     return True
-
-
-def _places(members: ProcessGroup) -> list[list[int]] | None:
-    """Return the group's ranks on each node, or None if a hierarchy is impossible or useless."""
-    nodes = ranks_by_node(members)
-    sizes = {len(each) for each in nodes}
-    return nodes if len(nodes) > 1 and len(sizes) == 1 and sizes != {1} else None
 
 
 def _new_group(ranks: list[int]) -> ProcessGroup:

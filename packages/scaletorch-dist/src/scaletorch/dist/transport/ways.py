@@ -158,7 +158,8 @@ class Way:
         """Gather all ranks' tensors on global rank `dst`, into the rows of a new tensor."""
         if "gather" in self.route.lacks:
             return self.all_gather(data, done, async_op)
-        group, mine = self.group, self._is_mine(dst)
+        group = self.group
+        mine = group_ranks(group)[group.rank()] == dst
         rows = data.new_empty((group.size() if mine else 0, *data.shape))
         entries = [movable(row) for row in rows.unbind(0)] if mine else None
         handle = raw_gather(movable(data), entries, dst, group, async_op)
@@ -180,9 +181,8 @@ class Way:
     def all_to_all(self, sent: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
         """Split a tensor evenly in memory, send block i to rank i, and receive one from each."""
         received = sent.new_empty(sent.shape)
-        handle = all_to_all_single(
-            movable(received), movable(sent), None, None, self.group, async_op
-        )
+        ends = movable(received), movable(sent)
+        handle = all_to_all_single(*ends, None, None, self.group, async_op)
         return settled((handle,), partial(done, received), async_op, keep=sent)
 
     def exchange(
@@ -200,10 +200,6 @@ class Way:
             sizes = [[count * data.element_size() for count in each] for each in sizes]
         handle = all_to_all_single(movable(received), movable(data), *sizes, self.group, async_op)
         return settled((handle,), partial(done, received), async_op, keep=data)
-
-    def _is_mine(self, rank: int) -> bool:
-        group = self.group
-        return group_ranks(group)[group.rank()] == rank
 
     def reduce_here(
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool

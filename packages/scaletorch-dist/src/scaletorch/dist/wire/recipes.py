@@ -20,6 +20,8 @@ from torch.distributed import ReduceOp
 from ..errors import InvalidArgumentError
 
 Op = str | ReduceOp | ReduceOp.RedOpType
+Pack = Callable[[Tensor], Tensor]
+Unpack = Callable[[Tensor, int], Tensor]
 
 REDUCE_OPS: dict[str, Any] = {
     "sum": ReduceOp.SUM,
@@ -38,9 +40,9 @@ COMPLEX = frozenset((torch.complex64, torch.complex128))
 # Integers that backends reduce, and the wider dtypes in which others are reduced.
 INTEGERS = frozenset((torch.uint8, torch.int8, torch.int32, torch.int64))
 WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-
-_BITWISE = frozenset(("band", "bor", "bxor"))
-_OF_COMPLEX = frozenset(("sum", "mean"))
+# Bools as 0 and 1: a sum is "any", a product "all", and so the truncated mean is "all" too.
+_BOOL = {"sum": "max", "mean": "min", "product": "min", "min": "min", "max": "max",
+         "band": "min", "bor": "max", "bxor": "bxor"}  # fmt: skip
 
 
 def op_name(op: Op) -> str:
@@ -66,17 +68,13 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     if dtype in INTEGERS or dtype in WIDENED or dtype == torch.bool:
         return
     if dtype in FLOATS:
-        way_out = "floats have no bitwise operations" if name in _BITWISE else ""
+        way_out = "floats have no bitwise operations" if name in ("band", "bor", "bxor") else ""
     elif dtype in COMPLEX:
-        way_out = "" if name in _OF_COMPLEX else "complex tensors have sum and mean only"
+        way_out = "" if name in ("sum", "mean") else "complex tensors have sum and mean only"
     else:
         way_out = "convert the tensor to a dtype that can be added, such as float32 or int64"
     if way_out:
         raise InvalidArgumentError(f"cannot reduce {dtype} with op {name!r}: {way_out}")
-
-
-Pack = Callable[[Tensor], Tensor]
-Unpack = Callable[[Tensor, int], Tensor]
 
 
 def _keep(data: Tensor, size: int = 1) -> Tensor:
@@ -113,19 +111,6 @@ def recipe_for(op: Op, dtype: torch.dtype, taken: bool = True) -> Recipe:
     wide = WIDENED.get(dtype)
     widen: Pack = _keep if wide is None else partial(_to, dtype=wide)
     return _make(name, name, pack=widen)
-
-
-# Bools as 0 and 1: a sum is "any", a product "all", and so the truncated mean is "all" too.
-_BOOL = {
-    "sum": "max",
-    "mean": "min",
-    "product": "min",
-    "min": "min",
-    "max": "max",
-    "band": "min",
-    "bor": "max",
-    "bxor": "bxor",
-}
 
 
 def _float_recipe(name: str, dtype: torch.dtype, taken: bool) -> Recipe:

@@ -96,17 +96,14 @@ def wait_for_connections() -> None:
         c10d.all_reduce(torch.zeros(1), group=world)
 
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_SPACES = ("pid", "net")  # namespaces that decide whether processes can reach one another
-
-
 def this_host() -> int:
     """Return a number below 2**63 that is the same in all processes of one host and boot.
 
     Each container counts as a host.
     """
-    facts = [socket.gethostname(), _BOOT.read_text() if _BOOT.exists() else ""]
-    for space in _SPACES:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    facts = [socket.gethostname(), boot.read_text() if boot.exists() else ""]
+    for space in ("pid", "net"):  # namespaces that decide whether processes reach one another
         link = f"/proc/self/ns/{space}"
         facts.append(os.readlink(link) if os.path.exists(link) else "")
     digest = hashlib.blake2b("\0".join(facts).encode(), digest_size=8).digest()

@@ -9,6 +9,7 @@ stores such objects in a module of torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from ..members import require_member
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _warned = False
 
@@ -65,29 +67,24 @@ def is_distributed() -> bool:
 
 
 def _active(group: ProcessGroup | None) -> bool:
-    """Return whether torch.distributed is initialized; raise if this rank is outside the group."""
+    """Return whether torch.distributed is initialized; raise if this rank is outside the group.
+
+    Warn once if it is not, although a launcher started several processes.
+    """
+    global _warned
     if group is not None and not (isinstance(group, ProcessGroup) and group.rank() >= 0):
         require_member(group)  # raises
     if is_distributed():
         return True
-    _warn_if_launched()
-    return False
-
-
-def _warn_if_launched() -> None:
-    """Warn once if a launcher started several processes but torch.distributed is uninitialized."""
-    global _warned
-    if _warned:
-        return
-    size = launched_world_size()
-    if size > 1:
+    if not _warned and (size := launched_world_size()) > 1:
         _warned = True
         warnings.warn(
             f"this process was launched as one of {size}, but torch.distributed is not "
             "initialised, so that each works alone: call init_dist() first",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
+    return False
 
 
 def expect_one_process() -> None:
@@ -162,21 +159,12 @@ def get_timeout(group: ProcessGroup | None = None) -> timedelta:
     chosen = c10d.group.WORLD if group is None else group
     devices = [torch.device(comm_entry(group)[0]), *chosen._device_types]  # type: ignore[union-attr]
     for device in devices:  # some vendors' backends have no timeout, but the group's gloo has
-        timeout = _timeout_of(chosen._get_backend(device))  # type: ignore[union-attr]
-        if timeout is not None:
-            return timeout
+        backend = chosen._get_backend(device)  # type: ignore[union-attr]
+        with contextlib.suppress(AttributeError, RuntimeError):
+            timeout: timedelta | None = backend.options._timeout
+            if timeout is not None:
+                return timeout
     return c10d.distributed_c10d.default_pg_timeout
-
-
-def _timeout_of(backend: Any) -> timedelta | None:
-    try:
-        timeout: timedelta | None = backend.options._timeout
-    except (AttributeError, RuntimeError):  # it has no options, or options without a timeout
-        return None
-    return timeout
-
-
-T = TypeVar("T")
 
 
 def one_per_process(name: str, make: Callable[[], T]) -> T:
