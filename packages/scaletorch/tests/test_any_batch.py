@@ -239,12 +239,6 @@ def test_what_divides_positions_is_refused():
             step_of_noises(*case)
 
 
-@pytest.fixture
-def alone():
-    with grid({}) as manager:
-        yield manager
-
-
 def test_batches_that_do_not_fit_are_named(alone):
     model = parallelize(Denoiser(), alone)
     batch = {name: entry.float() for name, entry in noises(0).items()}

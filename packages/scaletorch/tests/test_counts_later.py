@@ -6,15 +6,11 @@ import pytest
 import torch
 from sweeps import today
 from torch import nn
-from training import FOUR, adamw, in_one_process, llama, on_a_layout, require_alike
+from training import FOUR, adamw, grid, in_one_process, llama, on_a_layout, require_alike
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import relative_error
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 LAYOUTS = {
     **FOUR,
@@ -80,15 +76,13 @@ def images(step, dtype=torch.float64):
 
 
 def in_16_bits():
-    """Return whether the first step's gradients are finite where a row has 12,288 losses."""
-    manager = setup_process_group_manager(dp_size=4)
-    torch.manual_seed(0)
-    model = parallelize(Pixels().half(), manager, rehearse=False)
-    cut = shard_global_batch(images(0, torch.float16), 2, model=model)
-    train_step(model, cut, loss_fn=of_pixels)
-    found = [g.abs().max().item() for g in full_gradients(model).values()]
-    destroy_process_group_manager()
-    return max(found)
+    """Return the first step's largest gradient where a row has 12,288 losses."""
+    with grid({"dp_size": 4}) as manager:
+        torch.manual_seed(0)
+        model = parallelize(Pixels().half(), manager, rehearse=False)
+        cut = shard_global_batch(images(0, torch.float16), 2, model=model)
+        train_step(model, cut, loss_fn=of_pixels)
+        return max(g.abs().max().item() for g in full_gradients(model).values())
 
 
 def test_float16_does_not_overflow(four):
@@ -97,21 +91,18 @@ def test_float16_does_not_overflow(four):
 
 def added_up(sizes, frozen):
     """Add the gradients of two steps up; return them."""
-    manager = setup_process_group_manager(**sizes)
-    torch.manual_seed(0)
-    model = parallelize(Pixels(frozen).double(), manager)
-    cuts = [shard_global_batch(images(step), 2, model=model) for step in range(2)]
-    train_step(model, cuts[0], loss_fn=of_pixels)
-    with pytest.raises(
-        (InvalidArgumentError, MismatchError), match=r"gradients of earlier steps|rank 3"
-    ):
-        train_step(model, cuts[1], loss_fn=of_pixels)
-    model.zero_grad()
-    for cut in cuts:
-        train_step(model, cut, loss_fn=of_pixels, count_fn=lambda b: b["images"].numel())
-    found = full_gradients(model)
-    destroy_process_group_manager()
-    return found
+    with grid(sizes) as manager:
+        torch.manual_seed(0)
+        model = parallelize(Pixels(frozen).double(), manager)
+        cuts = [shard_global_batch(images(step), 2, model=model) for step in range(2)]
+        train_step(model, cuts[0], loss_fn=of_pixels)
+        kinds = InvalidArgumentError, MismatchError
+        with pytest.raises(kinds, match=r"gradients of earlier steps|rank 3"):
+            train_step(model, cuts[1], loss_fn=of_pixels)
+        model.zero_grad()
+        for cut in cuts:
+            train_step(model, cut, loss_fn=of_pixels, count_fn=lambda b: b["images"].numel())
+        return full_gradients(model)
 
 
 # A rank of a frozen stage has no gradients of the step before, and hears of the others'.

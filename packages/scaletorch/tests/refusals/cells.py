@@ -59,12 +59,8 @@ def plain_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     if config is not None:
         scores = torch.cat(output.router_logits).softmax(-1)
         chosen = torch.zeros_like(scores).scatter(-1, scores.topk(2).indices, 1.0)
-        loss = (
-            loss
-            + config.router_aux_loss_coef
-            * scores.shape[-1]
-            * (chosen.mean(0) * scores.mean(0)).sum()
-        )
+        balance = scores.shape[-1] * (chosen.mean(0) * scores.mean(0)).sum()
+        loss = loss + config.router_aux_loss_coef * balance
     return loss
 
 
@@ -121,10 +117,8 @@ def train(case: Case, layout: Layout) -> tuple[list[Any], dict[str, torch.Tensor
 
 def differences(found: Any, expected: Any) -> dict[str, float]:
     """Return the relative error of each loss, gradient and weight."""
-    errors = {}
-    for step, ((loss, gradients), (own, others)) in enumerate(
-        zip(found[0], expected[0], strict=True)
-    ):
+    errors, steps = {}, zip(found[0], expected[0], strict=True)
+    for step, ((loss, gradients), (own, others)) in enumerate(steps):
         errors[f"loss {step}"] = relative_error(loss, own)
         for name, gradient in others.items():
             errors[f"gradient {step} {name}"] = relative_error(gradients[name], gradient)
