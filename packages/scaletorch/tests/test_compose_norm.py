@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from small_decoder import CP, DP, PLAN, PP, TP, V, batch, made
+from small_decoder import CP, DP, PLAN, PP, TP, V, batch, loss_of, made
 from sweeps import today
 from torch import distributed, nn
 from training import grid, in_one_process, llama, sizes_of, tokens, train_and_compare
@@ -213,9 +213,7 @@ def plain_steps(change, sparse=False):
     model.embed.sparse = sparse
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for step in range(2):
-        given = batch(step)
-        logits = model(given["input_ids"])
-        F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()).backward()
+        loss_of(model, batch(step)).backward()
         if change is ours:
             grads = [p.grad.to_dense() for p in model.parameters()]
             norm = nn.utils.get_total_norm(grads)

@@ -5,8 +5,7 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
-from small_decoder import CP, DP, PLAN, PP, TP, V, batch, made
+from small_decoder import CP, DP, PLAN, PP, TP, V, batch, loss_of, made
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from training import grid
 
@@ -28,16 +27,12 @@ def averaged():
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for step in range(3):
-        given = batch(step)
-        logits = model(given["input_ids"])
-        F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()).backward()
+        loss_of(model, batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
         ema.update_parameters(model)
-    given = batch(9)
     with torch.no_grad():
-        logits = ema(given["input_ids"])
-    return ema.module.state_dict(), F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
+        return ema.module.state_dict(), loss_of(ema, batch(9))
 
 
 def check_average(sizes, options, zero=0):

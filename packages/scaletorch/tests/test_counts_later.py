@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 from sweeps import today
+from test_batch_rows import decoder, steps
 from torch import nn
-from training import FOUR, adamw, grid, in_one_process, llama, on_a_layout, require_alike
+from training import FOUR, adamw, grid, in_one_process, on_a_layout, require_alike
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError
@@ -23,13 +24,6 @@ CASES = [  # and the size of a token in the loss's count
 ROWS = (7, 2, 5)  # of the steps
 
 
-def batch(step, rows):
-    drawn = torch.randint(64, (rows, 17), generator=torch.Generator().manual_seed(step))
-    labels = drawn[:, 1:].clone()
-    labels[:, : step + 1] = -100
-    return {"input_ids": drawn[:, :-1], "labels": labels}
-
-
 def weighted(size, output, micro_batch):
     """Return a loss whose count depends on what the model returns, in tokens of some size."""
     logits = getattr(output, "logits", output)
@@ -38,17 +32,13 @@ def weighted(size, output, micro_batch):
     return ((logits**2).mean(-1) * weights).sum(), weights.sum()
 
 
-def model():
-    return llama(vocab_size=64, num_layers=4).double()
-
-
 @pytest.mark.parametrize(("layout", "size"), today(CASES, 7))
 def test_steps_are_those_of_one_process(four, layout, size):
     sizes, loss_fn = dict(LAYOUTS[layout]), functools.partial(weighted, size)
-    batches = [batch(step, rows) for step, rows in enumerate(ROWS)]
-    expected = in_one_process(model(), batches, adamw, loss_fn=loss_fn, clip=1.0)
+    batches = steps(ROWS)
+    expected = in_one_process(decoder(), batches, adamw, loss_fn=loss_fn, clip=1.0)
     how = {"stage": sizes.pop("stage", 0), "clip": 1.0, "loss_fn": loss_fn, "micro_batches": 2}
-    for found in four.run(on_a_layout, model, sizes, batches, adamw, **how):
+    for found in four.run(on_a_layout, decoder, sizes, batches, adamw, **how):
         require_alike(found, expected, weights=1e-9)
 
 
