@@ -13,7 +13,7 @@ from training import grid, in_one_process, train_and_compare
 
 from scaletorch.compose import count_routing, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError, RehearsalError, ScaletorchError
-from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.tensor_parallel import Divide
 
 ROWS = 7
@@ -303,7 +303,8 @@ def of_lengths(model, *lengths, **how):
     return [each for whole in wholes for each in shard_global_batch(whole, 1, model=model, **how)]
 
 
-def padded():
+@distributed_test(4)
+def test_full_attention_to_padding_is_refused_in_every_micro_batch():
     plan = {n.removeprefix("blocks.*."): s for n, s in PLAN.items() if "attention" in n}
     for sizes in ({"cp_size": 4}, {"cp_size": 2, "dp_size": 2}, {"cp_size": 2, "tp_size": 2}):
         with grid(sizes) as manager:
@@ -325,11 +326,8 @@ def padded():
             train_step(model, of_lengths(model, 16, 15))
 
 
-def test_full_attention_to_padding_is_refused_in_every_micro_batch():
-    run_ranks(padded, 4)
-
-
-def positions():
+@distributed_test(2)
+def test_positions_of_tokens_that_are_named_or_known_are_divided():
     """Compare what a cp rank gets of an entry [B, L, V] beside tokens with what it should."""
     teacher, ids = drawn(0, 13, 5), torch.arange(13).expand(ROWS, 13)
     batch = {"input_ids": ids, "labels": ids, "loss_teacher": teacher, "loss_kept": ids}
@@ -345,7 +343,3 @@ def positions():
     assert torch.equal(cut["labels"], torch.where(places < 13, places, -100).expand(ROWS, -1))
     assert torch.equal(cut["loss_kept"], ids)
     assert torch.equal(cut["loss_teacher"], padded)
-
-
-def test_positions_of_tokens_that_are_named_or_known_are_divided():
-    run_ranks(positions, 2)

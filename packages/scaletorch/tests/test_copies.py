@@ -17,7 +17,7 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist.errors import StateError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import distributed_test, relative_error
 from scaletorch.parallel.data_parallel import shard_optimizer
 
 
@@ -60,18 +60,15 @@ def check_average(sizes, options, zero=0):
             pickle.dumps(model)
 
 
-def check_averages():
-    for sizes, options in ((DP, {}), (TP, {}), (CP, {}), (DP, {"recompute": True})):
-        check_average(sizes, options)
-    check_average(DP, {}, zero=1)
-    check_average(DP, {}, zero=2)
-
-
+@distributed_test(2, timeout=200)
 def test_averaged_models_are_those_of_one_process():
-    run_ranks(check_averages, 2, timeout=200)
+    kinds = (DP, {}), (TP, {}), (CP, {}), (DP, {"recompute": True}), (DP, {}, 1), (DP, {}, 2)
+    for kind in kinds:
+        check_average(*kind)
 
 
-def check_stages():
+@distributed_test(2, timeout=200)
+def test_stages_say_how_to_average_them_and_it_works():
     """The advice of the error, as it is written."""
     for options in ({}, dict([V])):
         with grid(PP) as manager:
@@ -94,7 +91,3 @@ def check_stages():
             assert max(float(relative_error(now[n], w)) for n, w in wanted.items()) < 1e-12
             given = shard_global_batch(batch(9), 2, manager)
             assert eval_step(model, given).item() == pytest.approx(loss.item(), rel=1e-12)
-
-
-def test_stages_say_how_to_average_them_and_it_works():
-    run_ranks(check_stages, 2, timeout=200)

@@ -246,7 +246,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             models.Routed,
             on("several", "pp"),
             "router's auxiliary loss .* which|product of two means",
-        ),
+        )
     },
     "returns another loss beside its logits": {
         "aux_loss": Case(models.Beside, always, "has aux_loss beside its logits"),
@@ -262,13 +262,13 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "gets a batch that differs": {
         "other labels": plain(
             always, "labels on rank 1 .* is not that of rank 0", batch=other_labels
-        ),
+        )
     },
     "attends in one cp layout": {
-        "stripe": plain(on("cp"), "cut in a stripe layout", cut=contiguous),
+        "stripe": plain(on("cp"), "cut in a stripe layout", cut=contiguous)
     },
     "has entries in its batch": {
-        "weights": plain(always, "the batch has weights", batch=with_weights),
+        "weights": plain(always, "the batch has weights", batch=with_weights)
     },
     "uses a whole parameter between": {
         "scale": Case(decoder(feed_forward=models.ScaledMLP)),
@@ -279,21 +279,21 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             decoder(feed_forward=models.BothMLP),
             lambda features: "tp" in features and "sequence_parallel" not in features,
             r"mlp\.scale.*in a parallel region and outside",
-        ),
+        )
     },
     "uses one parameter both on shards": {
         "gain": Case(  # logits that stay divided are shares as well
             models.Gained,
             lambda features: "sequence_parallel" in features and "loss_parallel" not in features,
             "'gain'.*shares of the tokens",
-        ),
+        )
     },
     "is trained by a loop that scales gradients": {
         "torch's clipping": plain(
             on("tp", "pp", "zero"),
             "by different factors .* use scaletorch.compose.clip_grad_norm_|clip with clip_grad_no",
             gradients=clipped,
-        ),
+        )
     },
     "is trained by a loop that uses a statistic of a shard": {
         "gradients by their norms": plain(
