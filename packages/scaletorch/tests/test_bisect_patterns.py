@@ -121,24 +121,18 @@ def test_two_faults_are_two_sentences_and_nan_comes_first():
     ("change", "sentence"),
     [
         (lambda r, m, x: 0 * x if m else x, "every rank (micro-batch 1) has all zeros"),
-        (
-            lambda r, m, x: x if (r, m) != (1, 0) else 0 * x,
-            "rank 1 (micro-batch 0) has all zeros at rows 0 and 1",
-        ),
-        (
-            lambda r, m, x: WHOLE[:2],
-            "every rank (micro-batch 1) has rows from elsewhere: "
-            "at 2 and 3 is what 0 and 1 should have",
-        ),
+        (lambda r, m, x: x if (r, m) != (1, 0) else 0 * x,
+         "rank 1 (micro-batch 0) has all zeros at rows 0 and 1"),
+        (lambda r, m, x: WHOLE[:2], "every rank (micro-batch 1) has rows from elsewhere: "
+         "at 2 and 3 is what 0 and 1 should have"),
     ],
-)
+)  # fmt: skip
 def test_micro_batches_are_named(change, sentence):
     held = []
     for rank, number in itertools.product(range(2), range(2)):
         own = pieces(WHOLE, 0, 2, lambda r, x, i: x)[number]
-        held.append(
-            replace(own, rank=rank, micro_batch=number, tensor=change(rank, number, own.tensor))
-        )
+        tensor = change(rank, number, own.tensor)
+        held.append(replace(own, rank=rank, micro_batch=number, tensor=tensor))
     assert explain(held, WHOLE, 1e-9, axes=AXES, groups={"tp": [(0, 1)]}) == [sentence]
 
 

@@ -90,13 +90,8 @@ def in_one_process(model, batches, make=sgd, *, loss_fn=cross_entropy, clip=math
         loss = total / count
         loss.backward()
         found.losses.append(loss.item())
-        found.gradients.append(
-            {
-                name: parameter.grad.clone()
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-                if parameter.grad is not None
-            }
-        )
+        named = model.named_parameters(remove_duplicate=False)
+        found.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
         found.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
         optimizer.step()
         optimizer.zero_grad()
