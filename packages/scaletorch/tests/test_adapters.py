@@ -5,7 +5,6 @@ from itertools import product
 import pytest
 import torch
 from sweeps import today
-from tiny_transformers import tiny
 from training import (
     cross_entropy,
     grid,
@@ -32,8 +31,9 @@ pytestmark = [
 ]
 
 SIZES = {  # heads that two ranks share out two to one
-    "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 6,
-    "num_key_value_heads": 3, "use_cache": False, "attn_implementation": "sdpa",
+    "vocab_size": 32, "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 64,
+    "use_cache": False, "attn_implementation": "sdpa",
 }  # fmt: skip
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 STEPS = 2
@@ -55,7 +55,14 @@ def _imports():
 
 
 def base():
-    return tiny("Llama", **SIZES)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(4.0)
+    return model
 
 
 def adapted(**options):
@@ -107,7 +114,7 @@ def test_every_layout_trains_adapters_like_one_process(layout, expected, tmp_pat
         assert all(torch.equal(own[name], found.weights[name]) for name in own)
     saved = safetensors.load_file(tmp_path / "adapter_model.safetensors")
     assert saved.keys() == peft.get_peft_model_state_dict(adapted()).keys()  # as peft writes them
-    loaded = peft.PeftModel.from_pretrained(base(), tmp_path).double()
+    loaded = peft.PeftModel.from_pretrained(base().double(), tmp_path).double()
     with torch.no_grad():
         total, count = cross_entropy(loaded(batch(STEPS - 1)["input_ids"]), batch(STEPS - 1))
     assert (total / count).item() == pytest.approx(found.evaluations[-1], rel=1e-12)
