@@ -11,8 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
 from mutants import MUTANTS, matches
 from mutants.hunt import MODELS
-from mutants.located import DIRECTIONS
-from mutants.locating import ELSEWHERE
+from mutants.locating import DIRECTIONS, ELSEWHERE
 from mutation.planted import Plant, is_of, plants, short, to_markdown
 
 ROOT = Path(__file__).resolve().parents[1]

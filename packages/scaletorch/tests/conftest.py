@@ -41,6 +41,15 @@ def four():
         yield pool
 
 
+@pytest.fixture
+def alone():
+    """A grid of one process."""
+    from training import grid
+
+    with grid({}) as manager:
+        yield manager
+
+
 @pytest.fixture(scope="session")
 def plugins():
     """The folder of modules that put a stand-in in the place of a vendor's device."""

@@ -35,22 +35,14 @@ def standing_before(wrap):
 
 
 class Called(NamedTuple):
-    """A call of this rank.
+    """A call of this rank."""
 
-    Attributes:
-        where: The communicator: the group's name, its ranks, the kind of device.
-        name: Of the call; "made" is that of the group itself.
-        facts: What all members have alike, or both ends.
-        peer: The other end of a message; None for a collective.
-        late: Whether construction had ended.
-        sizes: Of an uneven exchange: elements from each rank, and for each.
-    """
-
-    where: tuple[str, tuple[int, ...], str]
-    name: str
-    facts: tuple
-    peer: int | None
-    late: bool
+    where: tuple[str, tuple[int, ...], str]  # the group's name, its ranks, the kind of device
+    name: str  # "made" is that of the group itself
+    facts: tuple  # what all members have alike, or both ends
+    peer: int | None  # the other end of a message; None for a collective
+    late: bool  # whether construction had ended
+    # Of an uneven exchange: elements from each rank, and for each.
     sizes: tuple[tuple[int, ...], ...] | None = None
 
 
@@ -84,7 +76,7 @@ class Recorder:
         def noted(group, *args, **options):
             tensors = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
             device = tensors[0].device.type if tensors else ""
-            peer = facts = None
+            peer = None
             if name in ("send", "recv"):
                 peer = c10d.get_process_group_ranks(group)[args[1]]
                 facts = tensors[0].numel(), str(tensors[0].dtype), args[2]
@@ -190,8 +182,7 @@ def _cycle(calls):
     """Find collectives of several communicators that some ranks make in another order."""
     graph = TopologicalSorter()
     for each in calls:
-        counts = Counter()
-        row = []
+        counts, row = Counter(), []
         for call in each:
             if call.peer is None:
                 row.append((call.where, counts[call.where]))

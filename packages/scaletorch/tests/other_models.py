@@ -1,6 +1,7 @@
 """Tiny models that are no decoders of tokens, with batches and losses, for tests."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -19,62 +20,53 @@ class Model(NamedTuple):
     micro_batches: int = 2
 
 
-def vit():
-    from transformers import ViTConfig, ViTForImageClassification
+def of_transformers(model, config, **sizes):
+    import transformers
 
-    return ViTForImageClassification(
-        ViTConfig(**_SIZES, **_IMAGES, num_labels=5, hidden_dropout_prob=0.0)
-    )
+    return getattr(transformers, model)(getattr(transformers, f"{config}Config")(**sizes))
 
 
 _SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
+}  # fmt: skip
 _IMAGES = {"image_size": 6, "patch_size": 2, "num_channels": 3}
 _TOWER = {**_SIZES, "projection_dim": 12}
-_TEXT = {"vocab_size": WORDS, "max_position_embeddings": 8, "eos_token_id": WORDS - 1}
+_TEXT = {"vocab_size": WORDS, "max_position_embeddings": 8, "eos_token_id": WORDS - 1,
+         "bos_token_id": 0}  # fmt: skip
+
+
+def vit():
+    sizes = {**_SIZES, **_IMAGES, "num_labels": 5, "hidden_dropout_prob": 0.0}
+    return of_transformers("ViTForImageClassification", "ViT", **sizes)
 
 
 def clip():
-    from transformers import CLIPConfig, CLIPModel
-
-    text, vision = {**_TOWER, **_TEXT, "bos_token_id": 0}, {**_TOWER, **_IMAGES}
-    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=12))
+    towers = {"text_config": {**_TOWER, **_TEXT}, "vision_config": {**_TOWER, **_IMAGES}}
+    return of_transformers("CLIPModel", "CLIP", **towers, projection_dim=12)
 
 
 def clip_vision():
-    from transformers import CLIPVisionConfig, CLIPVisionModel
-
-    return CLIPVisionModel(CLIPVisionConfig(**_TOWER, **_IMAGES))
+    return of_transformers("CLIPVisionModel", "CLIPVision", **_TOWER, **_IMAGES)
 
 
 def clip_text():
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    return CLIPTextModel(CLIPTextConfig(**_TOWER, **_TEXT, bos_token_id=0))
+    return of_transformers("CLIPTextModel", "CLIPText", **_TOWER, **_TEXT)
 
 
 def whisper():
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
     stack = {"layers": 2, "attention_heads": 4, "ffn_dim": 24}
     stacks = {f"{side}_{n}": size for side in ("encoder", "decoder") for n, size in stack.items()}
     lengths = {"max_source_positions": 6, "max_target_positions": 12, "num_mel_bins": 5}
     special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
     own = {"vocab_size": WORDS, "d_model": 16, "decoder_start_token_id": 1, **special}
-    return WhisperForConditionalGeneration(WhisperConfig(**stacks, **lengths, **own))
+    given = {**stacks, **lengths, **own}
+    return of_transformers("WhisperForConditionalGeneration", "Whisper", **given)
 
 
 def t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=WORDS, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
-    )
+    own = {"vocab_size": WORDS, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return of_transformers("T5ForConditionalGeneration", "T5", **sizes, **own)
 
 
 class Half(nn.Module):
@@ -246,16 +238,10 @@ REFUSED = {
     "whisper": {"sp": _LISTS, "cp": _CP},
     "t5": {"sp": _LISTS, "cp": _COUNTS},
     "t5, longer": {"sp": _LISTS, "cp": _COUNTS},
-    "unet": {
-        **dict.fromkeys(("pp2-tp2", "tp", "sp"), _NO_PLAN),
-        "pp": _NO_LAYERS,
-        "cp": _CP,
-    },
+    "unet": {**dict.fromkeys(("pp2-tp2", "tp", "sp"), _NO_PLAN), "pp": _NO_LAYERS, "cp": _CP},
 }
 # No model gets as far as to a third stage of ZeRO.
-CELLS = [
-    (name, layout) for name in MODELS for layout in LAYOUTS if layout != "zero3" or name == "unet"
-]
+CELLS = [each for each in product(MODELS, LAYOUTS) if each[1] != "zero3" or each[0] == "unet"]
 
 
 def outcome(name, layout):

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from training import SIZES
 
 from scaletorch.compose import (
     forward_step,
@@ -17,10 +18,7 @@ from scaletorch.models import Llama, LlamaConfig
 from scaletorch.models.llama import rotary_tables
 
 ROWS, LENGTH, VOCAB, CLASSES = 8, 11, 32, 5
-CONFIG = LlamaConfig(
-    vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=4,
-    num_kv_heads=2,
-)  # fmt: skip
+CONFIG = LlamaConfig(**SIZES | {"vocab_size": VOCAB, "num_layers": 4})
 
 
 class Scored(Llama):
@@ -160,9 +158,8 @@ LOSSES = {
 
 def prepare(second, entry, function, micro_batches):
     """Put what a second model makes of micro-batches into them."""
-    for each, found in zip(
-        micro_batches, forward_step(second, micro_batches, function), strict=True
-    ):
+    made = forward_step(second, micro_batches, function)
+    for each, found in zip(micro_batches, made, strict=True):
         each[entry] = found
 
 

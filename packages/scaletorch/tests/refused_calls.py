@@ -14,10 +14,7 @@ from scaletorch.parallel.context_parallel import ShardedSequences
 def words_of(calls, batch, given=dict):
     """Return what each call says that is refused, as one rank of the default group.
 
-    Args:
-        calls: Functions of what `given` makes of this rank's shard.
-        batch: A global one.
-        given: Function of a batch.
+    Each takes what `given` makes of this rank's shard of a global batch.
     """
     said, length = [], batch["input_ids"].shape[1]
     for call in calls:

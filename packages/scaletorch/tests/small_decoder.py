@@ -34,6 +34,11 @@ def made():
     return Decoder().double()
 
 
+def loss_of(model, given):
+    logits = model(given["input_ids"])
+    return F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
+
+
 def batch(step):
     generator = torch.Generator().manual_seed(step)
     ids, labels = torch.randint(VOCAB, (2, 8, 8), generator=generator)

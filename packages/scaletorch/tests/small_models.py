@@ -2,18 +2,14 @@
 
 from dataclasses import replace
 
+from training import SIZES
+
 from scaletorch.dist import get_rank
 from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
 from scaletorch.verify.problem import sharpened
 
-SMALL = LlamaConfig(
-    vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
-)
-
-SMALL_MIXTURE = MixtureConfig(
-    vocab_size=64, hidden_size=16, intermediate_size=8, num_layers=2, num_heads=4, num_kv_heads=2,
-    num_experts=4,
-)  # fmt: skip
+SMALL = LlamaConfig(**SIZES | {"vocab_size": 64})
+SMALL_MIXTURE = MixtureConfig(**SIZES | {"vocab_size": 64, "intermediate_size": 8}, num_experts=4)
 
 
 def small_model():

@@ -1,10 +1,13 @@
 """LoRA of peft on frozen models of transformers trains on every layout as in one process."""
 
+from itertools import product
+
 import pytest
 import torch
 from sweeps import today
 from training import (
     cross_entropy,
+    grid,
     in_one_process,
     ranks_of,
     require_alike,
@@ -17,10 +20,6 @@ from scaletorch.compose import full_state_dict, parallelize, shard_global_batch,
 from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import distributed_test, preload, run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -55,11 +54,11 @@ def _imports():
     preload("peft", "transformers.models.llama.modeling_llama")
 
 
-def base(**options):
+def base():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, **options))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(4.0)
@@ -69,8 +68,7 @@ def base(**options):
 def adapted(**options):
     options = {"r": 3, "lora_alpha": 6, "target_modules": [*LAYERS], **options}
     config = peft.LoraConfig(init_lora_weights=False, **options)
-    model = peft.get_peft_model(base(), config)
-    return model.double()
+    return peft.get_peft_model(base(), config).double()
 
 
 def batch(step):
@@ -94,18 +92,16 @@ def is_adapter(name):
 
 
 def train(sizes, options, folder):
-    manager = setup_process_group_manager(**sizes)
-    model = parallelize(adapted(), manager, **options, rehearse=False)
-    optimizer = adam(model)
-    if manager.cp_dp_size > 1:
-        shard_optimizer(optimizer, model)
-    found = take_steps(model, optimizer, [batch(step) for step in range(STEPS)], 2)
-    export_adapter(model, folder)
-    with pytest.raises(CheckpointError, match="has an adapter already"):
+    with grid(sizes) as manager:
+        model = parallelize(adapted(), manager, **options, rehearse=False)
+        optimizer = adam(model)
+        if manager.cp_dp_size > 1:
+            shard_optimizer(optimizer, model)
+        found = take_steps(model, optimizer, [batch(step) for step in range(STEPS)], 2)
         export_adapter(model, folder)
-    own = full_state_dict(model, only=is_adapter)
-    destroy_process_group_manager()
-    return found, own
+        with pytest.raises(CheckpointError, match="has an adapter already"):
+            export_adapter(model, folder)
+        return found, full_state_dict(model, only=is_adapter)
 
 
 @pytest.mark.parametrize("layout", today([*LAYOUTS], 7))
@@ -126,21 +122,21 @@ def test_every_layout_trains_adapters_like_one_process(layout, expected, tmp_pat
 
 def dropped():
     """Return what adapters drop in a step, in forward and again in backward, of which inputs."""
-    manager, found = setup_process_group_manager(tp_size=2), {}
+    found = {}
     options = {"lora_dropout": 0.5, "target_modules": ["q_proj", "down_proj", "lm_head"]}
-    for shares in (False, True):
-        model = parallelize(
-            adapted(**options), manager, sequence_parallel=shares, recompute=True, rehearse=False
-        )
+    with grid({"tp_size": 2}) as manager:
+        for shares in (False, True):
+            how = {"sequence_parallel": shares, "recompute": True, "rehearse": False}
+            model = parallelize(adapted(**options), manager, **how)
 
-        def note(name, output, shares=shares):
-            found.setdefault((name, shares), []).append((tuple(output.shape), output == 0))
+            def note(name, output, shares=shares):
+                found.setdefault((name, shares), []).append((tuple(output.shape), output == 0))
 
-        for name in ("layers.0.self_attn.q_proj", "layers.0.mlp.down_proj", "lm_head"):
-            part = next(m for n, m in model.named_modules() if n.endswith(f"{name}.lora_dropout"))
-            part["default"].register_forward_hook(lambda _m, _i, y, name=name: note(name, y))
-        train_step(model.train(), shard_global_batch(batch(0), 1, model=model))
-    destroy_process_group_manager()
+            for name in ("layers.0.self_attn.q_proj", "layers.0.mlp.down_proj", "lm_head"):
+                ending = f"{name}.lora_dropout"
+                drop = next(m for n, m in model.named_modules() if n.endswith(ending))
+                drop["default"].register_forward_hook(lambda _m, _i, y, name=name: note(name, y))
+            train_step(model.train(), shard_global_batch(batch(0), 1, model=model))
     return found
 
 
@@ -152,17 +148,12 @@ def test_inputs_that_all_ranks_have_are_dropped_alike_and_no_others():
             assert len(masks) == (1 if name == head else 2)  # a layer is computed again
             assert all(torch.equal(mask, masks[0][1]) for _, mask in masks)
             assert 0.3 < masks[0][1].double().mean() < 0.7
-    assert (
-        one.keys() == other.keys() == {(n, s) for n in (query, down, head) for s in (False, True)}
-    )
+    assert one.keys() == other.keys() == {*product((query, down, head), (False, True))}
     alike = {k for k in one if torch.equal(one[k][0][1], other[k][0][1])}
     assert alike == {(query, False), (head, False)}
     # With shares of sequences a block has gathered its input; the head's is a share yet.
-    assert [one[n, True][0][0] for n in (query, down, head)] == [
-        (8, 12, 24),
-        (8, 12, 12),
-        (8, 6, 24),
-    ]
+    shapes = [one[n, True][0][0] for n in (query, down, head)]
+    assert shapes == [(8, 12, 24), (8, 12, 12), (8, 6, 24)]
 
 
 def nested():
@@ -180,10 +171,9 @@ def nested():
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_adapters_around_adapters_train_over_tp_like_one_process(shares):
-    expected, options = in_one_process(nested(), [batch(0)]), {"sequence_parallel": shares}
+    given = in_one_process(nested(), [batch(0)]), nested, {"tp_size": 2}, [batch(0)]
     bounds = {"bound": 1e-10, "losses": 1e-12}
-    how = {"options": options, "bounds": bounds}
-    train_and_compare(expected, nested, {"tp_size": 2}, [batch(0)], **how)
+    train_and_compare(*given, options={"sequence_parallel": shares}, bounds=bounds)
 
 
 REFUSED = {
@@ -194,14 +184,13 @@ REFUSED = {
 
 @distributed_test(world_size=2)
 def test_adapters_that_cannot_be_cut_are_refused():
-    manager = setup_process_group_manager(tp_size=2)
-    for options, message in REFUSED.values():
-        model = adapted(**options)
-        names = [name for name, _ in model.named_parameters()]
-        with pytest.raises(ScaletorchError, match=message):
-            parallelize(model, manager, rehearse=False)
-        assert names == [name for name, _ in model.named_parameters()]
-    destroy_process_group_manager()
+    with grid({"tp_size": 2}) as manager:
+        for options, message in REFUSED.values():
+            model = adapted(**options)
+            names = [name for name, _ in model.named_parameters()]
+            with pytest.raises(ScaletorchError, match=message):
+                parallelize(model, manager, rehearse=False)
+            assert names == [name for name, _ in model.named_parameters()]
 
 
 def injected(model):
@@ -216,31 +205,24 @@ def around(model):
 
 @distributed_test(world_size=2)
 def test_adapters_after_parallelize_are_refused_with_the_way_out():
-    manager = setup_process_group_manager(dp_size=2)
     whole = batch(0)
     message = r"lora_A.* came after the module was wrapped .*adapters.*get_peft_model of the plain"
-    for inject in (injected, around):
+    none = "has no adapter 'default' of peft; it has none"
+    with grid({"dp_size": 2}) as manager:
+        for inject in (injected, around):
+            model = parallelize(base(), manager, rehearse=False)
+            with pytest.raises(ScaletorchError, match=none):
+                export_adapter(model, "nowhere")
+            adapted = inject(model)
+            with pytest.raises(ScaletorchError, match=message):
+                train_step(adapted, shard_global_batch(whole, 2, model=model))
+            with pytest.raises(ScaletorchError, match=message):  # in a loop of one's own
+                adapted(input_ids=whole["input_ids"])
+    with grid({"tp_size": 2}) as manager:
         model = parallelize(base(), manager, rehearse=False)
-        with pytest.raises(ScaletorchError, match="has no adapter 'default' of peft; it has none"):
-            export_adapter(model, "nowhere")
-        adapted = inject(model)
-        with pytest.raises(ScaletorchError, match=message):
-            train_step(adapted, shard_global_batch(whole, 2, model=model))
-        with pytest.raises(ScaletorchError, match=message):  # in a loop of one's own
-            adapted(input_ids=whole["input_ids"])
-    destroy_process_group_manager()
-    manager = setup_process_group_manager(tp_size=2)
-    model = parallelize(base(), manager, rehearse=False)
-    for inject in (injected, around):
-        with pytest.raises(ValueError, match=r"Target module ColumnParallelLinear.*not supported"):
-            inject(model)
-    destroy_process_group_manager()
-
-
-@pytest.fixture
-def alone():
-    yield setup_process_group_manager()
-    destroy_process_group_manager()
+        for inject in (injected, around):
+            with pytest.raises(ValueError, match=r"module ColumnParallelLinear.*not supported"):
+                inject(model)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}])
@@ -250,9 +232,8 @@ def test_an_adapter_has_the_names_that_peft_gives_it(alone, tmp_path, options):
     model = peft.get_peft_model(base(), config, adapter_name=name)
     model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
     export_adapter(parallelize(model, alone, rehearse=False), tmp_path / "ours", adapter=name)
-    model.save_pretrained(
-        tmp_path / "theirs", selected_adapters=[name], save_embedding_layers=False
-    )
+    how = {"selected_adapters": [name], "save_embedding_layers": False}
+    model.save_pretrained(tmp_path / "theirs", **how)
     ours = safetensors.load_file(tmp_path / "ours" / "adapter_model.safetensors")
     theirs = safetensors.load_file(tmp_path / "theirs" / name / "adapter_model.safetensors")
     assert any("lora_embedding_A" in each for each in theirs)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from training import grid, in_one_process, train_and_compare
 
 from scaletorch.compose import count_routing, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError, RehearsalError, ScaletorchError
-from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.tensor_parallel import Divide
 
 ROWS = 7
@@ -174,9 +175,8 @@ CASES = [(name, sizes) for name, model in MODELS.items() for sizes in model[-1]]
 @functools.cache
 def expected(name):
     make, batch, loss_fn, _ = MODELS[name]
-    torch.manual_seed(0)
     batches = [as_mapping(batch(step)) for step in range(2)]
-    return in_one_process(make().double(), batches, loss_fn=loss_fn)
+    return in_one_process(built(make), batches, loss_fn=loss_fn)
 
 
 def as_mapping(batch):
@@ -207,22 +207,14 @@ def test_any_model_trains_as_in_one_process(name, sizes):
 
 REFUSED = [
     ({"cp_size": 2}, {}, None, r"cp divides .* it is not known where this batch of latents, time"),
-    (
-        {"tp_size": 2},
-        {"plan": {n: style for n, style in PLAN.items() if n != "blocks.*"}, **SHARED},
-        None,
-        r"sequence_parallel divides .* of input_ids.* style the layers 'sequence_layer'",
-    ),
-    (
-        {"cp_size": 2},
-        {},
-        {"latents": 1},
-        r"cp divides 8 positions, and loss_noise is \[7, 8, 4\].*{'loss_noise': 1} or .*: None}",
-    ),
+    ({"tp_size": 2}, {"plan": {n: style for n, style in PLAN.items() if n != "blocks.*"}, **SHARED},
+     None, r"sequence_parallel divides .* of input_ids.* style the layers 'sequence_layer'"),
+    ({"cp_size": 2}, {}, {"latents": 1},
+     r"cp divides 8 positions, and loss_noise is \[7, 8, 4\].*{'loss_noise': 1} or .*: None}"),
     ({"cp_size": 2}, {}, {"x": 1}, "sequence_dims names x, and the batch has only latents"),
     ({"cp_size": 2}, {}, {"latents": 3}, r"'latents': 3} does not fit: latents has shape \[7, 8"),
     ({"cp_size": 2}, {}, {"latents": 1, "loss_noise": 2}, "dims of 8 of latents, 4 of loss_noise"),
-]
+]  # fmt: skip
 
 
 def step_of_noises(sizes, options, dims):
@@ -239,12 +231,6 @@ def test_what_divides_positions_is_refused():
             step_of_noises(*case)
 
 
-@pytest.fixture
-def alone():
-    with grid({}) as manager:
-        yield manager
-
-
 def test_batches_that_do_not_fit_are_named(alone):
     model = parallelize(Denoiser(), alone)
     batch = {name: entry.float() for name, entry in noises(0).items()}
@@ -258,16 +244,14 @@ def test_batches_that_do_not_fit_are_named(alone):
         step(batch)
     with pytest.raises(InvalidArgumentError, match="needs model="):
         shard_global_batch((batch["latents"], batch["time"]), 1, alone)
-    with pytest.raises(
-        InvalidArgumentError, match="of 4 entries does not fit a forward of latents"
+    for given, words in (
+        ((batch["time"],) * 4, "of 4 entries does not fit a forward of latents"),
+        (batch["latents"], "a dataclass or a tuple, got a Tensor"),
+        ({"input_ids": batch["latents"]}, r"input_ids has the shape \[7, 8, 4\]"),
+        ({"scale": 2.0}, r"dim 0 is rows.* this one has scale"),
     ):
-        shard_global_batch((batch["time"],) * 4, 1, model=model)
-    with pytest.raises(InvalidArgumentError, match="a dataclass or a tuple, got a Tensor"):
-        shard_global_batch(batch["latents"], 1, model=model)
-    with pytest.raises(InvalidArgumentError, match=r"input_ids has the shape \[7, 8, 4\]"):
-        shard_global_batch({"input_ids": batch["latents"]}, 1, model=model)
-    with pytest.raises(InvalidArgumentError, match=r"dim 0 is rows.* this one has scale"):
-        shard_global_batch({"scale": 2.0}, 1, model=model)
+        with pytest.raises(InvalidArgumentError, match=words):
+            shard_global_batch(given, 1, model=model)
 
 
 class Centred(Recurrent):
@@ -278,13 +262,11 @@ class Centred(Recurrent):
 
 
 def test_micro_batches_of_one_process_are_rehearsed(alone):
-    for make in (Recurrent, Centred):
+    refused = pytest.raises(RehearsalError, match=r"Centred .* micro-batches divide rows")
+    for make, how in ((Recurrent, nullcontext()), (Centred, refused)):
         model = parallelize(make().double(), alone)
         cut = shard_global_batch(series(0), 2, model=model)
-        if make is Recurrent:
-            train_step(model, cut, loss_fn=of_class)
-            continue
-        with pytest.raises(RehearsalError, match=r"Centred .* micro-batches divide rows"):
+        with how:
             train_step(model, cut, loss_fn=of_class)
 
 
@@ -321,7 +303,8 @@ def of_lengths(model, *lengths, **how):
     return [each for whole in wholes for each in shard_global_batch(whole, 1, model=model, **how)]
 
 
-def padded():
+@distributed_test(4)
+def test_full_attention_to_padding_is_refused_in_every_micro_batch():
     plan = {n.removeprefix("blocks.*."): s for n, s in PLAN.items() if "attention" in n}
     for sizes in ({"cp_size": 4}, {"cp_size": 2, "dp_size": 2}, {"cp_size": 2, "tp_size": 2}):
         with grid(sizes) as manager:
@@ -343,11 +326,8 @@ def padded():
             train_step(model, of_lengths(model, 16, 15))
 
 
-def test_full_attention_to_padding_is_refused_in_every_micro_batch():
-    run_ranks(padded, 4)
-
-
-def positions():
+@distributed_test(2)
+def test_positions_of_tokens_that_are_named_or_known_are_divided():
     """Compare what a cp rank gets of an entry [B, L, V] beside tokens with what it should."""
     teacher, ids = drawn(0, 13, 5), torch.arange(13).expand(ROWS, 13)
     batch = {"input_ids": ids, "labels": ids, "loss_teacher": teacher, "loss_kept": ids}
@@ -363,7 +343,3 @@ def positions():
     assert torch.equal(cut["labels"], torch.where(places < 13, places, -100).expand(ROWS, -1))
     assert torch.equal(cut["loss_kept"], ids)
     assert torch.equal(cut["loss_teacher"], padded)
-
-
-def test_positions_of_tokens_that_are_named_or_known_are_divided():
-    run_ranks(positions, 2)

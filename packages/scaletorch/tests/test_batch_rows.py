@@ -7,7 +7,7 @@ import torch
 from sweeps import today
 from test_loss_reads import PLAN, WIDTH, Layer
 from torch import nn
-from training import adamw, cross_entropy, grid, in_one_process, llama, train_and_compare
+from training import FOUR, adamw, cross_entropy, grid, in_one_process, llama, train_and_compare
 
 from scaletorch.compose import eval_step, parallelize, rows_of_step, shard_global_batch
 from scaletorch.compose.batches import rows_of_ranks
@@ -88,90 +88,66 @@ def test_rows_of_all_shapes_train_as_one_process(sizes, options, micro_batches):
 
 
 def test_the_proof_is_told_too():
-    report = assert_trains_alike(net, batch, "dp2", row_dims=NAMED)
-    assert report.passed
+    assert assert_trains_alike(net, batch, "dp2", row_dims=NAMED).passed
 
 
 def table(*shape):
     return torch.zeros(shape)
 
 
-SQUARE = {"input_ids": torch.zeros(8, 8, dtype=torch.int64)}
-THREE = {"input_ids": torch.zeros(3, 8, dtype=torch.int64)}
-FOUR = {"input_ids": torch.zeros(4, 8, dtype=torch.int64)}
+IDS_3, IDS_4, IDS_8 = ({"input_ids": torch.zeros(n, 8, dtype=torch.int64)} for n in (3, 4, 8))
 # Entries beside input_ids, row_dims, and what is said of them.
 REFUSED = [
-    (FOUR, {"bias": table(8, 8)}, None, r"bias has shape \[8, 8\].* 4 rows.*row_dims={'bias': No"),
-    (FOUR, {"pixels": table(3, 4)}, None, r"row_dims={'pixels': 1} or row_dims={'pixels': None}"),
-    (
-        FOUR,
-        {"images": table(8, 3)},
-        None,
-        "images has shape .* None passes it whole to every micro-batch",
-    ),
-    (
-        FOUR,
-        {"names": ["a"] * 4},
-        None,
-        "names is a list, and it is not clear .* 4 rows of the batch",
-    ),
-    (SQUARE, {"bias": table(8, 8)}, None, "not clear .* 8 rows.*: 0} or .*'bias': None}"),
-    (SQUARE, {"weights": table(8)}, None, "weights has shape .* not clear whether"),
-    (SQUARE, {"attention_mask": table(8, 8)}, None, "attention_mask .* not clear whether"),
-    (THREE, {"position_ids": table(3, 3, 8)}, None, "not clear .*'position_ids': 1} or"),
-    (FOUR, {"position_ids": table(8)}, None, r"position_ids has shape \[8\]: .* \[axes, 4, 8\]"),
-    (FOUR, {"labels": table(4)}, None, r"labels have shape \[4\].*loss_labels.*count_fn counts"),
-    (FOUR, {"loss_table": table(3)}, None, r"the 4 rows.*row_dims={'loss_table': None}"),
-    (FOUR, {"table": table(3)}, {"tabel": None}, "row_dims names tabel, and the batch has only"),
-    (FOUR, {"table": table(3)}, {"table": 0}, r"{'table': 0} does not fit: table has shape \[3\]"),
-    (FOUR, {"table": table(3)}, {"table": 1}, "does not fit"),
-    (FOUR, {"table": table(3)}, {"table": "0"}, "does not fit"),
-    (FOUR, {}, {"input_ids": None}, "the batch has 4 rows, which are dim 0 of input_ids"),
-    (FOUR, {}, ["input_ids"], "row_dims is a mapping from names"),
+    (IDS_4, {"bias": table(8, 8)}, None, r"bias has shape \[8, 8\].* 4 rows.*row_dims={'bias': No"),
+    (IDS_4, {"pixels": table(3, 4)}, None, r"row_dims={'pixels': 1} or row_dims={'pixels': None}"),
+    (IDS_4, {"images": table(8, 3)}, None, "images has .* None passes it whole to every micro-b"),
+    (IDS_4, {"names": ["a"] * 4}, None, "names is a list, and it is not clear .* 4 rows of the"),
+    (IDS_8, {"bias": table(8, 8)}, None, "not clear .* 8 rows.*: 0} or .*'bias': None}"),
+    (IDS_8, {"weights": table(8)}, None, "weights has shape .* not clear whether"),
+    (IDS_8, {"attention_mask": table(8, 8)}, None, "attention_mask .* not clear whether"),
+    (IDS_3, {"position_ids": table(3, 3, 8)}, None, "not clear .*'position_ids': 1} or"),
+    (IDS_4, {"position_ids": table(8)}, None, r"position_ids has shape \[8\]: .* \[axes, 4, 8\]"),
+    (IDS_4, {"labels": table(4)}, None, r"labels have shape \[4\].*loss_labels.*count_fn counts"),
+    (IDS_4, {"loss_table": table(3)}, None, r"the 4 rows.*row_dims={'loss_table': None}"),
+    (IDS_4, {"table": table(3)}, {"tabel": None}, "row_dims names tabel, and the batch has only"),
+    (IDS_4, {"table": table(3)}, {"table": 0}, r"{'table': 0} does not fit: table has shape \[3\]"),
+    (IDS_4, {"table": table(3)}, {"table": 1}, "does not fit"),
+    (IDS_4, {"table": table(3)}, {"table": "0"}, "does not fit"),
+    (IDS_4, {}, {"input_ids": None}, "the batch has 4 rows, which are dim 0 of input_ids"),
+    (IDS_4, {}, ["input_ids"], "row_dims is a mapping from names"),
 ]
 TAKEN = [  # entries, row_dims, and their shape in one of two micro-batches
-    (FOUR, {"bias": table(8, 8)}, {"bias": None}, [8, 8]),
-    (FOUR, {"pixels": table(3, 4)}, {"pixels": -1}, [3, 2]),
-    (FOUR, {"mask": table(1, 1, 8, 8)}, None, [1, 1, 8, 8]),
-    (FOUR, {"mask": table(4, 1, 8, 8)}, None, [2, 1, 8, 8]),
-    (FOUR, {"weights": table(4)}, None, [2]),
-    (FOUR, {"position_ids": table(1, 8)}, None, [1, 8]),
-    (FOUR, {"position_ids": table(3, 1, 8)}, None, [3, 1, 8]),
-    (FOUR, {"position_ids": table(4, 4, 8)}, {"position_ids": 1}, [4, 2, 8]),
-    (FOUR, {"loss_table": table(3)}, {"loss_table": None}, [3]),
-    (FOUR, {"cu_seq_lens_q": [0, 3, 8]}, None, 3),
-    (SQUARE, {"token_type_ids": table(8, 8)}, None, [4, 8]),
-    (SQUARE, {"images": table(8, 3, 5, 5)}, None, [4, 3, 5, 5]),
-    (SQUARE, {"bias": table(8, 8)}, {"bias": 0}, [4, 8]),
+    (IDS_4, {"bias": table(8, 8)}, {"bias": None}, [8, 8]),
+    (IDS_4, {"pixels": table(3, 4)}, {"pixels": -1}, [3, 2]),
+    (IDS_4, {"mask": table(1, 1, 8, 8)}, None, [1, 1, 8, 8]),
+    (IDS_4, {"mask": table(4, 1, 8, 8)}, None, [2, 1, 8, 8]),
+    (IDS_4, {"weights": table(4)}, None, [2]),
+    (IDS_4, {"position_ids": table(1, 8)}, None, [1, 8]),
+    (IDS_4, {"position_ids": table(3, 1, 8)}, None, [3, 1, 8]),
+    (IDS_4, {"position_ids": table(4, 4, 8)}, {"position_ids": 1}, [4, 2, 8]),
+    (IDS_4, {"loss_table": table(3)}, {"loss_table": None}, [3]),
+    (IDS_4, {"cu_seq_lens_q": [0, 3, 8]}, None, 3),
+    (IDS_8, {"token_type_ids": table(8, 8)}, None, [4, 8]),
+    (IDS_8, {"images": table(8, 3, 5, 5)}, None, [4, 3, 5, 5]),
+    (IDS_8, {"bias": table(8, 8)}, {"bias": 0}, [4, 8]),
 ]
 
 
 @pytest.mark.parametrize(("ids", "entries", "row_dims", "words"), REFUSED)
-def test_what_can_be_read_otherwise_is_asked_about(ids, entries, row_dims, words):
-    with grid({}) as manager, pytest.raises(ValueError, match=words):
-        shard_global_batch(ids | entries, 1, row_dims=row_dims, manager=manager)
+def test_what_can_be_read_otherwise_is_asked_about(alone, ids, entries, row_dims, words):
+    with pytest.raises(ValueError, match=words):
+        shard_global_batch(ids | entries, 1, row_dims=row_dims, manager=alone)
 
 
 @pytest.mark.parametrize(("ids", "entries", "row_dims", "shape"), TAKEN)
-def test_what_is_told_or_known_is_cut(ids, entries, row_dims, shape):
-    with grid({}) as manager:
-        parts = shard_global_batch(ids | entries, 2, row_dims=row_dims, manager=manager)
+def test_what_is_told_or_known_is_cut(alone, ids, entries, row_dims, shape):
+    parts = shard_global_batch(ids | entries, 2, row_dims=row_dims, manager=alone)
     (name,) = entries
     found = [list(p[name].shape) if isinstance(shape, list) else len(p[name]) for p in parts]
     assert found == [shape, shape]
 
 
 STEPS = (7, 5, 2, 1)  # rows of the steps, one after another
-UNEVEN = {
-    "dp 4": {"dp_size": 4},
-    "dp 2 x tp 2": {"dp_size": 2, "tp_size": 2},
-    "dp 2 x pp 2": {"dp_size": 2, "pp_size": 2},
-    "dp 2 x cp 2": {"dp_size": 2, "cp_size": 2},
-    "pp 2 x tp 2": {"pp_size": 2, "tp_size": 2},
-    "tp 4": {"tp_size": 4},
-    "cp 4": {"cp_size": 4},
-    "pp 4": {"pp_size": 4},
-}
 # The loss of one's own takes a mean over positions and words, which cp and tp divide.
 OWN = [("dp 4", True), ("dp 2 x pp 2", True), ("pp 4", True)]
 
@@ -199,9 +175,9 @@ def decoder():
     return llama(vocab_size=64, num_layers=4).double()
 
 
-def steps():
+def steps(numbers_of_rows=STEPS):
     found = []
-    for step, rows in enumerate(STEPS):
+    for step, rows in enumerate(numbers_of_rows):
         drawn = torch.randint(64, (rows, 17), generator=torch.Generator().manual_seed(step))
         labels = drawn[:, 1:].clone()
         labels[:, : step + 1] = -100
@@ -216,11 +192,11 @@ def uneven_steps(own):
     return in_one_process(decoder(), steps(), adamw, loss_fn=loss_fn, clip=1.0)
 
 
-@pytest.mark.parametrize(("layout", "own"), today([*((name, False) for name in UNEVEN), *OWN], 11))
+@pytest.mark.parametrize(("layout", "own"), today([*((name, False) for name in FOUR), *OWN], 13))
 def test_any_number_of_rows_trains_as_one_process(layout, own):
     told = {"loss_fn": of_squares, "count_fn": rows_of} if own else {}
     how = {"micro_batches": 3, "clip": 1.0, "rehearse": True, "bounds": {"weights": 1e-9}, **told}
-    train_and_compare(uneven_steps(own), decoder, UNEVEN[layout], steps(), adamw, **how)
+    train_and_compare(uneven_steps(own), decoder, FOUR[layout], steps(), adamw, **how)
 
 
 def own_rows():

@@ -66,11 +66,10 @@ class Mixing(nn.Module):
 FAULTS = {  # what it mixes, the axis that must not be divided, and the module to blame
     "positions from 0": (
         lambda: Mixing(nn.Embedding(64, 8), lambda table, x: x + table(torch.arange(x.shape[1]))),
-        "positions",
-        "1",
+        "positions", "1",
     ),
     "batch norm": (lambda: Mixing(nn.BatchNorm1d(8), lambda f, x: f(x.mT).mT), "rows", "1.inner"),
-}
+}  # fmt: skip
 
 
 def train(folder, kind, axis=""):

@@ -54,81 +54,40 @@ SPLIT = torch.cat((SPLIT, WHOLE[None] - SPLIT.sum(0)))  # four that add up
 TP = "ranks 0 and 1; ranks 2 and 3 (tp) have"
 SENTENCES = {
     "zeros on all ranks": (1, lambda r, x, i: 0 * x, "every rank has all zeros"),
-    "zeros here and there": (
-        1,
-        of_rank(2, lambda x: filled(x, 0, [0, 3], [1, 2], [3, 9])),
-        "rank 2 has all zeros at columns 3 and 9 of positions 9 and 10 of rows 0 and 3",
-    ),
-    "not a number": (
-        1,
-        of_rank(2, lambda x: filled(x, math.nan, 0, 1)),
-        "rank 2 has NaN or infinity at position 9 of row 0, unlike the reference",
-    ),
+    "zeros here and there": (1, of_rank(2, lambda x: filled(x, 0, [0, 3], [1, 2], [3, 9])),
+     "rank 2 has all zeros at columns 3 and 9 of positions 9 and 10 of rows 0 and 3"),
+    "not a number": (1, of_rank(2, lambda x: filled(x, math.nan, 0, 1)),
+     "rank 2 has NaN or infinity at position 9 of row 0, unlike the reference"),
     "a half": (None, lambda r, x, i: x / 2, "every rank has 1/2 of the right values"),
-    "negative": (
-        None,
-        of_rank(3, lambda x: -x),
-        "rank 3 has the right values with the sign flipped",
-    ),
-    "some ranks": (
-        None,
-        lambda r, x, i: 3 * x if r % 2 else x,
-        "ranks 1 and 3 have 3 times the right values",
-    ),
-    "no sum over one axis": (
-        None,
-        lambda r, x, i: SPLIT[0] if r % 2 else x - SPLIT[0],
-        f"{TP} partial sums: a sum over tp is missing",
-    ),
-    "no sum over two axes": (
-        None,
-        lambda r, x, i: SPLIT[r],
-        "ranks 0-3 (all ranks) have partial sums: a sum over all ranks is missing",
-    ),
-    "no sum of a sharded embedding": (
-        None,
-        lambda r, x, i: x * (torch.arange(16) % 2 == r % 2)[:, None],
-        f"{TP} partial sums: a sum over tp is missing",
-    ),
-    "no mean": (
-        None,
-        lambda r, x, i: x + (1 if r % 2 else -1) * SPLIT[0],
-        f"{TP} terms of a mean: a mean over tp is missing",
-    ),
-    "the shard of another rank": (
-        1,
-        of_rank(1, lambda x: WHOLE[:, :4]),
-        "rank 1 has positions from elsewhere: at 4-7 is what 0-3 should have",
-    ),
-    "shifted": (
-        None,
-        lambda r, x, i: x.roll(3, 1),
-        "every rank has positions in another order: "
-        "at 0-2 is what 13-15 should have, at 3-15 what 0-12 should have",
-    ),
-    "reversed": (
-        None,
-        lambda r, x, i: x.flip(1),
-        "every rank has positions in another order: at 0 is what 15 should have, "
-        "at 1 what 14 should have, at 2 what 13 should have ...",
-    ),
-    "one slice for all": (
-        1,
-        of_rank(1, lambda x: x[:, :1].expand_as(x)),
-        "rank 1 has positions from elsewhere: "
-        "at 5 is what 4 should have, at 6 what 4 should have, at 7 what 4 should have",
-    ),
-    "few elements": (
-        1,
-        of_rank(3, lambda x: filled(x, torch.tensor([7.0, 8.0]).double(), [0, 3], [1, 2], [3, 9])),
-        "rank 3 has values that differ at columns 3 and 9 of positions 13 and 14 of rows 0 and 3, ",
-    ),
-    "noise": (
-        1,
-        of_rank(1, lambda x: x + 0.1 * normal(*x.shape, seed=5)),
-        "rank 1 has values that differ at positions 4-7, by 0.",
-    ),
-}
+    "negative": (None, of_rank(3, lambda x: -x),
+     "rank 3 has the right values with the sign flipped"),
+    "some ranks": (None, lambda r, x, i: 3 * x if r % 2 else x,
+     "ranks 1 and 3 have 3 times the right values"),
+    "no sum over one axis": (None, lambda r, x, i: SPLIT[0] if r % 2 else x - SPLIT[0],
+     f"{TP} partial sums: a sum over tp is missing"),
+    "no sum over two axes": (None, lambda r, x, i: SPLIT[r],
+     "ranks 0-3 (all ranks) have partial sums: a sum over all ranks is missing"),
+    "no sum of a sharded embedding": (None,
+     lambda r, x, i: x * (torch.arange(16) % 2 == r % 2)[:, None],
+     f"{TP} partial sums: a sum over tp is missing"),
+    "no mean": (None, lambda r, x, i: x + (1 if r % 2 else -1) * SPLIT[0],
+     f"{TP} terms of a mean: a mean over tp is missing"),
+    "the shard of another rank": (1, of_rank(1, lambda x: WHOLE[:, :4]),
+     "rank 1 has positions from elsewhere: at 4-7 is what 0-3 should have"),
+    "shifted": (None, lambda r, x, i: x.roll(3, 1), "every rank has positions in another order: "
+     "at 0-2 is what 13-15 should have, at 3-15 what 0-12 should have"),
+    "reversed": (None, lambda r, x, i: x.flip(1),
+     "every rank has positions in another order: at 0 is what 15 should have, "
+     "at 1 what 14 should have, at 2 what 13 should have ..."),
+    "one slice for all": (1, of_rank(1, lambda x: x[:, :1].expand_as(x)),
+     "rank 1 has positions from elsewhere: "
+     "at 5 is what 4 should have, at 6 what 4 should have, at 7 what 4 should have"),
+    "few elements": (1,
+     of_rank(3, lambda x: filled(x, torch.tensor([7.0, 8.0]).double(), [0, 3], [1, 2], [3, 9])),
+     "rank 3 has values that differ at columns 3 and 9 of positions 13 and 14 of rows 0 and 3, "),
+    "noise": (1, of_rank(1, lambda x: x + 0.1 * normal(*x.shape, seed=5)),
+     "rank 1 has values that differ at positions 4-7, by 0."),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -162,24 +121,18 @@ def test_two_faults_are_two_sentences_and_nan_comes_first():
     ("change", "sentence"),
     [
         (lambda r, m, x: 0 * x if m else x, "every rank (micro-batch 1) has all zeros"),
-        (
-            lambda r, m, x: x if (r, m) != (1, 0) else 0 * x,
-            "rank 1 (micro-batch 0) has all zeros at rows 0 and 1",
-        ),
-        (
-            lambda r, m, x: WHOLE[:2],
-            "every rank (micro-batch 1) has rows from elsewhere: "
-            "at 2 and 3 is what 0 and 1 should have",
-        ),
+        (lambda r, m, x: x if (r, m) != (1, 0) else 0 * x,
+         "rank 1 (micro-batch 0) has all zeros at rows 0 and 1"),
+        (lambda r, m, x: WHOLE[:2], "every rank (micro-batch 1) has rows from elsewhere: "
+         "at 2 and 3 is what 0 and 1 should have"),
     ],
-)
+)  # fmt: skip
 def test_micro_batches_are_named(change, sentence):
     held = []
     for rank, number in itertools.product(range(2), range(2)):
         own = pieces(WHOLE, 0, 2, lambda r, x, i: x)[number]
-        held.append(
-            replace(own, rank=rank, micro_batch=number, tensor=change(rank, number, own.tensor))
-        )
+        tensor = change(rank, number, own.tensor)
+        held.append(replace(own, rank=rank, micro_batch=number, tensor=tensor))
     assert explain(held, WHOLE, 1e-9, axes=AXES, groups={"tp": [(0, 1)]}) == [sentence]
 
 

@@ -13,16 +13,13 @@ from test_host_waits import LAYOUTS, small_model
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
+from training import grid, sizes_of
 
 import scaletorch.dist as dist
 from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist import devices
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
 
@@ -104,31 +101,31 @@ def backend_that_keeps_nothing():
 
 def kept_on(layout, options):
     """Return the faults of two steps, and whether they gave the same as without the stand-in."""
-    dp, pp, cp, tp = layout
+    dp, pp, *_ = layout
     ep, options = options.get("ep", 1), {k: v for k, v in options.items() if k != "ep"}
-    manager = setup_process_group_manager(tp, cp, pp, dp, ep)
-    device = devices.current_device()
-    ids = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0)).to(device)
+    with grid(sizes_of(layout) | {"ep_size": ep}) as manager:
+        device = devices.current_device()
+        ids = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0)).to(device)
+        batch = {"input_ids": ids, "labels": ids}
 
-    def train():
-        torch.manual_seed(0)
-        model = small_model(ep > 1, tie_embeddings=pp > 1).to(device)
-        model = parallelize(model, manager, rehearse=False, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if dp > 1:
-            optimizer = shard_optimizer(optimizer, model, stage=2, overlap=True)
-        for _ in range(2):
-            optimizer.zero_grad()
-            train_step(model, shard_global_batch({"input_ids": ids, "labels": ids}, 2, model=model))
-            optimizer.step()
-        model.wait_for_parameters()
-        return [parameter.detach().cpu() for parameter in model.parameters()]
+        def train():
+            torch.manual_seed(0)
+            model = small_model(ep > 1, tie_embeddings=pp > 1).to(device)
+            model = parallelize(model, manager, rehearse=False, **options)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if dp > 1:
+                optimizer = shard_optimizer(optimizer, model, stage=2, overlap=True)
+            for _ in range(2):
+                optimizer.zero_grad()
+                train_step(model, shard_global_batch(batch, 2, model=model))
+                optimizer.step()
+            model.wait_for_parameters()
+            return [parameter.detach().cpu() for parameter in model.parameters()]
 
-    plain = train()
-    with backend_that_keeps_nothing() as faults:
-        same = all(torch.equal(*pair) for pair in zip(plain, train(), strict=True))
-    destroy_process_group_manager()
-    return faults, same
+        plain = train()
+        with backend_that_keeps_nothing() as faults:
+            same = all(torch.equal(*pair) for pair in zip(plain, train(), strict=True))
+        return faults, same
 
 
 def kept_on_all(cases, backend):

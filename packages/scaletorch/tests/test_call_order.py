@@ -8,16 +8,13 @@ import torch.distributed as c10d
 from group_calls import MOST, Called, Recorder, faults
 from sweeps import today
 from test_host_waits import LAYOUTS, small_model
+from training import grid, sizes_of
 
 import scaletorch.dist as dist
 from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist import devices
 from scaletorch.dist.building import all_to_all_flat
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 from scaletorch.parallel.pipeline_parallel import SCHEDULES
 
 PLAIN = {"rehearse": False}
@@ -42,10 +39,8 @@ pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
 
 def calls_of(layout, plant=None, ep=1, **options):
     """This rank's calls while a model is built and takes two steps."""
-    dp, pp, cp, tp = layout
-    device, recorder = devices.current_device(), Recorder()
-    with recorder.recording():
-        manager = setup_process_group_manager(tp, cp, pp, dp, ep)
+    device, recorder, pp = devices.current_device(), Recorder(), layout[1]
+    with recorder.recording(), grid(sizes_of(layout) | {"ep_size": ep}) as manager:
         torch.manual_seed(0)
         model = small_model(ep > 1, tie_embeddings=pp > 1, num_layers=8 if pp == 4 else 4)
         model = parallelize(model.to(device), manager, **options)
@@ -58,7 +53,6 @@ def calls_of(layout, plant=None, ep=1, **options):
             optimizer.step()
         if plant is not None:
             plant(manager, device)
-    destroy_process_group_manager()
     return recorder.calls, recorder.most
 
 

@@ -20,19 +20,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from scaletorch.checkpoint import CheckpointError, DamagedCheckpointError, import_dcp
 from scaletorch.compose import parallelize
-from scaletorch.dist import RankPool
 from scaletorch.dist.testing import preload
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import destroy_process_group_manager
 
 STEPS, BOUND = 2, 1e-12
-preload("torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp")
-
-
-@pytest.fixture(scope="module")
-def four():
-    with RankPool(4, seed=0) as pool:
-        yield pool
+preload("torch.distributed.fsdp")
 
 
 def train(model, optimizer, steps):

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch import nn
+from training import grid
 
 from scaletorch.checkpoint import (
     CheckpointError,
@@ -23,14 +24,9 @@ from scaletorch.checkpoint import (
 )
 from scaletorch.checkpoint.format import folders, safetensors_files
 from scaletorch.checkpoint.format.folders import LOCK
-from scaletorch.dist import RankFailedError, RankPool, launch
-from scaletorch.dist.testing import preload, run_ranks
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
-
-preload("torch.distributed.checkpoint")
+from scaletorch.dist import RankFailedError, launch
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pg_manager import setup_process_group_manager
 
 
 def filled(value):
@@ -39,9 +35,11 @@ def filled(value):
     return model
 
 
-def value_of(model):
-    (value,) = model.weight.unique().tolist()
-    return value
+def loaded(folder):
+    """Return the step of a checkpoint, and the value of all of its weights."""
+    model = filled(0.0)
+    step, (value,) = load(folder, model).step, model.weight.unique().tolist()
+    return step, value
 
 
 def names(folder):
@@ -79,8 +77,7 @@ def test_ctrl_c_while_a_save_waits_leaves_the_one_before_whole(tmp_path, monkeyp
     save(tmp_path, model, step=2, asynchronous=True).wait()  # in memory that the first had
     assert first.done()
     for step in (1, 2):
-        load(tmp_path / f"step-{step:08d}", model)
-        assert value_of(model) == step
+        assert loaded(tmp_path / f"step-{step:08d}") == (step, step)
 
 
 def save_and_return(root):
@@ -93,9 +90,7 @@ def save_and_return(root):
 
 def test_ranks_that_return_finish_the_writing_first(tmp_path):
     launch(save_and_return, 2, tmp_path)
-    model = filled(0.0)
-    assert load(tmp_path, model).step == 1
-    assert value_of(model) == 4
+    assert loaded(tmp_path) == (1, 4)
 
 
 def test_names_of_a_folder_are_flushed(tmp_path, monkeypatch):
@@ -110,11 +105,11 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     saving = save("run", filled(1.0), step=1, asynchronous=True)
-    loaded = load("run", filled(0.0))
+    found = load("run", filled(0.0))
     monkeypatch.chdir("elsewhere")
     saving.wait()
     assert names(tmp_path / "elsewhere") == []
-    assert loaded.folder == saving.folder == tmp_path / "run" / "step-00000001"
+    assert found.folder == saving.folder == tmp_path / "run" / "step-00000001"
 
 
 def test_a_checkpoint_by_another_name(tmp_path, monkeypatch):
@@ -123,11 +118,9 @@ def test_a_checkpoint_by_another_name(tmp_path, monkeypatch):
     shutil.copytree(folder, tmp_path / "copy")
     monkeypatch.chdir(folder)
     for name in (tmp_path / "best", tmp_path / "copy", "."):
-        model = filled(0.0)
-        assert load(name, model).step == 3
-        assert value_of(model) == 3
+        assert loaded(name) == (3, 3)
     with pytest.raises(CheckpointError, match="is a file: pass the folder"):
-        load(folder / "metadata.json", model)
+        loaded(folder / "metadata.json")
 
 
 def test_only_old_checkpoints_of_ours_are_removed(tmp_path):
@@ -175,9 +168,7 @@ def die(folder, rename):
 def test_killed_between_the_renames_of_a_step_saved_twice(tmp_path):
     die(tmp_path, 2)
     assert names(tmp_path) == ["step-00000005.removed", "step-00000005.unfinished"]
-    model = filled(0.0)
-    assert load(tmp_path, model).step == 5
-    assert value_of(model) == 7
+    assert loaded(tmp_path) == (5, 7)
 
 
 def test_files_of_killed_programs_are_removed(tmp_path):
@@ -203,7 +194,7 @@ def test_extra_is_checked_before_anything_changes(tmp_path):
 
     with pytest.raises(ValueError, match="of a"):
         load(tmp_path, model, check=check)
-    assert value_of(model) == 0
+    assert not model.weight.any()
 
 
 def test_an_export_that_was_killed_does_not_count_and_is_not_in_the_way(tmp_path, monkeypatch):
@@ -268,33 +259,28 @@ sys.stdin.read()
 
 
 def refused(root, sizes, process):
-    setup_process_group_manager(**sizes)
-    model = nn.Linear(2, 2)
-    words = rf"{root} is being written by process {process} on host {os.uname().nodename} since"
-    for asynchronous in (False, True):
-        with pytest.raises(CheckpointError, match=words):
-            save(root, model, step=2, asynchronous=asynchronous)
-    assert load(root, model).step == 1  # reading needs no lock
-    destroy_process_group_manager()
+    with grid(sizes):
+        model = nn.Linear(2, 2)
+        words = rf"{root} is being written by process {process} on host {os.uname().nodename} since"
+        for asynchronous in (False, True):
+            with pytest.raises(CheckpointError, match=words):
+                save(root, model, step=2, asynchronous=asynchronous)
+        assert load(root, model).step == 1  # reading needs no lock
 
 
 def saves(root, sizes, step):
-    setup_process_group_manager(**sizes)
-    model = nn.Linear(2, 2)
-    for asynchronous in (False, True, True):
-        step += 1
-        saving = save(root, model, step=step, keep=2, asynchronous=asynchronous)
-    saving.wait()
-    destroy_process_group_manager()
+    with grid(sizes):
+        model = nn.Linear(2, 2)
+        for asynchronous in (False, True, True):
+            step += 1
+            saving = save(root, model, step=step, keep=2, asynchronous=asynchronous)
+        saving.wait()
 
 
-def test_a_second_job_is_refused_on_every_rank_until_the_first_is_killed(tmp_path):
+def test_a_second_job_is_refused_on_every_rank_until_the_first_is_killed(four, tmp_path):
     command = [sys.executable, "-c", JOB, str(tmp_path)]
-    pipes, sizes = (
-        {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
-        {"dp_size": 2, "tp_size": 2},
-    )
-    with subprocess.Popen(command, text=True, **pipes) as job, RankPool(4, seed=0) as four:
+    pipes, sizes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE), {"dp_size": 2, "tp_size": 2}
+    with subprocess.Popen(command, text=True, **pipes) as job:
         assert job.stdout.readline() == "saved\n"
         four.run(refused, tmp_path, sizes, job.pid)
         with pytest.raises(CheckpointError, match=f"by process {job.pid} on host"):

@@ -12,7 +12,6 @@ from sweeps import today
 from scaletorch.checkpoint import load, save
 from scaletorch.compose import full_state_dict, parallelize
 from scaletorch.dist import RankPool, is_main_process
-from scaletorch.dist.testing import preload
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import destroy_process_group_manager
 
@@ -120,15 +119,6 @@ def assert_as_one_process(states, tied):
         for name, tensor in expected.items():
             error = (found[name] - tensor).norm() / tensor.norm()
             assert error < BOUND, f"rank {rank} {name}: {error:.1e}"
-
-
-preload("torch.distributed.tensor", "torch.distributed.checkpoint")  # 2 s a rank
-
-
-@pytest.fixture(scope="module")
-def four():
-    with RankPool(4, seed=0) as pool:
-        yield pool
 
 
 def test_four_ranks_load_what_layouts_of_four_have_saved(four, tmp_path):

@@ -26,7 +26,6 @@ from scaletorch.checkpoint.format import safetensors_files
 from scaletorch.compose import full_state_dict, parallelize, seed_ranks
 from scaletorch.dist import RankPool, all_gather_object, barrier, get_rank
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError
-from scaletorch.dist.testing import preload
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager.building import Scope
@@ -37,18 +36,10 @@ SIZES = LlamaConfig(
     num_kv_heads=2, tie_embeddings=True,
 )  # fmt: skip
 
-preload("torch.distributed.tensor", "torch.distributed.checkpoint")  # 2 s a rank
-
 
 @pytest.fixture(scope="module")
 def two():
     with RankPool(2, seed=0) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four():
-    with RankPool(4, seed=0) as pool:
         yield pool
 
 

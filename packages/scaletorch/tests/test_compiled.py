@@ -3,18 +3,15 @@
 import pytest
 import torch
 from sweeps import today
+from tiny_transformers import tiny
 from torch import nn
-from training import SIZES, llama, tokens
+from training import SIZES, grid, llama, tokens
 
 from scaletorch import bisect
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
 from scaletorch.models import Mixture, MixtureConfig
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -77,16 +74,15 @@ def compare(layouts):
     """Return for each layout the largest error, the number of breaks, and operations of graphs."""
     found = {}
     for layout in layouts:
-        manager = setup_process_group_manager(**LAYOUTS[layout][0])
-        loss, gradients = trained(layout, manager, None, [])
-        for when in WHENS.get(layout, ("before",)):
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-            own, others = trained(layout, manager, when, graphs := [])
-            errors = [relative_error(others[name], each) for name, each in gradients.items()]
-            breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-            found[layout, when] = worst([relative_error(own, loss), *errors]), breaks, graphs
-        destroy_process_group_manager()
+        with grid(LAYOUTS[layout][0]) as manager:
+            loss, gradients = trained(layout, manager, None, [])
+            for when in WHENS.get(layout, ("before",)):
+                torch._dynamo.reset()
+                torch._dynamo.utils.counters.clear()
+                own, others = trained(layout, manager, when, graphs := [])
+                errors = [relative_error(others[name], each) for name, each in gradients.items()]
+                breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+                found[layout, when] = worst([relative_error(own, loss), *errors]), breaks, graphs
     return found
 
 
@@ -117,46 +113,36 @@ def test_graphs_break_where_layers_communicate(layout):
 
 def mixtral(backend):
     """Return the losses of two steps of a model of transformers, with layers compiled or not."""
-    manager = setup_process_group_manager(dp_size=2, ep_size=2)
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        **{"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4},
-    )
-    torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(config).double()
-    model.set_experts_implementation("eager")  # the others know no float64
-    parallel = parallelize(model, manager, rehearse=False)
-    for layer in model.base_model.layers if backend else ():
-        layer.compile(backend=backend)
-    optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.1), []
-    for _ in range(2):
-        losses.append(train_step(parallel, shard_global_batch(batch(), 1, model=parallel)).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    destroy_process_group_manager()
+    model, losses = tiny("Mixtral", num_hidden_layers=1, num_local_experts=4), []
+    with grid({"dp_size": 2, "ep_size": 2}) as manager:
+        parallel = parallelize(model, manager, rehearse=False)
+        for layer in model.base_model.layers if backend else ():
+            layer.compile(backend=backend)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        for _ in range(2):
+            cut = shard_global_batch(batch(), 1, model=parallel)
+            losses.append(train_step(parallel, cut).item())
+            optimizer.step()
+            optimizer.zero_grad()
     return losses
 
 
 def test_layers_of_transformers_with_experts_are_compiled():
+    pytest.importorskip("transformers")
     expected, found = (run_ranks(mixtral, 2, each, timeout=250)[0] for each in (None, "aot_eager"))
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def refused():
-    manager = setup_process_group_manager(pp_size=2)
-    message = r"torch\.compile\(model\) returns a module around .* in place.*layer\.compile\(\)"
-    with pytest.raises(InvalidArgumentError, match=message):
-        parallelize(torch.compile(built("pp"), backend="eager"), manager, rehearse=False)
-    parallel = parallelize(built("pp"), manager, rehearse=False)
-    batches = shard_global_batch(batch(), 2, model=parallel)
-    with pytest.raises(InvalidArgumentError, match=message):
-        train_step(torch.compile(parallel, backend="eager"), batches)
-    destroy_process_group_manager()
-
-
+@distributed_test(2)
 def test_a_module_around_the_model_is_refused():
-    run_ranks(refused, 2)
+    message = r"torch\.compile\(model\) returns a module around .* in place.*layer\.compile\(\)"
+    with grid({"pp_size": 2}) as manager:
+        with pytest.raises(InvalidArgumentError, match=message):
+            parallelize(torch.compile(built("pp"), backend="eager"), manager, rehearse=False)
+        parallel = parallelize(built("pp"), manager, rehearse=False)
+        batches = shard_global_batch(batch(), 2, model=parallel)
+        with pytest.raises(InvalidArgumentError, match=message):
+            train_step(torch.compile(parallel, backend="eager"), batches)
 
 
 def record_compiled(folder):

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from small_decoder import CP, DP, PLAN, PP, TP, V, batch, made
+from small_decoder import CP, DP, PLAN, PP, TP, V, batch, loss_of, made
 from sweeps import today
 from torch import distributed, nn
-from training import in_one_process, llama, tokens, train_and_compare
+from training import grid, in_one_process, llama, sizes_of, tokens, train_and_compare
 
 from scaletorch.compose import (
     clip_grad_norm_,
@@ -27,10 +27,6 @@ from scaletorch.dist import NonFiniteError
 from scaletorch.dist.errors import MismatchError
 from scaletorch.dist.testing import distributed_test, relative_error, run_ranks
 from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 from scaletorch.parallel.tensor_parallel import Divide, Fused, apply_tensor_parallel
 
 ORDERS = (2.0, 1.0, math.inf)
@@ -58,18 +54,12 @@ def norms_of(tensors):
     return [torch.linalg.vector_norm(flat, order).item() for order in ORDERS]
 
 
-def grid(layout):
-    dp, pp, cp, tp = layout
-    return setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
-
-
-def stepped(layout, tied, zero=False):
-    manager = grid(layout)
+def stepped(manager, tied, zero=False):
     model = parallelize(build(tied), manager, bucket_size=900, rehearse=False)
     if zero:
         shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
     train_step(model, shard_global_batch(tokens(), 2, manager), manager)
-    return manager, model
+    return model
 
 
 def measure(model, manager):
@@ -84,12 +74,11 @@ def measure(model, manager):
 
 def clipped(layout, tied):
     """Return norms of a step, those of its clipped gradients, and these gradients."""
-    manager, model = stepped(layout, tied)
-    norms, calls = measure(model, manager)
-    assert clip_grad_norm_(model, CLIP, manager).item() == norms[0]
-    found = norms, calls, measure(model, manager)[0], full_gradients(model, manager)
-    destroy_process_group_manager()
-    return found
+    with grid(sizes_of(layout)) as manager:
+        model = stepped(manager, tied)
+        norms, calls = measure(model, manager)
+        assert clip_grad_norm_(model, CLIP, manager).item() == norms[0]
+        return norms, calls, measure(model, manager)[0], full_gradients(model, manager)
 
 
 LAYOUTS = [  # and whether embeddings are tied
@@ -103,12 +92,12 @@ def test_layouts_have_one_process_s_norm(layout, tied):
     gradients = one_process(tied).gradients[0]
     kept = [g for name, g in gradients.items() if not (tied and name.startswith("lm_head"))]
     expected = norms_of(kept)
-    _, pp, _, tp = layout
+    expected_calls = [(layout[1] > 1) + (layout[3] > 1)] * 3
     results = run_ranks(clipped, math.prod(layout), layout, tied, timeout=200)
     for norms, calls, after, found in results:
         assert norms[0] == results[0][0][0]  # the same bits
         assert norms == pytest.approx(expected, rel=1e-10)
-        assert calls == [(tp > 1) + (pp > 1)] * 3
+        assert calls == expected_calls
         assert after == pytest.approx([n * CLIP / expected[0] for n in expected], rel=1e-5)
         for name, gradient in found.items():
             part = gradients[name] * CLIP / expected[0]
@@ -120,8 +109,8 @@ def test_layouts_have_one_process_s_norm(layout, tied):
     today([((2, 2, 1, 1), 1), ((2, 1, 1, 2), 2), ((1, 1, 2, 2), 1), ((1, 2, 2, 1), 2)], 4),
 )
 def test_sharded_optimizers_are_clipped_as_one_process(layout, stage):
-    sizes = dict(zip(("dp_size", "pp_size", "cp_size", "tp_size"), layout, strict=True))
-    given = one_process(True), functools.partial(build, True), sizes, [tokens(), tokens()]
+    build_tied, batches = functools.partial(build, True), [tokens(), tokens()]
+    given = one_process(True), build_tied, sizes_of(layout), batches
     options, bounds = {"bucket_size": 900}, {"bound": 1e-9}
     how = {"micro_batches": 2, "stage": stage, "clip": CLIP, "options": options, "bounds": bounds}
     train_and_compare(*given, with_momentum, **how)
@@ -146,43 +135,39 @@ class Packed(nn.Module):
 PACKED = {"": Divide("num_heads"), "qkv": Fused("column", (12, 3, 3)), "out": "row"}
 
 
-def packed(parallel):
+def packed(sizes):
     torch.manual_seed(0)
     model = Packed().double()
-    manager = grid((2, 1, 1, 2)) if parallel else None
-    if manager is not None:
-        apply_tensor_parallel(model, PACKED, manager.tp_group)
     x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    model(x).sin().sum().backward()  # alike over dp
-    if manager is None:
-        return norms_of([p.grad for p in model.parameters()])
-    found = measure(model, manager)[0]
-    destroy_process_group_manager()
-    return found
+    with grid(sizes) as manager:
+        if manager.tp_size > 1:
+            apply_tensor_parallel(model, PACKED, manager.tp_group)
+        model(x).sin().sum().backward()  # alike over dp
+        return norms_of([p.grad for p in model.parameters()]), measure(model, manager)[0]
 
 
 def test_replicated_parts_of_fused_weights_count_once():
-    expected = packed(False)
-    for norms in run_ranks(packed, 4, True):
+    expected, _ = packed({})
+    for _, norms in run_ranks(packed, 4, {"dp_size": 2, "tp_size": 2}):
         assert norms == pytest.approx(expected, rel=1e-12)
 
 
 def poisoned(layout, name, places, value):
     """Put one bad element in gradients, or in the shard that ends a parameter, and look for it."""
-    manager, model = stepped(layout, tied=False, zero=not places)
-    assert nonfinite_gradients(model, manager) == []
-    place = str(manager.grid.coordinates(manager.global_rank))
-    if places:
-        own = [dict(model.named_parameters())[name]] if place in places else []
-    else:
-        shards = [s for s in parameter_shards(model) if s.name.split("module.")[-1] == name]
-        own = [s.tensor for s in shards if s.stop == s.parameter.numel()]
-    for tensor in own:
-        tensor.grad.view(-1)[-1] = value
-    found = nonfinite_gradients(model, manager)
-    with pytest.raises(NonFiniteError) as caught:
-        clip_grad_norm_(model, CLIP, manager, error_if_nonfinite=True)
-    destroy_process_group_manager()
+    with grid(sizes_of(layout)) as manager:
+        model = stepped(manager, tied=False, zero=not places)
+        assert nonfinite_gradients(model, manager) == []
+        place = str(manager.grid.coordinates(manager.global_rank))
+        if places:
+            own = [dict(model.named_parameters())[name]] if place in places else []
+        else:
+            shards = [s for s in parameter_shards(model) if s.name.split("module.")[-1] == name]
+            own = [s.tensor for s in shards if s.stop == s.parameter.numel()]
+        for tensor in own:
+            tensor.grad.view(-1)[-1] = value
+        found = nonfinite_gradients(model, manager)
+        with pytest.raises(NonFiniteError) as caught:
+            clip_grad_norm_(model, CLIP, manager, error_if_nonfinite=True)
     return found, str(caught.value), place if own else None
 
 
@@ -228,9 +213,7 @@ def plain_steps(change, sparse=False):
     model.embed.sparse = sparse
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for step in range(2):
-        given = batch(step)
-        logits = model(given["input_ids"])
-        F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()).backward()
+        loss_of(model, batch(step)).backward()
         if change is ours:
             grads = [p.grad.to_dense() for p in model.parameters()]
             norm = nn.utils.get_total_norm(grads)
@@ -244,22 +227,21 @@ def plain_steps(change, sparse=False):
 
 def train(change, sizes, sparse=False, **options):
     """Return what was warned of, and the largest error of a weight."""
-    manager = setup_process_group_manager(**sizes)
-    if manager.tp_size > 1:
-        options["plan"] = {n: s for n, s in PLAN.items() if not (sparse and n == "embed")}
-    plain = made()
-    plain.embed.sparse = sparse
-    model = parallelize(plain, manager, **options, rehearse=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for step in range(2):
-            train_step(model, shard_global_batch(batch(step), 2, manager))
-            change(model)
-            optimizer.step()
-            optimizer.zero_grad()
-    now, wanted = full_state_dict(model), plain_steps(change, sparse)
-    destroy_process_group_manager()
+    with grid(sizes) as manager:
+        if manager.tp_size > 1:
+            options["plan"] = {n: s for n, s in PLAN.items() if not (sparse and n == "embed")}
+        plain = made()
+        plain.embed.sparse = sparse
+        model = parallelize(plain, manager, **options, rehearse=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for step in range(2):
+                train_step(model, shard_global_batch(batch(step), 2, manager))
+                change(model)
+                optimizer.step()
+                optimizer.zero_grad()
+        now, wanted = full_state_dict(model), plain_steps(change, sparse)
     error = max(float(relative_error(now[name], value)) for name, value in wanted.items())
     return [str(each.message) for each in said], error
 
@@ -270,7 +252,6 @@ def test_torchs_clipping_is_refused_where_ranks_have_other_norms():
     for sizes, options in ((TP, {}), (PP, {}), (PP, v)):
         with pytest.raises(MismatchError, match=r"use scaletorch.compose.clip_grad_norm_\(model,"):
             train(theirs, sizes, **options)
-        destroy_process_group_manager()
         for change in (values, nothing):
             said, error = train(change, sizes, **options)
             assert not said, (change, sizes, said)
@@ -288,3 +269,49 @@ def test_sparse_gradients_are_clipped_by_the_norm_of_the_whole():
             said, error = train(change, sizes, sparse=True, **options)
             assert not said
             assert error < 1e-12, (sizes, change, error)
+
+
+# What a program changes after `parallelize` and before clipping is followed.
+
+
+def check_clipping(layout, stage, change):
+    with grid(layout) as manager:
+        plain, model = llama().double(), parallelize(llama().double(), manager, rehearse=False)
+        ours = torch.optim.SGD(model.parameters(), lr=1.0)
+        theirs = torch.optim.SGD(plain.parameters(), lr=1.0)
+        if stage:
+            shard_optimizer(ours, model, stage=stage)
+        train_step(model, shard_global_batch(tokens(), 1, manager))
+        logits = plain(tokens()["input_ids"]).flatten(0, 1)
+        nn.functional.cross_entropy(logits, tokens()["labels"].flatten()).backward()
+        for each in (model, plain):
+            for name, parameter in each.named_parameters():
+                if name.endswith("layernorm.weight"):
+                    change(parameter)
+        norm = clip_grad_norm_(model, 0.1)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(norm, expected, rtol=1e-9, atol=0)
+        torch.testing.assert_close(global_grad_norm(model).item(), 0.1, rtol=1e-4, atol=0)
+        ours.step()
+        theirs.step()
+        whole = full_state_dict(model)
+        for name, each in plain.named_parameters():
+            torch.testing.assert_close(whole[name], each.detach(), rtol=1e-9, atol=1e-12, msg=name)
+
+
+def drop(parameter):
+    parameter.grad = None
+
+
+def put(parameter):
+    parameter.grad = torch.full_like(parameter, 5.0)
+
+
+def freeze(parameter):
+    parameter.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [drop, put, freeze])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_norms_and_clipping_follow(four, stage, change):
+    four.run(check_clipping, {"dp_size": 2, "tp_size": 2}, stage, change)

@@ -83,28 +83,21 @@ def train_with(fault, job, guilty):
     for step in range(3):
         job.backward(step, seed=int(fault == "batch" and step == 2 and rank == guilty))
         if step == 2 and rank == guilty:
-            astray(fault, job)
+            ASTRAY[fault](job)
         job.check(step, values={"tokens": len(job.tokens), "batch": job.tokens})
         job.update()
 
 
-def astray(fault, job):
-    if fault == "weight":
-        flip(job.parameter("layers.1.input_layernorm.weight"))
-    elif fault == "tied":
-        flip(job.parameter("lm_head.weight"))
-    elif fault == "gradient":
-        flip(job.parameter("norm.weight").grad)
-    elif fault == "no gradient":
-        job.parameter("norm.weight").grad = None
-    elif fault == "rate":
-        job.optimizer.param_groups[0]["lr"] = 0.2
-    elif fault == "nan":
-        job.parameter("norm.weight").data[0] = math.nan
-    elif fault == "tokens":
-        job.tokens = job.tokens[:2]
-
-
+ASTRAY = {
+    "weight": lambda job: flip(job.parameter("layers.1.input_layernorm.weight")),
+    "tied": lambda job: flip(job.parameter("lm_head.weight")),
+    "gradient": lambda job: flip(job.parameter("norm.weight").grad),
+    "no gradient": lambda job: setattr(job.parameter("norm.weight"), "grad", None),
+    "rate": lambda job: job.optimizer.param_groups[0].update(lr=0.2),
+    "nan": lambda job: job.parameter("norm.weight").data[0].fill_(math.nan),
+    "tokens": lambda job: setattr(job, "tokens", job.tokens[:2]),
+    "batch": lambda job: None,  # it had another one
+}
 DP, TP, PP = {"dp_size": 4}, {"tp_size": 4}, {"pp_size": 2}
 ON = r"{}: on rank {} \(dp{} pp0 cp0 tp{}\) not as on the other 3 of 4"
 NORM = "layers.1.input_layernorm.weight"
@@ -135,9 +128,8 @@ def test_models_that_differ_from_the_start_or_change_later():
     """Begin with other weights, and change the model on one rank."""
     with Job({"dp_size": 2}, seed=c10d.get_rank(), **UNCHECKED) as job:
         job.backward(0)
-        with pytest.raises(
-            MismatchError, match=r"^rank \d \(.*\): ranks that should .*not\.\n  param"
-        ):
+        words = r"^rank \d \(.*\): ranks that should .*not\.\n  param"
+        with pytest.raises(MismatchError, match=words):
             check_replicas(job.model, job.manager)
     with Job({"dp_size": 2}) as job:
         job.backward(0)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from training import grid, in_one_process, llama, tokens
+from training import grid, in_one_process, llama, sizes_of, tokens
 
 from scaletorch.compose import (
     clip_grad_norm_,
@@ -30,9 +30,8 @@ def train(layout, scale, half="", poison=None, interval=2000, clip=1.0):
     With `half` forwards run under autocast, or float16 parameters have float32 masters in shards.
     The rank `poison` gets an infinite gradient in the first step.
     """
-    sizes = dict(zip(("dp_size", "pp_size", "cp_size", "tp_size"), layout, strict=True))
     losses, norms, scales = [], [], []
-    with grid(sizes) as manager:
+    with grid(sizes_of(layout)) as manager:
         plain = llama().half() if half == "masters" else llama()
         if half == "autocast":  # around forward alone: backward must not run under it
             plain.__dict__["forward"] = torch.autocast("cpu", torch.float16)(plain.forward)

@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
-from small_decoder import CP, DP, PLAN, PP, TP, V, batch, made
+from small_decoder import CP, DP, PLAN, PP, TP, V, batch, loss_of, made
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from training import grid
 
 from scaletorch.compose import (
     eval_step,
@@ -17,12 +17,8 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist.errors import StateError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import distributed_test, relative_error
 from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 
 def averaged():
@@ -31,80 +27,67 @@ def averaged():
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for step in range(3):
-        given = batch(step)
-        logits = model(given["input_ids"])
-        F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()).backward()
+        loss_of(model, batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
         ema.update_parameters(model)
-    given = batch(9)
     with torch.no_grad():
-        logits = ema(given["input_ids"])
-    return ema.module.state_dict(), F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten())
+        return ema.module.state_dict(), loss_of(ema, batch(9))
 
 
 def check_average(sizes, options, zero=0):
-    manager = setup_process_group_manager(**sizes)
-    if manager.tp_size > 1:
-        options = {**options, "plan": PLAN}
-    model = parallelize(made(), manager, **options, rehearse=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    if zero:
-        shard_optimizer(optimizer, model, stage=zero)
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for step in range(3):
-        train_step(model, shard_global_batch(batch(step), 1, manager))
-        optimizer.step()
-        optimizer.zero_grad()
-        ema.update_parameters(model)
-    wanted, loss = averaged()
-    now = full_state_dict(ema.module)
-    assert max(float(relative_error(now[n], w)) for n, w in wanted.items()) < 1e-12, sizes
-    given = shard_global_batch(batch(9), 1, manager)
-    assert eval_step(ema.module, given).item() == pytest.approx(loss.item(), rel=1e-12)
-    with pytest.raises(StateError, match="this is a deep copy of a wrapped model"):
-        train_step(ema.module, given)
-    with pytest.raises(StateError, match="cannot be pickled"):
-        pickle.dumps(model)
-    destroy_process_group_manager()
-
-
-def check_averages():
-    for sizes, options in ((DP, {}), (TP, {}), (CP, {}), (DP, {"recompute": True})):
-        check_average(sizes, options)
-    check_average(DP, {}, zero=1)
-    check_average(DP, {}, zero=2)
-
-
-def test_averaged_models_are_those_of_one_process():
-    run_ranks(check_averages, 2, timeout=200)
-
-
-def check_stages():
-    """The advice of the error, as it is written."""
-    for options in ({}, dict([V])):
-        manager = setup_process_group_manager(**PP)
+    with grid(sizes) as manager:
+        if manager.tp_size > 1:
+            options = {**options, "plan": PLAN}
         model = parallelize(made(), manager, **options, rehearse=False)
-        for each in (model, model.module):
-            with pytest.raises(StateError, match=r"keep average = .*model.load_state_dict\(av"):
-                copy.deepcopy(each)
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
-        average = {}
+        if zero:
+            shard_optimizer(optimizer, model, stage=zero)
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         for step in range(3):
-            train_step(model, shard_global_batch(batch(step), 2, manager))
+            train_step(model, shard_global_batch(batch(step), 1, manager))
             optimizer.step()
             optimizer.zero_grad()
-            average = average or {n: t.clone() for n, t in model.state_dict().items()}
-            for name, tensor in model.state_dict().items():
-                average[name].lerp_(tensor, 0.5)
-        model.load_state_dict(average)
+            ema.update_parameters(model)
         wanted, loss = averaged()
-        now = full_state_dict(model)
-        assert max(float(relative_error(now[n], w)) for n, w in wanted.items()) < 1e-12
-        given = shard_global_batch(batch(9), 2, manager)
-        assert eval_step(model, given).item() == pytest.approx(loss.item(), rel=1e-12)
-        destroy_process_group_manager()
+        now = full_state_dict(ema.module)
+        assert max(float(relative_error(now[n], w)) for n, w in wanted.items()) < 1e-12, sizes
+        given = shard_global_batch(batch(9), 1, manager)
+        assert eval_step(ema.module, given).item() == pytest.approx(loss.item(), rel=1e-12)
+        with pytest.raises(StateError, match="this is a deep copy of a wrapped model"):
+            train_step(ema.module, given)
+        with pytest.raises(StateError, match="cannot be pickled"):
+            pickle.dumps(model)
 
 
+@distributed_test(2, timeout=200)
+def test_averaged_models_are_those_of_one_process():
+    kinds = (DP, {}), (TP, {}), (CP, {}), (DP, {"recompute": True}), (DP, {}, 1), (DP, {}, 2)
+    for kind in kinds:
+        check_average(*kind)
+
+
+@distributed_test(2, timeout=200)
 def test_stages_say_how_to_average_them_and_it_works():
-    run_ranks(check_stages, 2, timeout=200)
+    """The advice of the error, as it is written."""
+    for options in ({}, dict([V])):
+        with grid(PP) as manager:
+            model = parallelize(made(), manager, **options, rehearse=False)
+            for each in (model, model.module):
+                with pytest.raises(StateError, match=r"keep average = .*model.load_state_dict\(av"):
+                    copy.deepcopy(each)
+            optimizer = torch.optim.SGD(model.parameters(), 0.5)
+            average = {}
+            for step in range(3):
+                train_step(model, shard_global_batch(batch(step), 2, manager))
+                optimizer.step()
+                optimizer.zero_grad()
+                average = average or {n: t.clone() for n, t in model.state_dict().items()}
+                for name, tensor in model.state_dict().items():
+                    average[name].lerp_(tensor, 0.5)
+            model.load_state_dict(average)
+            wanted, loss = averaged()
+            now = full_state_dict(model)
+            assert max(float(relative_error(now[n], w)) for n, w in wanted.items()) < 1e-12
+            given = shard_global_batch(batch(9), 2, manager)
+            assert eval_step(model, given).item() == pytest.approx(loss.item(), rel=1e-12)

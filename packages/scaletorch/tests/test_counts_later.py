@@ -5,16 +5,13 @@ import functools
 import pytest
 import torch
 from sweeps import today
+from test_batch_rows import decoder, steps
 from torch import nn
-from training import FOUR, adamw, in_one_process, llama, on_a_layout, require_alike
+from training import FOUR, adamw, grid, in_one_process, on_a_layout, require_alike
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import relative_error
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 LAYOUTS = {
     **FOUR,
@@ -27,13 +24,6 @@ CASES = [  # and the size of a token in the loss's count
 ROWS = (7, 2, 5)  # of the steps
 
 
-def batch(step, rows):
-    drawn = torch.randint(64, (rows, 17), generator=torch.Generator().manual_seed(step))
-    labels = drawn[:, 1:].clone()
-    labels[:, : step + 1] = -100
-    return {"input_ids": drawn[:, :-1], "labels": labels}
-
-
 def weighted(size, output, micro_batch):
     """Return a loss whose count depends on what the model returns, in tokens of some size."""
     logits = getattr(output, "logits", output)
@@ -42,17 +32,13 @@ def weighted(size, output, micro_batch):
     return ((logits**2).mean(-1) * weights).sum(), weights.sum()
 
 
-def model():
-    return llama(vocab_size=64, num_layers=4).double()
-
-
 @pytest.mark.parametrize(("layout", "size"), today(CASES, 7))
 def test_steps_are_those_of_one_process(four, layout, size):
     sizes, loss_fn = dict(LAYOUTS[layout]), functools.partial(weighted, size)
-    batches = [batch(step, rows) for step, rows in enumerate(ROWS)]
-    expected = in_one_process(model(), batches, adamw, loss_fn=loss_fn, clip=1.0)
+    batches = steps(ROWS)
+    expected = in_one_process(decoder(), batches, adamw, loss_fn=loss_fn, clip=1.0)
     how = {"stage": sizes.pop("stage", 0), "clip": 1.0, "loss_fn": loss_fn, "micro_batches": 2}
-    for found in four.run(on_a_layout, model, sizes, batches, adamw, **how):
+    for found in four.run(on_a_layout, decoder, sizes, batches, adamw, **how):
         require_alike(found, expected, weights=1e-9)
 
 
@@ -80,15 +66,13 @@ def images(step, dtype=torch.float64):
 
 
 def in_16_bits():
-    """Return whether the first step's gradients are finite where a row has 12,288 losses."""
-    manager = setup_process_group_manager(dp_size=4)
-    torch.manual_seed(0)
-    model = parallelize(Pixels().half(), manager, rehearse=False)
-    cut = shard_global_batch(images(0, torch.float16), 2, model=model)
-    train_step(model, cut, loss_fn=of_pixels)
-    found = [g.abs().max().item() for g in full_gradients(model).values()]
-    destroy_process_group_manager()
-    return max(found)
+    """Return the first step's largest gradient where a row has 12,288 losses."""
+    with grid({"dp_size": 4}) as manager:
+        torch.manual_seed(0)
+        model = parallelize(Pixels().half(), manager, rehearse=False)
+        cut = shard_global_batch(images(0, torch.float16), 2, model=model)
+        train_step(model, cut, loss_fn=of_pixels)
+        return max(g.abs().max().item() for g in full_gradients(model).values())
 
 
 def test_float16_does_not_overflow(four):
@@ -97,21 +81,18 @@ def test_float16_does_not_overflow(four):
 
 def added_up(sizes, frozen):
     """Add the gradients of two steps up; return them."""
-    manager = setup_process_group_manager(**sizes)
-    torch.manual_seed(0)
-    model = parallelize(Pixels(frozen).double(), manager)
-    cuts = [shard_global_batch(images(step), 2, model=model) for step in range(2)]
-    train_step(model, cuts[0], loss_fn=of_pixels)
-    with pytest.raises(
-        (InvalidArgumentError, MismatchError), match=r"gradients of earlier steps|rank 3"
-    ):
-        train_step(model, cuts[1], loss_fn=of_pixels)
-    model.zero_grad()
-    for cut in cuts:
-        train_step(model, cut, loss_fn=of_pixels, count_fn=lambda b: b["images"].numel())
-    found = full_gradients(model)
-    destroy_process_group_manager()
-    return found
+    with grid(sizes) as manager:
+        torch.manual_seed(0)
+        model = parallelize(Pixels(frozen).double(), manager)
+        cuts = [shard_global_batch(images(step), 2, model=model) for step in range(2)]
+        train_step(model, cuts[0], loss_fn=of_pixels)
+        kinds = InvalidArgumentError, MismatchError
+        with pytest.raises(kinds, match=r"gradients of earlier steps|rank 3"):
+            train_step(model, cuts[1], loss_fn=of_pixels)
+        model.zero_grad()
+        for cut in cuts:
+            train_step(model, cut, loss_fn=of_pixels, count_fn=lambda b: b["images"].numel())
+        return full_gradients(model)
 
 
 # A rank of a frozen stage has no gradients of the step before, and hears of the others'.

@@ -90,13 +90,8 @@ def in_one_process(model, batches, make=sgd, *, loss_fn=cross_entropy, clip=math
         loss = total / count
         loss.backward()
         found.losses.append(loss.item())
-        found.gradients.append(
-            {
-                name: parameter.grad.clone()
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-                if parameter.grad is not None
-            }
-        )
+        named = model.named_parameters(remove_duplicate=False)
+        found.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
         found.norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -121,6 +116,11 @@ def take_steps(model, optimizer, batches, micro_batches=1, *, cut=None, clip=mat
         found.evaluations.append(eval_step(model, parts, loss_fn=losses.get("loss_fn")).item())
     check_replicas(model)
     return found._replace(weights=full_state_dict(model))
+
+
+def sizes_of(layout):
+    """Return the sizes of dp, pp, cp and tp ranks by the names of `setup_process_group_manager`."""
+    return dict(zip(("dp_size", "pp_size", "cp_size", "tp_size"), layout, strict=True))
 
 
 @contextmanager
@@ -167,17 +167,9 @@ def train_and_compare(expected, build, sizes, batches, make=sgd, *, bounds=None,
 def require_alike(
     found, expected, bound=1e-11, *, losses=None, norms=None, weights=None, least=0.0, where=""
 ):
-    """Compare all figures.
+    """Compare a rank's figures with one process's: relative errors, `bound` if no other is given.
 
-    Args:
-        found: Of a rank.
-        expected: Of one process.
-        bound: The largest relative error, where no other is given.
-        losses: That of losses.
-        norms: That of norms.
-        weights: That of weights.
-        least: Errors of gradients and weights are relative to this at least.
-        where: What an error tells.
+    Errors of gradients and weights are relative to `least` at least.
     """
     for kind, most in (("losses", losses), ("norms", norms), ("evaluations", None)):
         pairs = zip(getattr(found, kind), getattr(expected, kind), strict=True)

@@ -1,8 +1,7 @@
 """Faults that a verification must find: each is put into the running library, one at a time."""
 
-from .catalogue import MUTANTS
-from .hunt import Outcome, hunt, to_markdown
-from .located import matches
+from .hunt import MUTANTS, Outcome, hunt, to_markdown
+from .locating import matches
 from .mutant import Mutant
 
 __all__ = ["MUTANTS", "Mutant", "Outcome", "hunt", "matches", "to_markdown"]

@@ -16,9 +16,10 @@ from .patch import patched
 
 CONTEXT = Catalogue("parallel.context_parallel", "1x1x2x1")
 fault = CONTEXT.fault
+FORWARD, BACKWARD = "forward: *.self_attn", "backward: *.self_attn"
 
 
-@fault("methods.ring:backward", born="backward: *.self_attn")
+@fault("methods.ring:backward", born=BACKWARD)
 def stale_keys_in_backward(backward: Any) -> Any:
     """The ring's backward goes on with the keys and values of its first step."""
 
@@ -35,12 +36,7 @@ def stale_keys_in_backward(backward: Any) -> Any:
     return faulty
 
 
-@fault(
-    "cp_comms:Ring.next_rank",
-    "cp_comms:Ring.prev_rank",
-    layout="1x1x3x1",
-    born="forward: *.self_attn",
-)
+@fault("cp_comms:Ring.next_rank", "cp_comms:Ring.prev_rank", layout="1x1x3x1", born=FORWARD)
 def ring_turns_the_other_way(neighbour: Any) -> Any:
     """Keys and values go to the previous rank, not to the next one."""
 
@@ -52,7 +48,7 @@ def ring_turns_the_other_way(neighbour: Any) -> Any:
     return mirrored
 
 
-@fault("methods.call:_blocks", born="forward: *.self_attn")
+@fault("methods.call:_blocks", born=FORWARD)
 def queries_see_later_shards(blocks: Any) -> Any:
     """The causal mask holds within a shard and not across shards."""
 
@@ -62,7 +58,7 @@ def queries_see_later_shards(blocks: Any) -> Any:
     return across
 
 
-@fault("methods.call:Call.blocks", born="forward: *.self_attn")
+@fault("methods.call:Call.blocks", born=FORWARD)
 def last_block_skipped(blocks: Any) -> Any:
     """The last block that travels around the ring is left out."""
 
@@ -73,7 +69,7 @@ def last_block_skipped(blocks: Any) -> Any:
     return skipped
 
 
-@fault("methods.call:backward", born="backward: *.self_attn")
+@fault("methods.call:backward", born=BACKWARD)
 def grouped_gradients_averaged(backward: Any) -> Any:
     """A key head's gradient is the mean over its query heads, not the sum."""
 
@@ -85,7 +81,7 @@ def grouped_gradients_averaged(backward: Any) -> Any:
     return averaged
 
 
-@fault("methods.call:merge_into", born="forward: *.self_attn")
+@fault("methods.call:merge_into", born=FORWARD)
 def merge_loses_weight(merge: Any) -> Any:
     """Merging two blocks keeps the larger log-sum-exp in place of their sum."""
 
@@ -97,7 +93,7 @@ def merge_loses_weight(merge: Any) -> Any:
     return merged
 
 
-@fault("methods.ring:_add_received", born="backward: *.self_attn")
+@fault("methods.ring:_add_received", born=BACKWARD)
 def own_share_overwritten(arrived: Any) -> Any:
     """What arrives of dK and dV replaces this rank's own share."""
 
@@ -108,7 +104,7 @@ def own_share_overwritten(arrived: Any) -> Any:
     return replaced
 
 
-@fault("methods.call:backward", born="backward: *.self_attn")
+@fault("methods.call:backward", born=BACKWARD)
 def softmax_rows_forgotten(backward: Any) -> Any:
     """Backward leaves out the row sums of the softmax's derivative."""
 
@@ -118,7 +114,7 @@ def softmax_rows_forgotten(backward: Any) -> Any:
     return forgetful
 
 
-@fault("methods.call:merge_into", dtype="float32", born="forward: *.self_attn")
+@fault("methods.call:merge_into", dtype="float32", born=FORWARD)
 def statistics_in_bfloat16(merge: Any) -> Any:
     """Sums over keys and ranks are kept in bfloat16 where float32 is promised."""
 
@@ -153,13 +149,13 @@ def labels_shifted_within_shards(shard: Any) -> Any:
     return shortened
 
 
-@fault("models.settings:Settings._shard_layout", born="forward: *.self_attn")
+@fault("models.settings:Settings._shard_layout", born=FORWARD)
 def attention_in_another_layout(shard_layout: Any) -> Any:
     """Attention takes shards to be contiguous that are zigzag."""
     return lambda self, documents, length: contiguous(length * self.ring.size, self.ring.size)
 
 
-@fault("methods.ulysses:_Swap._heads_of", cp_method="ulysses", born="forward: *.self_attn")
+@fault("methods.ulysses:_Swap._heads_of", cp_method="ulysses", born=FORWARD)
 def heads_of_another_rank(heads_of: Any) -> Any:
     """Ranks get each other's heads, and give them back as their own."""
     return lambda self, x, peer: heads_of(self, x, self.ranks.size - 1 - peer)

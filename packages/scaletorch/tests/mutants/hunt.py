@@ -18,11 +18,22 @@ from scaletorch.verify.report import CaseResult
 from scaletorch.verify.runner import RankReport, run_case
 from scaletorch.verify.verify import Task, run_all, save_reference
 
-from .catalogue import MUTANTS
+from .context_faults import CONTEXT
+from .data_faults import DATA
+from .expert_faults import AROUND, EXPERTS
 from .mutant import Mutant
+from .pipeline_faults import PIPELINE
 from .routed import ROUTED_PLAN, Balanced, Idle, Routed, Skewed, odd_batch
+from .router_faults import ORDER, ROUTERS
 from .specimen import PLAN, Sharded, Shared, Specimen, Staged, batch
+from .tensor_faults import SUMS, TENSOR
+from .whole_faults import WHOLE
 
+MUTANTS: Mapping[str, Mutant] = {
+    mutant.name: mutant
+    for catalogue in (TENSOR, SUMS, CONTEXT, PIPELINE, DATA, WHOLE, EXPERTS, AROUND, ROUTERS, ORDER)
+    for mutant in catalogue.mutants
+}
 MODELS: Mapping[str, tuple[ModelFn, Plan | None, BatchFn]] = {
     "specimen": (Specimen, PLAN, batch),
     "staged": (Staged, PLAN, batch),

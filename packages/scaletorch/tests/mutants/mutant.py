@@ -22,7 +22,7 @@ class Mutant:
     targets: tuple[str, ...]  # what is replaced; see `patch.patched`
     mutate: Mutate  # makes the replacement out of each target's original
     case: Case  # where the fault must show
-    born: str  # where a person who hunts the fault must be led; see `located.matches`
+    born: str  # where a person who hunts the fault must be led; see `locating.matches`
     model: str  # a key of `hunt.MODELS`
 
     def apply(self) -> ExitStack:

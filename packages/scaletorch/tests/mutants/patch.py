@@ -13,12 +13,10 @@ Mutate = Callable[[Any], Any]
 
 @contextmanager
 def patched(target: str, mutate: Mutate) -> Iterator[None]:
-    """Replace what ``target`` names by what ``mutate`` makes of it.
+    """Replace a function (a property's getter) by what ``mutate`` makes of it.
 
-    Args:
-        target: ``module:attribute`` or ``module:Class.attribute``, the module below the library's
-            root. A function used elsewhere by ``from … import`` is named where it is used.
-        mutate: gets the function (a property's getter) and returns another.
+    ``target`` is ``module:attribute`` or ``module:Class.attribute``, the module below the library's
+    root. A function used elsewhere by ``from … import`` is named where it is used.
     """
     module, _, path = target.partition(":")
     *owners, name = path.split(".")

@@ -16,6 +16,7 @@ from .mutant import Catalogue
 
 WHOLE = Catalogue("compose", "2x1x1x1")
 fault = WHOLE.fault
+GRADIENTS = "synchronisation: gradients"
 UNLIKE_SEEN = "own_loss:_require_agreement"  # finds a loss that tensor-parallel ranks do not share
 
 
@@ -23,13 +24,13 @@ def unseen(*_: Any, **_options: Any) -> None:
     """Find nothing."""
 
 
-@fault("parallelize:DataParallelBucket", born="synchronisation: gradients")
+@fault("parallelize:DataParallelBucket", born=GRADIENTS)
 def gradients_averaged(wrapper: Any) -> Any:
     """Gradients are averaged over ranks although the loss is divided already."""
     return partial(wrapper, op="mean")
 
 
-@fault("parallelize:DataParallelBucket", layout="2x1x2x1", born="synchronisation: gradients")
+@fault("parallelize:DataParallelBucket", layout="2x1x2x1", born=GRADIENTS)
 def gradients_not_summed_over_cp(wrapper: Any) -> Any:
     """Gradients are summed over one axis of dp and cp alone."""
 
@@ -40,7 +41,7 @@ def gradients_not_summed_over_cp(wrapper: Any) -> Any:
     return over_dp
 
 
-@fault("parallelize:DataParallelBucket", dtype="float32", born="synchronisation: gradients")
+@fault("parallelize:DataParallelBucket", dtype="float32", born=GRADIENTS)
 def gradients_travel_in_bfloat16(wrapper: Any) -> Any:
     """Gradients are summed in bfloat16 where float32 is promised."""
     return partial(wrapper, grad_type=torch.bfloat16)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import profile
+from training import grid
 
 from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.models.mixture import Router
@@ -18,11 +19,7 @@ from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
 from scaletorch.parallel.data_parallel.buckets.bucket import Bucket
 from scaletorch.parallel.data_parallel.buckets.manager import BucketManager
 from scaletorch.parallel.data_parallel.building import ShardedGradient
-from scaletorch.parallel.pg_manager import (
-    ProcessGroupManager,
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.parallel.pg_manager import ProcessGroupManager
 
 from .cases import Case, model_of
 
@@ -37,11 +34,8 @@ def on_grid(case: Case, run):
     """Return `run(case, manager)` on the grid of a case."""
     layout = case.layout
     sizes = {f"{axis}_size": getattr(layout.grid, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
-    manager = setup_process_group_manager(**sizes)
-    try:
+    with grid(sizes) as manager:
         return run(case, manager)
-    finally:
-        destroy_process_group_manager()
 
 
 def prepared(case: Case, manager: ProcessGroupManager):
@@ -102,17 +96,11 @@ def kept_bytes(model: nn.Module, train: Callable[[], object]) -> int:
 
 
 class Peak(NamedTuple):
-    """Bytes of a rank in a step.
+    """Bytes of a rank in a step."""
 
-    Attributes:
-        held: Of parameters, gradients and the optimizer's state, before a step.
-        taken: The most that the allocator gave beside that.
-        rest: What it did not get back: gloo's threads hold tensors until their next call.
-    """
-
-    held: list[int]
-    taken: int
-    rest: int
+    held: list[int]  # of parameters, gradients and the optimizer's state, before it
+    taken: int  # the most that the allocator gave in addition
+    rest: int  # what it did not get back: gloo's threads hold tensors until their next call
 
 
 def peaks(cases: list[Case]) -> list[Peak]:

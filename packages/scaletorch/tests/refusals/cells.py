@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from training import grid
 
 from scaletorch.compose import (
     full_gradients,
@@ -21,10 +22,7 @@ from scaletorch.dist import get_rank
 from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import relative_error, worst
 from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.parallel.pg_manager import ProcessGroupManager
 
 from .layouts import Layout
 from .models import PLAN
@@ -59,12 +57,8 @@ def plain_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     if config is not None:
         scores = torch.cat(output.router_logits).softmax(-1)
         chosen = torch.zeros_like(scores).scatter(-1, scores.topk(2).indices, 1.0)
-        loss = (
-            loss
-            + config.router_aux_loss_coef
-            * scores.shape[-1]
-            * (chosen.mean(0) * scores.mean(0)).sum()
-        )
+        balance = scores.shape[-1] * (chosen.mean(0) * scores.mean(0)).sum()
+        loss = loss + config.router_aux_loss_coef * balance
     return loss
 
 
@@ -86,9 +80,10 @@ def reference(row: str, name: str, depth: int) -> tuple[list[Any], dict[str, tor
     return found, {n: x.detach() for n, x in model.state_dict().items()}
 
 
-def train(case: Case, layout: Layout) -> tuple[list[Any], dict[str, torch.Tensor]]:
+def train(
+    case: Case, layout: Layout, manager: ProcessGroupManager
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """Return the same on this layout."""
-    manager = setup_process_group_manager(**layout.sizes)
     model = build(case, layout.depth)
     for layer in model.layers if layout.compiled else ():
         layer.compile(backend="eager")
@@ -121,10 +116,8 @@ def train(case: Case, layout: Layout) -> tuple[list[Any], dict[str, torch.Tensor
 
 def differences(found: Any, expected: Any) -> dict[str, float]:
     """Return the relative error of each loss, gradient and weight."""
-    errors = {}
-    for step, ((loss, gradients), (own, others)) in enumerate(
-        zip(found[0], expected[0], strict=True)
-    ):
+    errors, steps = {}, zip(found[0], expected[0], strict=True)
+    for step, ((loss, gradients), (own, others)) in enumerate(steps):
         errors[f"loss {step}"] = relative_error(loss, own)
         for name, gradient in others.items():
             errors[f"gradient {step} {name}"] = relative_error(gradients[name], gradient)
@@ -136,7 +129,8 @@ def differences(found: Any, expected: Any) -> dict[str, float]:
 def cell(row: str, name: str, layout: Layout) -> Told:
     """Return whether a model trains as in one process, or what is said of it."""
     try:
-        found = train(CASES[row][name], layout)
+        with grid(layout.sizes) as manager:
+            found = train(CASES[row][name], layout, manager)
         errors = differences(found, reference(row, name, layout.depth))
         largest = worst(errors.values())
         if largest < BOUND:
@@ -149,8 +143,6 @@ def cell(row: str, name: str, layout: Layout) -> Told:
         frames = traceback.extract_tb(error.__traceback__)[-3:]
         where = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(frames))
         return "obscure", f"{type(error).__name__}: {error} @ {where}"
-    finally:
-        destroy_process_group_manager()
 
 
 def cells(cases: Iterable[tuple[str, str]], layout: Layout) -> list[Told]:

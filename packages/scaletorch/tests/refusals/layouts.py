@@ -14,21 +14,13 @@ SHARED = {"sequence_parallel": True}
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        axes: The size of each axis.
-        options: Of `parallelize`.
-        micro_batches: Of each data-parallel rank.
-        zero: The stage of ZeRO, or 0.
-        compiled: Layers are compiled.
-    """
-
-    axes: Mapping[str, int]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    micro_batches: int = 1
-    zero: int = 0
-    compiled: bool = False
+    axes: Mapping[str, int]  # the size of each
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `parallelize`
+    micro_batches: int = 1  # of each data-parallel rank
+    zero: int = 0  # the stage of ZeRO
+    compiled: bool = False  # whether layers are
 
     @property
     def ranks(self) -> int:

@@ -98,6 +98,11 @@ class Plain(nn.Module):
         return self.top(self.embed_tokens(input_ids))
 
 
+def decoder(layer=None, **inside):
+    """Return a class of models of such layers, or of those with what `layer_of` takes."""
+    return type("Plain", (Plain,), {"layer": layer or layer_of(**inside)})
+
+
 def drawn(seed, shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -145,10 +150,6 @@ class Turning(Attention):
         )
 
 
-class CountsInAttention(Plain):
-    layer = layer_of(attention=Turning)
-
-
 class Given(Counts):
     """Takes positions, and counts them as it would be given them."""
 
@@ -186,9 +187,6 @@ def mixing(mix, where="layer"):
         def forward(self, x):
             return super().forward(mix(x))
 
-    class InLayers(Plain):
-        layer = MixingLayer
-
     class Before(Plain):
         def forward(self, input_ids):
             return self.top(mix(self.embed_tokens(input_ids)))
@@ -197,7 +195,7 @@ def mixing(mix, where="layer"):
         def forward(self, input_ids):
             return mix(super().forward(input_ids))
 
-    return {"layer": InLayers, "before": Before, "behind": Behind}[where]
+    return {"layer": decoder(MixingLayer), "before": Before, "behind": Behind}[where]
 
 
 def attended(x):
@@ -225,10 +223,6 @@ class RecurrentLayer(Layer):
 
     def forward(self, x):
         return super().forward(x + self.rnn(x)[0])
-
-
-class Recurrent(Plain):
-    layer = RecurrentLayer
 
 
 # Batch norms, buffers.
@@ -267,10 +261,6 @@ class AverageLayer(Layer):
         return super().forward(x - self.mean)
 
 
-class Averages(Plain):
-    layer = AverageLayer
-
-
 class LargestMLP(MLP):
     """Follows the largest activation between column- and row-parallel layers."""
 
@@ -283,10 +273,6 @@ class LargestMLP(MLP):
         if self.training:
             self.largest.lerp_(y.detach().abs().max(), 0.1)
         return y / self.largest.clone()
-
-
-class Largest(Plain):
-    layer = layer_of(feed_forward=LargestMLP)
 
 
 class ShrinkingLayer(Layer):
@@ -333,10 +319,6 @@ class CountingLayer(Layer):
         return super().forward(x / self.calls.clamp(min=1))
 
 
-class Counting(Plain):
-    layer = CountingLayer
-
-
 class RememberingLayer(Layer):
     """Scales by what the call before saw."""
 
@@ -349,10 +331,6 @@ class RememberingLayer(Layer):
         if self.training:
             self.last = torch.tanh(x.detach()).square().mean()
         return super().forward(x) * scale
-
-
-class Remembering(Plain):
-    layer = RememberingLayer
 
 
 class Cooling(Plain):
@@ -468,10 +446,6 @@ class ScaledMLP(MLP):
         return super().inner(x) * self.scale
 
 
-class Scaled(Plain):
-    layer = layer_of(feed_forward=ScaledMLP)
-
-
 class NormedAttention(Attention):
     def __init__(self):
         super().__init__()
@@ -488,14 +462,10 @@ class Normed(Plain):
 
 
 class BothMLP(ScaledMLP):
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-
-class Both(Plain):
     """A scale that is used in a region and outside of it."""
 
-    layer = layer_of(feed_forward=BothMLP)
+    def forward(self, x):
+        return super().forward(x) * self.scale
 
 
 class Gained(Plain):

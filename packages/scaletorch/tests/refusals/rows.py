@@ -13,6 +13,7 @@ from torch import nn
 from scaletorch.dist import get_rank
 
 from . import models
+from .models import decoder
 
 ROWS, LENGTH = 8, 16
 Batch = dict[str, Any]
@@ -51,27 +52,17 @@ def left_alone(_model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One model of a row.
+    """One model of a row."""
 
-    Attributes:
-        make: Of the number of layers.
-        refused: Tells of a layout's features whether it has to be refused there.
-        words: A pattern of what is said then.
-        batch: Of a step.
-        options: Of `parallelize`, called on each rank.
-        cut: Further options of `shard_global_batch`, called on each rank.
-        later: What rank 1 does in the second step, to its model and micro-batches.
-        gradients: What the loop does to a model before each step of the optimizer.
-        weights: What it does behind it.
-    """
-
-    make: Callable[[int], nn.Module]
-    refused: Callable[[Features], bool] = never
-    words: str = "never"
-    batch: Callable[[int], Batch] = batch
-    options: Callable[[], Mapping[str, Any]] = dict
-    cut: Callable[[], Mapping[str, Any]] = dict
+    make: Callable[[int], nn.Module]  # of the number of layers
+    refused: Callable[[Features], bool] = never  # by a layout's features
+    words: str = "never"  # a pattern of what is said then
+    batch: Callable[[int], Batch] = batch  # of a step
+    options: Callable[[], Mapping[str, Any]] = dict  # of `parallelize`, called on each rank
+    cut: Callable[[], Mapping[str, Any]] = dict  # further ones of `shard_global_batch`
+    # What rank 1 does in the second step, to its model and micro-batches.
     later: Callable[[nn.Module, list[Batch]], AbstractContextManager[Any]] = nothing
+    # What the loop does to a model before each step of the optimizer, and behind it.
     gradients: Callable[[nn.Module], Any] = left_alone
     weights: Callable[[nn.Module], Any] = left_alone
 
@@ -161,6 +152,10 @@ def mixes(make: Callable[[int], nn.Module]) -> Case:
     return Case(make, on(*DIVIDED), MIXES)
 
 
+def plain(refused: Callable[[Features], bool], words: str, **changes: Any) -> Case:
+    return Case(models.Plain, refused, words, **changes)
+
+
 # The beginning of each row of the table -> its models.
 CASES: Mapping[str, Mapping[str, Case]] = {
     "takes `input_ids` alone": {"plain": Case(models.Plain)},
@@ -187,7 +182,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "counts its own positions": {
         "counts": Case(models.Counts, on("cp"), MIXES),
         "counts from zeros": Case(models.CountsFromZeros, on("cp"), MIXES),
-        "counts in attention": Case(models.CountsInAttention, on("cp"), MIXES),
+        "counts in attention": Case(decoder(attention=models.Turning), on("cp"), MIXES),
     },
     "takes `position_ids`, and its own do not start at 0": {
         "given": Case(models.Given),
@@ -197,11 +192,9 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     },
     "mixes positions outside attention": {
         "conv": mixes(models.Conv),
-        "recurrence": mixes(models.Recurrent),
+        "recurrence": mixes(decoder(models.RecurrentLayer)),
         "cumsum": mixes(models.mixing(lambda x: x + x.cumsum(1))),
-        "roll before": Case(
-            models.mixing(lambda x: x + x.roll(1, 1), "before"), on(*DIVIDED), MIXES
-        ),
+        "roll before": mixes(models.mixing(lambda x: x + x.roll(1, 1), "before")),
         "count": mixes(models.mixing(lambda x: x + torch.arange(x.shape[1])[:, None].to(x))),
         "attention": Case(models.mixing(models.attended), on("sequence_parallel"), MIXES),
         "pool behind": Case(
@@ -223,28 +216,28 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         ),
         "short": Case(models.Short, always, "changes parameter embed_tokens.weight|max_norm"),
         "averaged": Case(
-            models.Averaged,
-            always,
-            "changes parameter mean|writes to a tensor what it makes of",
+            models.Averaged, always, "changes parameter mean|writes to a tensor what it makes of"
         ),
     },
     "changes buffers in its forward": {
         "averages": Case(
-            models.Averages,
+            decoder(models.AverageLayer),
             on("dp", "several", "recompute", *DIVIDED),
             r"forward changes buffer layers\.\d\.mean|mean of .* would mix this rank's \d+ tokens",
         ),
         "largest": Case(
-            models.Largest,
+            decoder(feed_forward=models.LargestMLP),
             on("dp", "tp", "several", "recompute", *DIVIDED),
             "forward changes buffer layers.*.largest",
         ),
         "counting": Case(
-            models.Counting, on("several", "recompute"), "changes buffer layers.*.calls in each run"
+            decoder(models.CountingLayer),
+            on("several", "recompute"),
+            "changes buffer layers.*.calls in each run",
         ),
     },
     "keeps state in attributes": {
-        "remembering": Case(models.Remembering, on("dp", "several", *DIVIDED), FOUND),
+        "remembering": Case(decoder(models.RememberingLayer), on("dp", "several", *DIVIDED), FOUND),
         "cooling": Case(models.Cooling, on("several"), FOUND),
         "noting": Case(models.Noting),
     },
@@ -253,7 +246,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             models.Routed,
             on("several", "pp"),
             "router's auxiliary loss .* which|product of two means",
-        ),
+        )
     },
     "returns another loss beside its logits": {
         "aux_loss": Case(models.Beside, always, "has aux_loss beside its logits"),
@@ -262,78 +255,70 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "has different weights on some tp or pp ranks": {
         "other weights": Case(models.Other, always, r"layers\.\d\.norm1.weight .*has values"),
         "other buffer": Case(models.OtherBuffer, always, "scale .*has values"),
-        "other arguments": Case(
-            models.Plain, always, r"arguments given to parallelize", options=recomputed_on_one
+        "other arguments": plain(
+            always, r"arguments given to parallelize", options=recomputed_on_one
         ),
     },
     "gets a batch that differs": {
-        "other labels": Case(
-            models.Plain, always, "labels on rank 1 .* is not that of rank 0", batch=other_labels
-        ),
+        "other labels": plain(
+            always, "labels on rank 1 .* is not that of rank 0", batch=other_labels
+        )
     },
     "attends in one cp layout": {
-        "stripe": Case(models.Plain, on("cp"), "cut in a stripe layout", cut=contiguous),
+        "stripe": plain(on("cp"), "cut in a stripe layout", cut=contiguous)
     },
     "has entries in its batch": {
-        "weights": Case(models.Plain, always, "the batch has weights", batch=with_weights),
+        "weights": plain(always, "the batch has weights", batch=with_weights)
     },
     "uses a whole parameter between": {
-        "scale": Case(models.Scaled),
+        "scale": Case(decoder(feed_forward=models.ScaledMLP)),
         "norms of heads": Case(models.Normed),
     },
     "uses one parameter both there and outside": {
         "in and out": Case(
-            models.Both,
+            decoder(feed_forward=models.BothMLP),
             lambda features: "tp" in features and "sequence_parallel" not in features,
             r"mlp\.scale.*in a parallel region and outside",
-        ),
+        )
     },
     "uses one parameter both on shards": {
         "gain": Case(  # logits that stay divided are shares as well
             models.Gained,
             lambda features: "sequence_parallel" in features and "loss_parallel" not in features,
             "'gain'.*shares of the tokens",
-        ),
+        )
     },
     "is trained by a loop that scales gradients": {
-        "torch's clipping": Case(
-            models.Plain,
+        "torch's clipping": plain(
             on("tp", "pp", "zero"),
             "by different factors .* use scaletorch.compose.clip_grad_norm_|clip with clip_grad_no",
             gradients=clipped,
-        ),
+        )
     },
-    "is trained by a loop that uses a statistic": {
-        "gradients by their norms": Case(
-            models.Plain,
+    "is trained by a loop that uses a statistic of a shard": {
+        "gradients by their norms": plain(
             on("tp", "zero"),
             "the gradient .* was changed differently on tp ranks|whole_gradients",
             gradients=normed,
         ),
-        "weights by their means": Case(
-            models.Plain,
-            on("tp"),
-            "the weight .* was changed differently on tp ranks",
-            weights=centred,
+        "weights by their means": plain(
+            on("tp"), "the weight .* was changed differently on tp ranks", weights=centred
         ),
     },
     "cannot do a later step": {
-        "no_sync": Case(models.Plain, always, r"no_sync\(\), which all", later=unsynchronised),
-        "parameter": Case(
-            models.Plain, always, "extra came after the module was wrapped", later=a_parameter
+        "no_sync": plain(always, r"no_sync\(\), which all", later=unsynchronised),
+        "parameter": plain(always, "extra came after the module was wrapped", later=a_parameter),
+        "no labels": plain(
+            always, "has no labels", later=changed(lambda each: each[0].pop("labels"))
         ),
-        "no labels": Case(
-            models.Plain, always, "has no labels", later=changed(lambda each: each[0].pop("labels"))
-        ),
-        "no batch": Case(models.Plain, always, "has no micro-batches", later=changed(list.clear)),
-        "gradient": Case(
-            models.Plain,
+        "no batch": plain(always, "has no micro-batches", later=changed(list.clear)),
+        "gradient": plain(
             always,
             "input_ids of micro-batch 0 requires grad",
             later=converted("input_ids", lambda ids: ids.float().requires_grad_()),
         ),
-        "numbers": Case(
-            models.Plain, always, "labels .* integer", later=converted("labels", torch.Tensor.float)
+        "numbers": plain(
+            always, "labels .* integer", later=converted("labels", torch.Tensor.float)
         ),
     },
 }
