@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from refusals import models
 from refusals.rows import batch
 from torch import nn
-from training import llama, tokens
+from training import grid, llama, tokens
 
 from scaletorch.compose import (
     check_replicas,
@@ -23,7 +23,7 @@ from scaletorch.compose import (
 )
 from scaletorch.dist import get_rank
 from scaletorch.dist.errors import InvalidArgumentError, ScaletorchError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import distributed_test, preload, run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket
 from scaletorch.parallel.pg_manager import (
     Grid,
@@ -308,13 +308,12 @@ def test_micro_batches_of_one_process_are_rehearsed_too():
 
 
 def test_a_first_step_with_several_micro_batches_may_be_a_later_one():
-    manager = setup_process_group_manager()
-    model = parallelize(Frequent(2).double(), manager)
-    train_step(model, shard_global_batch(batch(0), 1, manager))
-    model.zero_grad()
-    with pytest.raises(ScaletorchError, match=FOUND):
-        train_step(model, shard_global_batch(batch(1), 2, manager))
-    destroy_process_group_manager()
+    with grid() as manager:
+        model = parallelize(Frequent(2).double(), manager)
+        train_step(model, shard_global_batch(batch(0), 1, manager))
+        model.zero_grad()
+        with pytest.raises(ScaletorchError, match=FOUND):
+            train_step(model, shard_global_batch(batch(1), 2, manager))
 
 
 def test_a_forward_that_holds_its_module_is_not_rehearsed():
@@ -350,16 +349,13 @@ def test_what_counts_forwards_is_told():
         assert run_ranks(warned, 2, sizes)[0], sizes
 
 
-def uneven_heads(sizes):
+@distributed_test(4, timeout=200)
+def test_heads_that_one_tp_rank_cannot_share_use_a_ring_there():
     """One tp rank has two heads, which two cp ranks can share, and the other has one."""
-    manager = setup_process_group_manager(**sizes)
+    manager = setup_process_group_manager(**TP, **CP)
     plain = llama(hidden_size=24, num_heads=3, num_kv_heads=1)
     model = parallelize(plain, manager, cp_method="ulysses")
     train_step(model, shard_global_batch(tokens(length=16), 1, manager))
-
-
-def test_heads_that_one_tp_rank_cannot_share_use_a_ring_there():
-    run_ranks(uneven_heads, 4, TP | CP, timeout=200)
 
 
 class AllExperts(nn.Module):
@@ -410,25 +406,30 @@ def test_experts_that_loop_over_all_of_them_are_told_how_to_give_their_number():
 
 
 BAD = [
-    (lambda m: shard_global_batch(tokens(), 0, m), "num_micro_batches must be a whole .* 1; .* 0"),
+    (
+        lambda m: shard_global_batch(tokens(), 0, m),
+        "num_micro_batches must be a whole .* 1; .* 0",
+    ),
     (lambda m: shard_global_batch(tokens(), "2", m), "it is '2'"),
     (lambda m: shard_global_batch(tokens(rows=0), 1, m), "batch of 0 rows"),
     (lambda m: shard_global_batch({}, 1, m), r"such as input_ids \[B, L\]; .* has nothing"),
-    (lambda m: parallelize(llama(), Grid()), "manager must be a ProcessGroupManager.* Grid"),
+    (
+        lambda m: parallelize(llama(), Grid()),
+        "manager must be a ProcessGroupManager.* Grid",
+    ),
     (lambda m: parallelize(3, m), "takes a plain nn.Module, got int"),
-    (lambda m: parallelize(parallelize(llama(), m), m), "plain nn.Module, got DataParallelBucket"),
+    (
+        lambda m: parallelize(parallelize(llama(), m), m),
+        "plain nn.Module, got DataParallelBucket",
+    ),
     (lambda m: seed_ranks("a", m), "seed must be a whole number; it is 'a'"),
 ]
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case[1])
 def test_bad_arguments_are_named(case):
-    manager = setup_process_group_manager()
-    try:
-        with pytest.raises(InvalidArgumentError, match=case[1]):
-            case[0](manager)
-    finally:
-        destroy_process_group_manager()
+    with grid() as manager, pytest.raises(InvalidArgumentError, match=case[1]):
+        case[0](manager)
 
 
 def zeros_in_a_mask(micro_batch):
@@ -486,7 +487,8 @@ class Gated(models.Plain):
         self.gate.register_buffer("bias", torch.zeros(4))
 
 
-def after_parallelize():
+@distributed_test(2)
+def test_biases_and_buffers_of_ranks():
     """Biases that no token moves stay, with a warning; a buffer that differs is found."""
     model = parallelize(Gated(2), setup_process_group_manager(dp_size=2))
     counts = count_routing(model, "gate.bias")
@@ -496,7 +498,3 @@ def after_parallelize():
     model.module.module.gate.bias.add_(get_rank())
     with pytest.raises(ScaletorchError, match=r"buffer .*gate\.bias"):
         check_replicas(model)
-
-
-def test_biases_and_buffers_of_ranks():
-    run_ranks(after_parallelize, 2)

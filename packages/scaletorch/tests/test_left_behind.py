@@ -17,6 +17,7 @@ import pytest
 import torch
 from mutants.patch import patched
 from sweeps import today
+from training import tokens
 
 from scaletorch import bisect, compose
 from scaletorch.dist import cleanup_dist, init_dist, launch
@@ -73,11 +74,6 @@ class Planned(RuntimeError):
     pass
 
 
-def batch():
-    ids = torch.randint(32, (8, 9), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-
-
 def failing(output, micro_batch):
     raise Planned
 
@@ -88,7 +84,7 @@ def counting(micro_batch):
 
 def step(model, optimizer, micro_batches):
     """Train, evaluate, and recover from a step that fails."""
-    some = compose.shard_global_batch(batch(), micro_batches, model=model)
+    some = compose.shard_global_batch(tokens(rows=8), micro_batches, model=model)
     compose.train_step(model, some)
     compose.clip_grad_norm_(model, 1.0)
     optimizer.step()
@@ -198,7 +194,7 @@ def test_no_thread_of_a_group_outlives_a_training():
 
 # In ranks, where a collector has few objects to look at.
 def recordings(folder):
-    model, whole = llama(), batch()
+    model, whole = llama(), tokens(rows=8)
 
     def recorded():
         with bisect.record(folder, model) as tape:
