@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from refusals import models
 from refusals.rows import batch
+from tiny_transformers import tiny
 from torch import nn
 from training import grid, llama, tokens
 
@@ -443,13 +444,8 @@ def positions_that_restart(micro_batch):
 
 def later(change):
     """Return the step, and what a rank hears there of a change that rank 1 alone makes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    torch.manual_seed(0)
     manager = setup_process_group_manager(cp_size=2)
-    model = parallelize(LlamaForCausalLM(LlamaConfig(**sizes, **heads)), manager, rehearse=False)
+    model = parallelize(tiny("Llama"), manager, rehearse=False)
     whole = tokens(length=16) | {"position_ids": torch.arange(16).expand(4, 16)}
     whole["attention_mask"] = torch.ones_like(whole["input_ids"])
     for step in range(3):

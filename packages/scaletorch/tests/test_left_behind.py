@@ -5,7 +5,6 @@ sees it, and stays for ever. Circles that the collector sees keep activations un
 """
 
 import gc
-import math
 import sys
 import weakref
 from collections import Counter
@@ -17,13 +16,13 @@ import pytest
 import torch
 from mutants.patch import patched
 from sweeps import today
-from training import tokens
+from training import SIZES, llama, ranks_of, tokens
 
 from scaletorch import bisect, compose
 from scaletorch.dist import cleanup_dist, init_dist, launch
 from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
+from scaletorch.models import Mixture, MixtureConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -33,22 +32,14 @@ from scaletorch.plan import Cut, describe
 
 TASKS = Path("/proc/self/task")
 EARLIER, STEPS = 2, 3  # before anything is counted, as caches fill; and of which none may add
-SIZES = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 8, "num_heads": 4, "num_kv_heads": 4,
-}  # fmt: skip
 EXPERTS = {"dp_size": 2, "pp_size": 2, "ep_size": 2}
 
 
-def llama():
-    return Llama(LlamaConfig(**SIZES, num_layers=2))
-
-
-def deep_llama():
-    return Llama(LlamaConfig(**SIZES))
+deep_llama = partial(llama, num_layers=4)
 
 
 def deep_mixture():
-    return Mixture(MixtureConfig(**SIZES, num_experts=4))
+    return Mixture(MixtureConfig(**{**SIZES, "num_layers": 4}, num_experts=4))
 
 
 # A model, the grid, the options of `parallelize`, and the stage of ZeRO.
@@ -169,8 +160,7 @@ def left(*layout):
 
 @pytest.mark.parametrize("layout", today([*LAYOUTS], 4))
 def test_steps_leave_nothing_behind(layout):
-    sizes = LAYOUTS[layout][1]
-    ranks = math.prod(size for axis, size in sizes.items() if axis != "ep_size")
+    ranks = ranks_of(LAYOUTS[layout][1])
     # On new ranks: those of other tests may drop what a test's own code has kept.
     for garbage, more, alive in launch(leave, ranks, *LAYOUTS[layout], backend="gloo"):
         assert not garbage

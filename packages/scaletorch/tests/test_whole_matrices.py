@@ -95,20 +95,24 @@ def shampoo(model):
     return [Shampoo(model.parameters())]
 
 
+def step_in_one_process(model, optimizers, step, clips=False):
+    whole = batch(step)
+    logits = model(whole["input_ids"])
+    F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten()).backward()
+    if clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @functools.cache
 def reference(name, make, clips=False):
     """Return one process's weights after each step."""
     model, weights = plain(name), []
     optimizers = make(model)
     for step in range(STEPS):
-        whole = batch(step)
-        logits = model(whole["input_ids"])
-        F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten()).backward()
-        if clips:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_in_one_process(model, optimizers, step, clips)
         weights.append(copy.deepcopy(model.state_dict()))
     return weights
 
@@ -269,15 +273,6 @@ def changed_and_refused():
         step_in_one_process(twin, muon(twin), 0)
         assert gap(found, twin.state_dict()) < BOUND
     return owned
-
-
-def step_in_one_process(model, optimizers, step):
-    whole = batch(step)
-    logits = model(whole["input_ids"])
-    F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten()).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_written_weights_reach_the_owners_and_the_rest_is_refused():
