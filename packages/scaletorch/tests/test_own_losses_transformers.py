@@ -9,19 +9,13 @@ from own_losses import drawn, log_prob, preferred, smoothed
 from tiny_transformers import tiny
 from training import on_a_layout, ranks_of
 
-from scaletorch.dist.testing import preload, relative_error, run_ranks, worst
+from scaletorch.dist.testing import relative_error, run_ranks, worst
 
 pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.timeout(300)  # the first ranks import transformers
 
 BOUNDS = torch.tensor((0, 5, 11, 12, 21))  # chosen, rejected, chosen, rejected
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imports():
-    models = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral"))
-    preload(*models)
 
 
 def llama():

@@ -147,12 +147,8 @@ def test_offloading_copies_activations_and_no_parameters():
 
 
 def test_another_word_for_recomputation_is_refused():
-    with (
-        grid() as manager,
-        pytest.raises(
-            InvalidArgumentError, match='must be True, False, "selective" or "offload", g'
-        ),
-    ):
+    words = 'must be True, False, "selective" or "offload", g'
+    with grid() as manager, pytest.raises(InvalidArgumentError, match=words):
         parallelize(llama(), manager, recompute="disk", rehearse=False)
 
 

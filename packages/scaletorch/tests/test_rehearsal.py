@@ -23,13 +23,7 @@ from refusals.rows import batch
 from sweeps import today
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import (
-    FOUR,
-    grid,
-    in_one_process,
-    tokens,
-    train_and_compare,
-)
+from training import FOUR, grid, in_one_process, tokens, train_and_compare
 
 from scaletorch.compose import (
     full_state_dict,
@@ -700,11 +694,7 @@ class OneScore(models.Plain):
 ADDED = [  # a model, the entry, and what the first rank says
     ("Plain", "teacher", "is not rehearsed: its micro-batches, or entries of them"),
     ("Plain", "loss_teacher", "; not compared: loss_fn, which reads loss_teacher\n"),
-    (
-        "OneScore",
-        "loss_teacher",
-        "is not rehearsed: its loss_fn reads loss_teacher, added to micro-batches, and",
-    ),
+    ("OneScore", "loss_teacher", "not rehearsed: its loss_fn reads loss_teacher, added to micro-b"),
 ]
 
 

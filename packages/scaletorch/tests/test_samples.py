@@ -21,7 +21,7 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist.errors import MismatchError
-from scaletorch.dist.testing import distributed_test, preload, run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
@@ -45,11 +45,6 @@ LAYOUTS = [  # sizes, ZeRO, options
     (EP, 0, {"mixture": True}),
     ({"tp_size": 2, "dp_size": 2, "ep_size": 2}, 1, {"mixture": True, **SHARED}),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first optimizer of a process imports
 
 
 class Job:
@@ -346,20 +341,14 @@ def changed_rightly(sizes, zero, options):
         job.step()
 
 
+PLACES = [(TP, 0, {}), (TP, 0, SHARED), (EP, 0, {"mixture": True})]
+WITH_TP = [each for each in OF_FOUR if "tp_size" in each[0] and not each[1]]
 CHECKS = {  # on layouts of which each day tries some
     "ranks that part are told, and others are left alone": (from_all_sides, LAYOUTS, 8),
     "what all ranks change alike is right": (changing, OTHERS, 6),
-    "shards and experts are compared with those of the same place": (
-        in_shards,
-        [(TP, 0, {}), (TP, 0, SHARED), (EP, 0, {"mixture": True})],
-        3,
-    ),
+    "shards and experts are compared with those of the same place": (in_shards, PLACES, 3),
     "clipping by the norm of a rank is refused in the next step": (clipped, OF_FOUR, 5),
-    "statistics of shards are refused": (
-        of_shards,
-        [each for each in OF_FOUR if "tp_size" in each[0] and not each[1]],
-        4,
-    ),
+    "statistics of shards are refused": (of_shards, WITH_TP, 4),
     "changes of gradients that are right are left alone": (changed_rightly, OF_FOUR, 5),
 }
 

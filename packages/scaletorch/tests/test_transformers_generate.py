@@ -125,9 +125,7 @@ def test_whole_states_load_and_shards_are_not_saved_for_them(tmp_path):
                     model.load_state_dict({name: value[..., :1] for name, value in whole.items()})
                 path = tmp_path / f"{at}{tied}"
                 if "dp_size" not in sizes:
-                    with pytest.raises(
-                        StateError, match=r"save_pretrained would .*export_safetensors"
-                    ):
+                    with pytest.raises(StateError, match=r"save_pretrained would .*export_safe"):
                         model.save_pretrained(path)
                     with pytest.raises(StateError, match="save_pretrained would write this rank's"):
                         model.module.module.save_pretrained(path, state_dict=own)

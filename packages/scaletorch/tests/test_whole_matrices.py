@@ -242,9 +242,7 @@ def changed_and_refused():
         state = optimizer.state_dict()
         assert len(state["whole"]) == len(owned)
         optimizer.load_state_dict(state)
-        with pytest.raises(
-            StateError, match=r"one rank's shard on one layout; use scaletorch\.check"
-        ):
+        with pytest.raises(StateError, match=r"shard on one layout; use scaletorch\.check"):
             optimizer.load_state_dict({**state, "whole": ["another"]})
         with pytest.raises(StateError, match="Muon has whole matrices already"):
             whole_matrices(optimizer, model)
@@ -294,17 +292,13 @@ def test_other_optimizers_are_refused_on_every_rank():
         unlike = (ClippedAll if get_rank() == 0 else Lamb)(model.parameters())
         with pytest.raises((InvalidArgumentError, MismatchError), match=r"looks at several|rank 0"):
             whole_matrices(unlike, model)
-        with pytest.raises(
-            InvalidArgumentError, match="ClippedAll looks at several parameters at onc"
-        ):
+        with pytest.raises(InvalidArgumentError, match="ClippedAll looks at several param"):
             whole_matrices(ClippedAll(model.parameters()), model)
         with pytest.raises(InvalidArgumentError, match=r"LBFGS cannot be tried .* takes a closure"):
             whole_matrices(torch.optim.LBFGS(model.parameters()), model)
         step_on(model, [], 0)
         muon_on_shards = torch.optim.Muon(matrices)
-        with pytest.raises(
-            InvalidArgumentError, match=r"Muon looks at whole parameters, .*whole_ma"
-        ):
+        with pytest.raises(InvalidArgumentError, match=r"Muon looks at whole param.*whole_ma"):
             muon_on_shards.step()
         adam = torch.optim.AdamW(model.parameters())
         assert whole_matrices(adam, model) is adam
@@ -318,20 +312,16 @@ def test_what_looks_at_all_parameters_is_refused_on_a_pipeline():
         train_step(model, shard_global_batch(batch(0), 2, model=model))
         before = copy.deepcopy(model.state_dict())
         for kind in (ClippedAll, torch.optim.LBFGS):
-            with pytest.raises(
-                InvalidArgumentError, match="the stages of a pipeline have other param"
-            ):
+            with pytest.raises(InvalidArgumentError, match="the stages of a pipeline have o"):
                 kind(model.parameters()).step()
         later = ClippedAll([nn.Parameter(torch.ones(1))])  # of no model
         later.param_groups[0]["params"][0].grad = torch.ones(1)
         later.step()
         later.add_param_group({"params": list(model.parameters())})
-        with pytest.raises(InvalidArgumentError, match="the stages of a pipeline have other param"):
+        with pytest.raises(InvalidArgumentError, match="the stages of a pipeline have o"):
             later.step()
         assert gap(model.state_dict(), before) == 0
-        with pytest.raises(
-            InvalidArgumentError, match="ClippedAll cannot be sharded: it looks at sev"
-        ):
+        with pytest.raises(InvalidArgumentError, match="ClippedAll cannot be sharded: it"):
             shard_optimizer(ClippedAll(model.parameters()), model)
 
 
@@ -341,9 +331,8 @@ def counted():
     with grid(tp_size=get_world_size()) as manager:
         torch.manual_seed(0)
         sizes = {"vocab_size": 36, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
-        model = parallelize(
-            Llama(LlamaConfig(**sizes, num_layers=4, num_kv_heads=4)), manager, rehearse=False
-        )
+        config = LlamaConfig(**sizes, num_layers=4, num_kv_heads=4)
+        model = parallelize(Llama(config), manager, rehearse=False)
         hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n]
         optimizer = whole_matrices(torch.optim.Muon(hidden), model)
         train_step(model, shard_global_batch(batch(0), 1, model=model))

@@ -168,18 +168,7 @@ def train_and_compare(expected, build, sizes, batches, make=sgd, *, bounds=None,
 def require_alike(
     found, expected, bound=1e-11, *, losses=None, norms=None, weights=None, least=0.0, where=""
 ):
-    """Compare all figures.
-
-    Args:
-        found: Of a rank.
-        expected: Of one process.
-        bound: The largest relative error, where no other is given.
-        losses: That of losses.
-        norms: That of norms.
-        weights: That of weights.
-        least: Errors of gradients and weights are relative to this at least.
-        where: What an error tells.
-    """
+    """Compare figures of a rank with those of one process, by largest relative errors."""
     for kind, most in (("losses", losses), ("norms", norms), ("evaluations", None)):
         pairs = zip(getattr(found, kind), getattr(expected, kind), strict=True)
         for step, (ours, theirs) in enumerate(pairs):
