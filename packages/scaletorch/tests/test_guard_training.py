@@ -1,20 +1,16 @@
 """Under a guard, what one rank raises in a step reaches every rank of the job, and whose it is."""
 
 import os
-import pickle
-import re
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from scaletorch import guard
-from scaletorch.dist import RankFailedError, RankFaultError, all_reduce, get_rank, init_dist, launch
+from scaletorch.dist import RankFaultError, all_reduce, get_rank, init_dist, launch
 from scaletorch.dist.errors import StateError
 from scaletorch.dist.startup.rendezvous import free_port
 from scaletorch.dist.testing import run_ranks
@@ -132,93 +128,6 @@ def test_the_guard_names_experts_and_their_groups():
         assert "rank 3 (dp3 pp0 cp0 tp0 edp1 ep1 etp0) raised ValueError: no such expert" in message
     assert "in ep" in said[0][1]
     assert "rank 2 (dp2 pp0 cp0 tp0 edp1 ep0 etp0)" in said[0][1]
-
-
-DEVICE, BACKEND = "npu", "hccl"  # whose calls run on a stream: the host does not wait in them
-
-
-@pytest.fixture
-def deferred(plugins, monkeypatch):
-    """Ranks find a device whose calls run on a stream."""
-    monkeypatch.syspath_prepend(plugins)
-    monkeypatch.setenv("STANDIN_DEFERRED", "1")
-
-
-def outcome(fault, folder):
-    """Run guarded_on_a_stream steps with a fault on rank 1; return what each living rank raised."""
-    try:
-        return launch(guarded_on_a_stream, 3, fault, folder, backend=BACKEND, timeout=60)
-    except RankFailedError:
-        return [said_by(folder, 0), None, said_by(folder, 2)]
-
-
-def said_by(folder, rank):
-    return pickle.loads(Path(folder, f"said-{rank}").read_bytes())
-
-
-def guarded_on_a_stream(fault, folder):
-    rank = get_rank()
-    heard = "", "", (), ""
-    try:
-        with guard.watch(warn=0.5, patience=2.0):
-            for number in range(6):
-                if (rank, number) == (1, 3):
-                    fault()
-                shared = torch.ones(4, device=DEVICE)
-                all_reduce(shared)
-                guard.step()
-                value = shared[0].item()  # waits for the stream
-                assert number >= 3 or value == 3
-    except (RankFaultError, ValueError) as error:
-        kind, ranks = getattr(error, "kind", ""), getattr(error, "ranks", ())
-        heard = type(error).__name__, kind, ranks, str(error)
-    Path(folder, f"said-{rank}").write_bytes(pickle.dumps(heard))
-    end = time.monotonic() + 15
-    while rank == 1 and time.monotonic() < end:  # its end would free the others too
-        if all(Path(folder, f"said-{other}").exists() for other in (0, 2)):
-            return heard
-        time.sleep(0.05)
-    assert rank != 1, "the others did not come free"
-    return heard
-
-
-def raises():
-    raise ValueError("the loss is NaN")
-
-
-def dies():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def is_late():
-    time.sleep(6)
-
-
-def leaves():
-    guard.stop()
-    raise ValueError("done")
-
-
-FAULTS = {"exception": raises, "death": dies, "slow": is_late, "left": leaves}
-
-
-@pytest.mark.timeout(500)  # it may build the stand-in: a minute, or more
-@pytest.mark.usefixtures("deferred")
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_frees_those_who_read_the_device(kind, tmp_path):
-    heard = outcome(FAULTS[kind], tmp_path)
-    for rank in (0, 2):
-        name, found, ranks, text = heard[rank]
-        assert (name, found, ranks) == ("RankFaultError", kind, (1,))
-        if kind == "death":  # gloo may have ended what was in the stream before
-            continue
-        waits = rf"rank {rank} waits( after step 4)? on its device's stream in all_red"
-        assert re.search(waits, text)
-        assert "call 4 in the default group" in text
-        assert "which rank(s) 1 did not make" in text
-        assert kind != "slow" or "time.sleep(6)" in text
-    if kind == "exception":
-        assert heard[1] == ("ValueError", "", (), "the loss is NaN")
 
 
 def stopped():
