@@ -147,7 +147,7 @@ WRONG = {
     f"{ONE} {__name__}:flat": "expected one nn.ModuleList",
     f"{ONE} {__name__}:with_data": "cannot be built on the meta device, where it is described",
     f"{ONE} {__name__}:Own --batch {__name__}:of_images": "has pixels, and the forward of Own",
-    f"{ONE} {__name__}:Own --batch {__name__}:without_ids": "and the batch has pixels: name",
+    f"{ONE} {__name__}:Own --batch {__name__}:without_ids": "the batch has pixels: give an entry",
     f"{ONE} {__name__}:broken": "the model cannot run on the batch: RuntimeError: ",
     f"{ONE} small_models:small_model --dtype int8": "dtype 'int8' is not a floating-point dtype",
     f"{ONE} small_models:small_model --plan {__name__}:NUMBER": "must name a Mapping, got a int",
