@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from torch import nn
 from training import SIZES
 
 from scaletorch.dist import get_rank
@@ -32,3 +33,24 @@ class UnlikeOnRanks(Llama):
 
     def forward(self, input_ids, position_ids=None):
         return super().forward(input_ids, position_ids) * (1 + 1e-6 * get_rank())
+
+
+class Stack(nn.Module):
+    """An embedding, layers and a head, of which `run` calls a layer."""
+
+    def __init__(self, layers, width=8, words=32):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(words, width), nn.ModuleList(layers)
+        self.head = nn.Linear(width, words)
+
+    def run(self, layer, x):
+        return layer(x)
+
+    def hidden(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return x
+
+    def forward(self, input_ids):
+        return self.head(self.hidden(input_ids))

@@ -7,7 +7,7 @@ import torch
 from sweeps import today
 from test_any_batch import POSITIONS, Denoiser, noises, of_noise
 from torch import nn
-from training import cross_entropy, in_one_process, sgd, train_and_compare
+from training import cross_entropy, in_one_process, sgd, tokens, train_and_compare
 
 SIZE, WORDS, ROWS = 16, 32, 4
 
@@ -118,8 +118,7 @@ def batch_of(name, step):
     if name == "patches":
         images = torch.randn(ROWS, 3, 8, 8, generator=generator, dtype=torch.float64)
         return {"images": images, "labels": torch.randint(7, (ROWS,), generator=generator)}
-    drawn = torch.randint(WORDS, (ROWS, 17), generator=generator)
-    return {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:].clone()}
+    return tokens(step, ROWS, 16)
 
 
 def of_class(output, micro_batch):

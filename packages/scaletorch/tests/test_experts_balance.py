@@ -6,14 +6,11 @@ import pytest
 import torch
 from sweeps import today
 from torch import nn
+from training import grid
 
 from scaletorch import compose
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, relative_error, run_ranks
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 transformers = pytest.importorskip("transformers")
 
@@ -47,18 +44,17 @@ def balanced_reference(family, whole):
 
 
 def balanced(family, sizes, options, kind):
-    manager = setup_process_group_manager(**sizes)
-    whole = balanced_batch(kind)
-    expected, gradients = balanced_reference(family, whole)
-    model = compose.parallelize(build(family, **BALANCE), manager, **options, rehearse=False)
-    loss = compose.train_step(model, compose.shard_global_batch(whole, 1, model=model))
-    assert relative_error(loss, expected) < BOUND
-    found = compose.full_gradients(model)
-    for name, gradient in gradients.items():
-        assert relative_error(found[name], gradient) < BOUND, name
-    with pytest.raises(InvalidArgumentError, match="which 2 micro-batches cannot compute"):
-        compose.train_step(model, compose.shard_global_batch(whole, 2, model=model))
-    destroy_process_group_manager()
+    with grid(sizes) as manager:
+        whole = balanced_batch(kind)
+        expected, gradients = balanced_reference(family, whole)
+        model = compose.parallelize(build(family, **BALANCE), manager, **options, rehearse=False)
+        loss = compose.train_step(model, compose.shard_global_batch(whole, 1, model=model))
+        assert relative_error(loss, expected) < BOUND
+        found = compose.full_gradients(model)
+        for name, gradient in gradients.items():
+            assert relative_error(found[name], gradient) < BOUND, name
+        with pytest.raises(InvalidArgumentError, match="which 2 micro-batches cannot compute"):
+            compose.train_step(model, compose.shard_global_batch(whole, 2, model=model))
 
 
 BALANCED = [
@@ -103,23 +99,22 @@ def moved(length):
 
 
 def move(expected, length, sizes, options, micro_batches):
-    manager = setup_process_group_manager(**sizes)
-    model = compose.parallelize(build("Glm4Moe"), manager, **options, rehearse=False)
-    counts = compose.count_routing(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, (loss, tokens, bias) in enumerate(expected):
-        optimizer.zero_grad()
-        whole = {name: entry[:, :length] for name, entry in batch(step).items()}
-        some = compose.shard_global_batch(whole, micro_batches, model=model)
-        assert relative_error(compose.train_step(model, some), loss) < BOUND
-        optimizer.step()
-        statistics = compose.move_biases(model, counts, RATE)
-        assert all(not count.any() for count in counts.values())
-        state = model.state_dict()
-        for name, told in statistics.items():
-            assert told.tokens == tokens
-            assert relative_error(state[name], bias) < BOUND
-    destroy_process_group_manager()
+    with grid(sizes) as manager:
+        model = compose.parallelize(build("Glm4Moe"), manager, **options, rehearse=False)
+        counts = compose.count_routing(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, (loss, tokens, bias) in enumerate(expected):
+            optimizer.zero_grad()
+            whole = {name: entry[:, :length] for name, entry in batch(step).items()}
+            some = compose.shard_global_batch(whole, micro_batches, model=model)
+            assert relative_error(compose.train_step(model, some), loss) < BOUND
+            optimizer.step()
+            statistics = compose.move_biases(model, counts, RATE)
+            assert all(not count.any() for count in counts.values())
+            state = model.state_dict()
+            for name, told in statistics.items():
+                assert told.tokens == tokens
+                assert relative_error(state[name], bias) < BOUND
     return list(statistics)
 
 
@@ -145,9 +140,7 @@ def test_biases_move_as_in_one_process(sizes, options, micro_batches, length):
 
 @distributed_test(world_size=2)
 def test_a_model_without_such_biases_is_refused():
-    model = compose.parallelize(
-        build("Mixtral"), setup_process_group_manager(dp_size=2), rehearse=False
-    )
-    with pytest.raises(InvalidArgumentError, match=r"has a bias 'gate\.e_score"):
-        compose.count_routing(model)
-    destroy_process_group_manager()
+    with grid(dp_size=2) as manager:
+        model = compose.parallelize(build("Mixtral"), manager, rehearse=False)
+        with pytest.raises(InvalidArgumentError, match=r"has a bias 'gate\.e_score"):
+            compose.count_routing(model)

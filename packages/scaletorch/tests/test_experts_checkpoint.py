@@ -1,20 +1,18 @@
 """Experts' weights and moments on another layout, in one process, and in transformers' files."""
 
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from sweeps import today
-from training import adamw, in_one_process, ranks_of
+from training import adamw, grid, in_one_process, ranks_of
 
 from scaletorch import compose
 from scaletorch.checkpoint import export_safetensors, import_safetensors, load, save
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,13 +22,15 @@ from test_verify_experts import uneven  # noqa: E402
 FAMILY = "DeepseekV3"
 
 
-def prepared(sizes, stage, family=FAMILY):
-    manager = setup_process_group_manager(**sizes)
-    model = compose.parallelize(build(family), manager, rehearse=False)
-    optimizer = adamw(model)
-    if stage:
-        shard_optimizer(optimizer, model, stage=stage)
-    return model, optimizer
+@contextmanager
+def prepared(sizes, stage, make):
+    """Yield a model and its optimizer on a layout."""
+    with grid(sizes) as manager:
+        model = compose.parallelize(make(), manager, rehearse=False)
+        optimizer = adamw(model)
+        if stage:
+            shard_optimizer(optimizer, model, stage=stage)
+        yield model, optimizer
 
 
 def step_on(model, optimizer, step):
@@ -41,28 +41,31 @@ def step_on(model, optimizer, step):
     return loss
 
 
-def begin(folder, sizes, stage, family=FAMILY):
-    model, optimizer = prepared(sizes, stage, family)
-    for step in range(STEPS - 1):
-        step_on(model, optimizer, step)
-    save(folder, model, optimizer, step=STEPS - 1)
-    if sizes.get("ep_size"):
-        export_safetensors(model, f"{folder}/plain")
-    destroy_process_group_manager()
-
-
-def go_on(expected, folder, sizes, stage, family=FAMILY):
-    model, optimizer = prepared(sizes, stage, family)
+def spoil(model):
+    """Change all parameters, so that what is not loaded shows."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(0.5)  # so that what is not loaded shows
-    load(folder, model, optimizer)
-    loss = step_on(model, optimizer, STEPS - 1)
-    assert loss.item() == pytest.approx(expected.losses[STEPS - 1], rel=BOUND)
-    state = compose.full_state_dict(model)
+            parameter.fill_(0.5)
+
+
+def begin(folder, sizes, stage, family=FAMILY):
+    with prepared(sizes, stage, partial(build, family)) as (model, optimizer):
+        for step in range(STEPS - 1):
+            step_on(model, optimizer, step)
+        save(folder, model, optimizer, step=STEPS - 1)
+        if sizes.get("ep_size"):
+            export_safetensors(model, f"{folder}/plain")
+
+
+def go_on(expected, folder, sizes, stage, family):
+    with prepared(sizes, stage, partial(build, family)) as (model, optimizer):
+        spoil(model)
+        load(folder, model, optimizer)
+        loss = step_on(model, optimizer, STEPS - 1)
+        assert loss.item() == pytest.approx(expected.losses[STEPS - 1], rel=BOUND)
+        state = compose.full_state_dict(model)
     for name, weight in expected.weights.items():
         assert relative_error(state[name], weight) < 1e-9, name
-    destroy_process_group_manager()
 
 
 LAYOUTS = [
@@ -74,13 +77,6 @@ LAYOUTS = [
     ({"tp_size": 4}, 0),
     ({"dp_size": 2, "tp_size": 2, "etp_size": 1}, 2),
 ]
-
-
-def train(folder, family, first, second):
-    """Train on one layout, and go on on another one."""
-    folder, expected = str(folder), reference(family)
-    run_ranks(begin, ranks_of(first[0]), folder, *first, family, timeout=200)
-    run_ranks(go_on, ranks_of(second[0]), expected, folder, *second, family, timeout=200)
 
 
 ALONE = ({}, 0)
@@ -95,18 +91,16 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "first", "second"), today(CASES, 4))
 def test_training_goes_on_on_another_layout(tmp_path, family, first, second):
-    train(tmp_path, family, first, second)
+    folder, expected = str(tmp_path), reference(family)
+    run_ranks(begin, ranks_of(first[0]), folder, *first, family, timeout=200)
+    run_ranks(go_on, ranks_of(second[0]), expected, folder, *second, family, timeout=200)
 
 
 def imported(folder, sizes):
-    model, _ = prepared(sizes, 0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    import_safetensors(model, folder)
-    state = compose.full_state_dict(model)
-    destroy_process_group_manager()
-    return state
+    with prepared(sizes, 0, partial(build, FAMILY)) as (model, _):
+        spoil(model)
+        import_safetensors(model, folder)
+        return compose.full_state_dict(model)
 
 
 def test_transformers_files(tmp_path):
@@ -133,44 +127,26 @@ def build_uneven():
     return uneven().double()
 
 
-def parallel_uneven(sizes):
-    manager = setup_process_group_manager(**sizes)
-    model = compose.parallelize(build_uneven(), manager, rehearse=False)
-    optimizer = adamw(model)
-    if manager.cp_dp_size > 1:
-        shard_optimizer(optimizer, model, stage=2)
-    return model, optimizer
-
-
-def then(model, optimizer):
-    """Return the weights before and after a step."""
-    before = compose.full_state_dict(model)
-    step_on(model, optimizer, 1)
-    after = compose.full_state_dict(model)
-    destroy_process_group_manager()
-    return before, after
-
-
-def saved_uneven(folder, sizes):
-    model, optimizer = parallel_uneven(sizes)
-    step_on(model, optimizer, 0)
-    save(folder, model, optimizer, step=1)
-    return then(model, optimizer)
-
-
-def loaded_uneven(folder, sizes):
-    model, optimizer = parallel_uneven(sizes)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    load(folder, model, optimizer)
-    return then(model, optimizer)
+def step_uneven(folder, sizes, then):
+    """Return the weights before and after a step, behind one that was saved or loaded."""
+    with prepared(sizes, 2 if sizes else 0, build_uneven) as (model, optimizer):
+        if then == "save":
+            step_on(model, optimizer, 0)
+            save(folder, model, optimizer, step=1)
+        else:
+            spoil(model)
+            load(folder, model, optimizer)
+        before = compose.full_state_dict(model)
+        step_on(model, optimizer, 1)
+        return before, compose.full_state_dict(model)
 
 
 def test_stacks_of_which_ranks_have_unequal_shares_go_on_on_other_layouts(tmp_path):
-    before, expected = run_ranks(saved_uneven, 4, tmp_path / "one", {"dp_size": 4, "ep_size": 2})[0]
+    folder = tmp_path / "one"
+    given = folder, {"dp_size": 4, "ep_size": 2}, "save"
+    before, expected = run_ranks(step_uneven, 4, *given)[0]
     for ranks, sizes in ((1, {}), (2, {"dp_size": 2, "ep_size": 2}), (4, LAYOUTS[3][0])):
-        after, later = run_ranks(loaded_uneven, ranks, tmp_path / "one", sizes)[0]
+        after, later = run_ranks(step_uneven, ranks, folder, sizes, "load")[0]
         assert after.keys() == before.keys()
         assert all(torch.equal(after[name], each) for name, each in before.items())
         assert max(relative_error(later[name], each) for name, each in expected.items()) < BOUND

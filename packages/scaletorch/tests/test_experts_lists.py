@@ -8,7 +8,7 @@ import torch
 from sweeps import today
 from torch import nn
 from torch.nn.functional import silu
-from training import adamw, in_one_process, train_and_compare
+from training import adamw, grid, in_one_process, tokens, train_and_compare
 
 from scaletorch import compose
 from scaletorch.compose.experts import count_experts
@@ -74,10 +74,9 @@ def build(skew, experts):
 
 
 def batch(step):
-    tokens = torch.randint(40, (8, 13), generator=torch.Generator().manual_seed(100 + step))
-    labels = tokens[:, 1:].clone()
-    labels[step % 8, 3:] = -100
-    return {"input_ids": tokens[:, :-1], "labels": labels}
+    found = tokens(100 + step, 8, 12, 40)
+    found["labels"][step % 8, 3:] = -100
+    return found
 
 
 def trained(skew, experts, sizes, options, micro_batches, stage):
@@ -142,10 +141,8 @@ REFUSED = (
 @distributed_test(world_size=2)
 def test_they_are_not_divided_nor_their_choices_counted_in_silence():
     for sizes, options in DIVIDED:
-        manager = setup_process_group_manager(**sizes)
-        with pytest.raises(InvalidArgumentError, match=REFUSED):
+        with grid(sizes) as manager, pytest.raises(InvalidArgumentError, match=REFUSED):
             compose.parallelize(build(0.0, 4), manager, **options, rehearse=False)
-        destroy_process_group_manager()
     model = build(0.0, 4)
     for layer in model.layers:
         layer.mlp.gate.bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from refusals import models
 from refusals.rows import batch
+from tiny_transformers import tiny
 from torch import nn
-from training import llama, tokens
+from training import grid, llama, tokens
 
 from scaletorch.compose import (
     check_replicas,
@@ -23,7 +24,7 @@ from scaletorch.compose import (
 )
 from scaletorch.dist import get_rank
 from scaletorch.dist.errors import InvalidArgumentError, ScaletorchError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket
 from scaletorch.parallel.pg_manager import (
     Grid,
@@ -212,92 +213,72 @@ def said(make, sizes, *, whole=None, count=1, cut=None, loss=None, put=paralleli
         destroy_process_group_manager()
 
 
-CASES = {  # of two ranks
-    "writes to .data": (partial(said, Writes, DP), r"forward changes buffer layers\.\d\.mean from"),
-    "a write on rank 1": (partial(said, WritesOnOne, DP), "changes buffer seen from its inputs"),
-    "frozen over tp": (partial(said, FrozenOnOne, TP), r"norm.weight .* frozen has values"),
-    "frozen over pp": (partial(said, FrozenOnOne, PP), r"norm.weight .* frozen has values"),
-    "frozen later": (
-        partial(said, models.Plain, DP, put=frozen_later), "of the parameters of this rank"
-    ),
-    "broadcast over dp alone": (
-        partial(said, OnesOnOne, TP, data_parallel={"init_sync": "broadcast"}),
-        VALUES + "norm.weight",
-    ),
-    "beside sharded layers": (partial(said, Sharded, TP), r"norm.weight .* has values"),
-    "labels by hand over tp": (
-        partial(said, models.Plain, TP, cut=cut_by_hand, rehearse=False),
-        r"labels on rank 1 \(.*\) is not that of rank 0",
-    ),
-    "a fixed width": (
-        partial(said, FixedWidth, TP),
-        r"module 'layers.\d.mlp' \(\w+\) failed in its first step on this layout with RuntimeError "
-        r".*shape '\[\d, 16, 3, 4\]' is invalid.* tp leaves each rank its share",
-    ),
-    "own attention on shares of tokens": (
-        partial(
-            said, with_own_attention, TP, plan=WITHOUT_ATTENTION, sequence_parallel=True,
-            rehearse=False,
-        ),
-        r"'layers\.0\.self_attn' \(Attention\) needs full sequences, but its forward was replaced",
-    ),
-    "second output": (partial(said, Beside, CP, loss=own_loss), FOUND),
-    "no positions": (partial(said, Pooled, CP, loss=own_loss), FOUND),
-    "one position": (
-        partial(
-            said, models.Conv, CP, whole={n: x[:, :2] for n, x in batch(0).items()},
-            cp_layout="contiguous",
-        ),
-        FOUND,
-    ),
-    "small sum": (partial(said, models.mixing(lambda x: x + 1e-6 * x.cumsum(1)), CP), FOUND),
-    "blocks of 3": (partial(said, in_blocks(3), CP, whole=of_length(40)), FOUND),
+WHOLE_WIDTH = (
+    r"module 'layers.\d.mlp' \(\w+\) failed in its first step on this layout with RuntimeError "
+    r".*shape '\[\d, 16, 3, 4\]' is invalid.* tp leaves each rank its share"
+)
+REPLACED = r"self_attn' \(Attention\) needs full sequences, but its forward was replaced"
+UNCUT = {"plan": WITHOUT_ATTENTION, "rehearse": False}
+BY_HAND = {"cut": cut_by_hand, "rehearse": False}
+SHORT = {"whole": {n: x[:, :2] for n, x in batch(0).items()}, "cp_layout": "contiguous"}
+ONE_SYNC = {"data_parallel": {"init_sync": "broadcast"}}
+CASES = {  # of two ranks: the model, the layout, what is said, and what else `said` takes
+    "writes to .data": (Writes, DP, r"forward changes buffer layers\.\d\.mean from"),
+    "a write on rank 1": (WritesOnOne, DP, "changes buffer seen from its inputs"),
+    "frozen over tp": (FrozenOnOne, TP, r"norm.weight .* frozen has values"),
+    "frozen over pp": (FrozenOnOne, PP, r"norm.weight .* frozen has values"),
+    "frozen later": (models.Plain, DP, "of the parameters of this rank", {"put": frozen_later}),
+    "broadcast over dp alone": (OnesOnOne, TP, VALUES + "norm.weight", ONE_SYNC),
+    "beside sharded layers": (Sharded, TP, r"norm.weight .* has values"),
+    "labels by hand": (models.Plain, TP, r"labels on rank 1 \(.*\) is not that of rank 0", BY_HAND),
+    "a fixed width": (FixedWidth, TP, WHOLE_WIDTH),
+    "attention on shares": (with_own_attention, TP, REPLACED, UNCUT | {"sequence_parallel": True}),
+    "second output": (Beside, CP, FOUND, {"loss": own_loss}),
+    "no positions": (Pooled, CP, FOUND, {"loss": own_loss}),
+    "one position": (models.Conv, CP, FOUND, SHORT),
+    "small sum": (models.mixing(lambda x: x + 1e-6 * x.cumsum(1)), CP, FOUND),
+    "blocks of 3": (in_blocks(3), CP, FOUND, {"whole": of_length(40)}),
     "norm's own forward": (
-        partial(said, partial(normed, kind=Activated), DP),
+        partial(normed, kind=Activated), DP,
         r"batch_norm \(Activated\) .* without a forward of their own",
     ),
     "norm by hand": (
-        partial(said, partial(normed, track_running_stats=False), DP, put=put_together),
-        "takes stat.* dp_size=2 divides its rows",
+        partial(normed, track_running_stats=False), DP,
+        "takes stat.* dp_size=2 divides its rows", {"put": put_together},
     ),
-    "frequencies over dp": (partial(said, Frequent, DP), FOUND),
-    "frequencies over cp": (partial(said, Frequent, CP), FOUND),
-    "frequencies over micro-batches": (partial(said, Frequent, PP, count=2), FOUND),
+    "frequencies over dp": (Frequent, DP, FOUND),
+    "frequencies over cp": (Frequent, CP, FOUND),
+    "frequencies over micro-batches": (Frequent, PP, FOUND, {"count": 2}),
+    # What no layout changes.
+    "any name": (AnyName, DP, None, {"count": 2}),
+    "any name over cp": (AnyName, CP, None),
+    "a buffer made anew": (Cache, DP, None, {"count": 2}),
+    "a buffer over cp": (Cache, CP, None, {"count": 2}),
+    "turned shards": (models.mixing(lambda x: x + x.flip(1), "before"), CP, None),
+    "blocks of 2": (in_blocks(2), CP, None),
+    "blocks of 3 that fit": (in_blocks(3), CP, None, {"whole": of_length(12)}),
+    "own attention on whole tokens": (with_own_attention, TP, None, UNCUT),
+    "rows by hand": (models.Plain, DP, None, BY_HAND),
+    "frequencies over pp": (Frequent, PP, None),
 }  # fmt: skip
-RIGHT = {
-    "any name": partial(said, AnyName, DP, count=2),
-    "any name over cp": partial(said, AnyName, CP),
-    "a buffer made anew": partial(said, Cache, DP, count=2),
-    "a buffer over cp": partial(said, Cache, CP, count=2),
-    "turned shards": partial(said, models.mixing(lambda x: x + x.flip(1), "before"), CP),
-    "blocks of 2": partial(said, in_blocks(2), CP),
-    "blocks of 3 that fit": partial(said, in_blocks(3), CP, whole=of_length(12)),
-    "own attention on whole tokens": partial(
-        said, with_own_attention, TP, plan=WITHOUT_ATTENTION, rehearse=False
-    ),
-    "rows by hand": partial(said, models.Plain, DP, cut=cut_by_hand, rehearse=False),
-    "frequencies over pp": partial(said, Frequent, PP),
-}
 
 
-def refused():
-    return {name: case() for name, (case, _) in CASES.items()}
-
-
-def right():
-    return {name: case() for name, case in RIGHT.items()}
-
-
-def test_what_no_layout_changes_is_no_alarm():
-    assert run_ranks(right, 2, timeout=200) == [dict.fromkeys(RIGHT)] * 2
+def outcomes():
+    return {
+        name: said(make, sizes, **(options[0] if options else {}))
+        for name, (make, sizes, _, *options) in CASES.items()
+    }
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_what_ranks_would_compute_otherwise_is_refused_on_every_rank():
-    for rank, found in enumerate(run_ranks(refused, 2, timeout=250)):
-        for name, text in found.items():
-            assert re.search(CASES[name][1], text or "", re.DOTALL), (rank, name, text)
+def test_just_what_ranks_would_compute_otherwise_is_refused_on_every_rank():
+    for rank, found in enumerate(run_ranks(outcomes, 2, timeout=250)):
+        for name, (_, _, words, *_) in CASES.items():
+            if words is None:
+                assert found[name] is None, (rank, name)
+            else:
+                assert re.search(words, found[name] or "", re.DOTALL), (rank, name, found[name])
 
 
 def test_micro_batches_of_one_process_are_rehearsed_too():
@@ -308,13 +289,12 @@ def test_micro_batches_of_one_process_are_rehearsed_too():
 
 
 def test_a_first_step_with_several_micro_batches_may_be_a_later_one():
-    manager = setup_process_group_manager()
-    model = parallelize(Frequent(2).double(), manager)
-    train_step(model, shard_global_batch(batch(0), 1, manager))
-    model.zero_grad()
-    with pytest.raises(ScaletorchError, match=FOUND):
-        train_step(model, shard_global_batch(batch(1), 2, manager))
-    destroy_process_group_manager()
+    with grid() as manager:
+        model = parallelize(Frequent(2).double(), manager)
+        train_step(model, shard_global_batch(batch(0), 1, manager))
+        model.zero_grad()
+        with pytest.raises(ScaletorchError, match=FOUND):
+            train_step(model, shard_global_batch(batch(1), 2, manager))
 
 
 def test_a_forward_that_holds_its_module_is_not_rehearsed():
@@ -350,16 +330,13 @@ def test_what_counts_forwards_is_told():
         assert run_ranks(warned, 2, sizes)[0], sizes
 
 
-def uneven_heads(sizes):
+@distributed_test(4, timeout=200)
+def test_heads_that_one_tp_rank_cannot_share_use_a_ring_there():
     """One tp rank has two heads, which two cp ranks can share, and the other has one."""
-    manager = setup_process_group_manager(**sizes)
+    manager = setup_process_group_manager(**TP, **CP)
     plain = llama(hidden_size=24, num_heads=3, num_kv_heads=1)
     model = parallelize(plain, manager, cp_method="ulysses")
     train_step(model, shard_global_batch(tokens(length=16), 1, manager))
-
-
-def test_heads_that_one_tp_rank_cannot_share_use_a_ring_there():
-    run_ranks(uneven_heads, 4, TP | CP, timeout=200)
 
 
 class AllExperts(nn.Module):
@@ -423,12 +400,8 @@ BAD = [
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case[1])
 def test_bad_arguments_are_named(case):
-    manager = setup_process_group_manager()
-    try:
-        with pytest.raises(InvalidArgumentError, match=case[1]):
-            case[0](manager)
-    finally:
-        destroy_process_group_manager()
+    with grid() as manager, pytest.raises(InvalidArgumentError, match=case[1]):
+        case[0](manager)
 
 
 def zeros_in_a_mask(micro_batch):
@@ -442,13 +415,8 @@ def positions_that_restart(micro_batch):
 
 def later(change):
     """Return the step, and what a rank hears there of a change that rank 1 alone makes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    torch.manual_seed(0)
     manager = setup_process_group_manager(cp_size=2)
-    model = parallelize(LlamaForCausalLM(LlamaConfig(**sizes, **heads)), manager, rehearse=False)
+    model = parallelize(tiny("Llama"), manager, rehearse=False)
     whole = tokens(length=16) | {"position_ids": torch.arange(16).expand(4, 16)}
     whole["attention_mask"] = torch.ones_like(whole["input_ids"])
     for step in range(3):
@@ -470,7 +438,6 @@ def later(change):
     ],
 )
 def test_every_rank_hears_of_a_later_mask_or_position(change, words):
-    preload("transformers.models.llama.modeling_llama")
     (one, first), (other, second) = run_ranks(later, 2, change, timeout=200)
     assert one == other == 2
     assert re.search(words, second)
@@ -486,7 +453,8 @@ class Gated(models.Plain):
         self.gate.register_buffer("bias", torch.zeros(4))
 
 
-def after_parallelize():
+@distributed_test(2)
+def test_biases_and_buffers_of_ranks():
     """Biases that no token moves stay, with a warning; a buffer that differs is found."""
     model = parallelize(Gated(2), setup_process_group_manager(dp_size=2))
     counts = count_routing(model, "gate.bias")
@@ -496,7 +464,3 @@ def after_parallelize():
     model.module.module.gate.bias.add_(get_rank())
     with pytest.raises(ScaletorchError, match=r"buffer .*gate\.bias"):
         check_replicas(model)
-
-
-def test_biases_and_buffers_of_ranks():
-    run_ranks(after_parallelize, 2)

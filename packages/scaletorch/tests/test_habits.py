@@ -4,16 +4,15 @@ import io
 
 import pytest
 import torch
+from small_models import Stack
 from torch import nn
+from training import grid
 
 from scaletorch.compose import eval_step, parallelize, shard_global_batch, train_step
+from scaletorch.compose.evaluate import evaluating
 from scaletorch.dist.errors import InvalidArgumentError, StateError
-from scaletorch.dist.testing import RankPool, relative_error
+from scaletorch.dist.testing import relative_error
 from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 IDS = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(0))
 PLAN = {"layers.*.up": "column", "layers.*.down": "row"}
@@ -38,20 +37,9 @@ class Layer(nn.Module):
         return x + self.dropout(self.down(torch.relu(self.up(x))))
 
 
-class Plain(nn.Module):
-    def __init__(self, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(64, 16)
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-        self.head = nn.Linear(16, 64)
-        self.double()
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def plain(seed=0):
+    torch.manual_seed(seed)
+    return Stack((Layer() for _ in range(4)), 16, 64).double()
 
 
 def plain_loss(model):
@@ -63,32 +51,31 @@ def habits(sizes):
     """Return errors of a forward, and of evaluations after states were loaded."""
     sizes = dict(sizes)
     stage = sizes.pop("stage", None)
-    manager = setup_process_group_manager(**sizes)
-    model = parallelize(Plain(), manager, plan=PLAN if manager.tp_size > 1 else None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    if stage:
-        shard_optimizer(optimizer, model, stage=stage)
-    cut = shard_global_batch({"input_ids": IDS, "labels": IDS}, 2, model=model)
-    train_step(model, cut)
-    optimizer.step()
-    optimizer.zero_grad()
-    errors = {"eval": relative_error(eval_step(model, cut), plain_loss(Plain()))}
-    assert not any(module.training for module in model.eval().modules())
-    errors |= called(model, pipelined=manager.pp_size > 1)
-    assert all(module.training for module in model.train().modules())
-    model.load_state_dict(model.state_dict())
-    errors["own state"] = relative_error(eval_step(model, cut), plain_loss(Plain()))
-    model.load_state_dict(Plain(1).state_dict())
-    errors["a plain state"] = relative_error(eval_step(model, cut), plain_loss(Plain(1)))
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    model.load_state_dict(torch.load(file, weights_only=True))
-    errors["a saved state"] = relative_error(eval_step(model, cut), plain_loss(Plain(1)))
-    with pytest.raises(StateError, match=r"cannot be pickled.* save its state_dict\(\) instead"):
-        torch.save(model, file)
-    errors["moved"] = relative_error(eval_step(model.to("cpu"), cut), plain_loss(Plain(1)))
-    destroy_process_group_manager()
+    with grid(sizes) as manager:
+        model = parallelize(plain(), manager, plan=PLAN if manager.tp_size > 1 else None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        if stage:
+            shard_optimizer(optimizer, model, stage=stage)
+        cut = shard_global_batch({"input_ids": IDS, "labels": IDS}, 2, model=model)
+        train_step(model, cut)
+        optimizer.step()
+        optimizer.zero_grad()
+        errors = {"eval": relative_error(eval_step(model, cut), plain_loss(plain()))}
+        assert not any(module.training for module in model.eval().modules())
+        errors |= called(model, pipelined=manager.pp_size > 1)
+        assert all(module.training for module in model.train().modules())
+        model.load_state_dict(model.state_dict())
+        errors["own state"] = relative_error(eval_step(model, cut), plain_loss(plain()))
+        model.load_state_dict(plain(1).state_dict())
+        errors["a plain state"] = relative_error(eval_step(model, cut), plain_loss(plain(1)))
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        model.load_state_dict(torch.load(file, weights_only=True))
+        errors["a saved state"] = relative_error(eval_step(model, cut), plain_loss(plain(1)))
+        with pytest.raises(StateError, match=r"cannot be pickled.* save its state_dict\(\)"):
+            torch.save(model, file)
+        errors["moved"] = relative_error(eval_step(model.to("cpu"), cut), plain_loss(plain(1)))
     return errors
 
 
@@ -101,18 +88,22 @@ def called(model, *, pipelined):
         return {}
     with torch.no_grad():
         return {
-            "forward": relative_error(model(IDS), Plain().eval()(IDS)),
-            "forward by name": relative_error(model(input_ids=IDS), Plain().eval()(IDS)),
+            "forward": relative_error(model(IDS), plain().eval()(IDS)),
+            "forward by name": relative_error(model(input_ids=IDS), plain().eval()(IDS)),
         }
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4, timeout=120) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_habits(ranks, layout):
-    for errors in ranks.run(habits, LAYOUTS[layout]):
+def test_habits(four, layout):
+    for errors in four.run(habits, LAYOUTS[layout]):
         assert max(errors.values()) < 1e-12, errors
+
+
+def test_every_module_gets_its_own_mode_back():
+    model = nn.Sequential(nn.Dropout(), nn.Dropout())
+    model[0].eval()
+    with pytest.raises(ZeroDivisionError), evaluating(model):
+        _ = 1 / 0
+    assert [module.training for module in model.modules()] == [True, False, True]
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())

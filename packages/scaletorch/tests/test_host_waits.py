@@ -6,6 +6,7 @@ import pytest
 import torch
 from host_waits import host_waits
 from sweeps import today
+from training import grid
 
 import scaletorch.dist as dist
 from scaletorch.compose import parallelize, shard_global_batch, train_step
@@ -13,10 +14,6 @@ from scaletorch.dist import devices
 from scaletorch.dist.testing import run_ranks
 from scaletorch.models import Llama, Mixture, MixtureConfig
 from scaletorch.parallel.context_parallel import ShardedSequences
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 SMALL = MixtureConfig(
     vocab_size=32, hidden_size=16, intermediate_size=16, num_layers=4, num_heads=4, num_kv_heads=4,
@@ -39,30 +36,29 @@ def small_model(mixture=False, **sizes):
 def waits_of(layout):
     """The waits of a warm step, and of one whose backward has a read in it."""
     dp, pp, cp, tp = layout
-    manager = setup_process_group_manager(dp_size=dp, pp_size=pp, cp_size=cp, tp_size=tp)
-    device = devices.current_device()
-    torch.manual_seed(0)
-    model = small_model(tie_embeddings=pp > 1)  # whose gradients two stages exchange
-    model = parallelize(model.to(device), manager, rehearse=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ids = torch.randint(32, (8, 8)).to(device)
-    batch = {"input_ids": ids, "labels": ids}
-    documents = ShardedSequences(8, cu_seqlens=(0, 3, 8), group=manager.cp_group)
+    with grid(dp_size=dp, pp_size=pp, cp_size=cp, tp_size=tp) as manager:
+        device = devices.current_device()
+        torch.manual_seed(0)
+        model = small_model(tie_embeddings=pp > 1)  # whose gradients two stages exchange
+        model = parallelize(model.to(device), manager, rehearse=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ids = torch.randint(32, (8, 8)).to(device)
+        batch = {"input_ids": ids, "labels": ids}
+        documents = ShardedSequences(8, cu_seqlens=(0, 3, 8), group=manager.cp_group)
 
-    def step():
-        optimizer.zero_grad()
-        with host_waits() as waits:
-            documents.shard(batch)
-            loss = train_step(model, shard_global_batch(batch, 2, model=model))
-        assert loss.item() > 0
-        optimizer.step()
-        return waits.found
+        def step():
+            optimizer.zero_grad()
+            with host_waits() as waits:
+                documents.shard(batch)
+                loss = train_step(model, shard_global_batch(batch, 2, model=model))
+            assert loss.item() > 0
+            optimizer.step()
+            return waits.found
 
-    step()  # in which ranks compare what will not change
-    sound = step()
-    next(model.parameters()).register_hook(reads)
-    planted = step()
-    destroy_process_group_manager()
+        step()  # in which ranks compare what will not change
+        sound = step()
+        next(model.parameters()).register_hook(reads)
+        planted = step()
     return sound, planted
 
 

@@ -7,14 +7,10 @@ import torch
 from refusals import models
 from refusals.rows import batch
 from sweeps import today
-from training import FOUR, in_one_process, on_a_layout, require_alike
+from training import FOUR, grid, in_one_process, on_a_layout, require_alike
 
 from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import RehearsalError
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 
 class Layer(models.Layer):
@@ -164,15 +160,13 @@ def test_state_that_every_rank_has_alike_is_that_of_one_process(four, layout):
 
 def forwards(layer, layout):
     """Return the number of forwards in the first step, of the layout and of the plain model."""
-    manager, calls = setup_process_group_manager(**FOUR[layout]), []
-    try:
+    calls = []
+    with grid(FOUR[layout]) as manager:
         plain = built(layer)
         plain.register_forward_pre_hook(lambda *_: calls.append(1))
         model = parallelize(plain, manager, plan=models.PLAN)
         train_step(model, shard_global_batch(batch(0), 1, model=model))
         return len(calls)
-    finally:
-        destroy_process_group_manager()
 
 
 @pytest.mark.parametrize("layout", FOUR)

@@ -5,7 +5,6 @@ sees it, and stays for ever. Circles that the collector sees keep activations un
 """
 
 import gc
-import math
 import sys
 import weakref
 from collections import Counter
@@ -17,12 +16,13 @@ import pytest
 import torch
 from mutants.patch import patched
 from sweeps import today
+from training import SIZES, llama, ranks_of, tokens
 
 from scaletorch import bisect, compose
 from scaletorch.dist import cleanup_dist, init_dist, launch
 from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
+from scaletorch.models import Mixture, MixtureConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -32,22 +32,14 @@ from scaletorch.plan import Cut, describe
 
 TASKS = Path("/proc/self/task")
 EARLIER, STEPS = 2, 3  # before anything is counted, as caches fill; and of which none may add
-SIZES = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 8, "num_heads": 4, "num_kv_heads": 4,
-}  # fmt: skip
 EXPERTS = {"dp_size": 2, "pp_size": 2, "ep_size": 2}
 
 
-def llama():
-    return Llama(LlamaConfig(**SIZES, num_layers=2))
-
-
-def deep_llama():
-    return Llama(LlamaConfig(**SIZES))
+deep_llama = partial(llama, num_layers=4)
 
 
 def deep_mixture():
-    return Mixture(MixtureConfig(**SIZES, num_experts=4))
+    return Mixture(MixtureConfig(**{**SIZES, "num_layers": 4}, num_experts=4))
 
 
 # A model, the grid, the options of `parallelize`, and the stage of ZeRO.
@@ -73,11 +65,6 @@ class Planned(RuntimeError):
     pass
 
 
-def batch():
-    ids = torch.randint(32, (8, 9), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
-
-
 def failing(output, micro_batch):
     raise Planned
 
@@ -88,7 +75,7 @@ def counting(micro_batch):
 
 def step(model, optimizer, micro_batches):
     """Train, evaluate, and recover from a step that fails."""
-    some = compose.shard_global_batch(batch(), micro_batches, model=model)
+    some = compose.shard_global_batch(tokens(rows=8), micro_batches, model=model)
     compose.train_step(model, some)
     compose.clip_grad_norm_(model, 1.0)
     optimizer.step()
@@ -173,8 +160,7 @@ def left(*layout):
 
 @pytest.mark.parametrize("layout", today([*LAYOUTS], 4))
 def test_steps_leave_nothing_behind(layout):
-    sizes = LAYOUTS[layout][1]
-    ranks = math.prod(size for axis, size in sizes.items() if axis != "ep_size")
+    ranks = ranks_of(LAYOUTS[layout][1])
     # On new ranks: those of other tests may drop what a test's own code has kept.
     for garbage, more, alive in launch(leave, ranks, *LAYOUTS[layout], backend="gloo"):
         assert not garbage
@@ -198,7 +184,7 @@ def test_no_thread_of_a_group_outlives_a_training():
 
 # In ranks, where a collector has few objects to look at.
 def recordings(folder):
-    model, whole = llama(), batch()
+    model, whole = llama(), tokens(rows=8)
 
     def recorded():
         with bisect.record(folder, model) as tape:

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import Stack
 from sweeps import today
 from torch import nn
 from training import grid, ranks_of
@@ -41,21 +42,9 @@ class Layer(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def hidden(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    def forward(self, input_ids):
-        return self.head(self.hidden(input_ids))
+        super().__init__((Layer() for _ in range(4)), WIDTH, WORDS)
 
 
 class Tied(Net):

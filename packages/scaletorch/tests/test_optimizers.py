@@ -13,15 +13,12 @@ import torch
 from sample_optimizers import gap
 from sweeps import today
 from test_whole_matrices import BOUND, plain, step_in_one_process, step_on
+from training import grid
 
 from scaletorch.compose import full_state_dict, parallelize, whole_matrices
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 GUIDE = Path(__file__).parents[3] / "docs" / "optimizers.md"
 STEPS = 3
@@ -104,10 +101,9 @@ def tried(every):
     """Return a row for each optimizer."""
     rows = {name: [] for name in every}
     for sizes, prepare in COLUMNS:
-        case.MANAGER = setup_process_group_manager(**sizes)
-        for name, weights in every.items():
-            rows[name].append(outcome(name, weights, prepare))
-        destroy_process_group_manager()
+        with grid(sizes) as case.MANAGER:
+            for name, weights in every.items():
+                rows[name].append(outcome(name, weights, prepare))
     return rows
 
 

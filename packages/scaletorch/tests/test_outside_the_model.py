@@ -8,14 +8,10 @@ import torch
 import torch.nn.functional as F
 from sweeps import today
 from torch import nn
-from training import FOUR, cross_entropy, llama, tokens
+from training import FOUR, cross_entropy, grid, llama, tokens
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError, ScaletorchError
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 
 def of_temperature(log):
@@ -98,23 +94,22 @@ def states(manager, plain):
 
 def attempt(program, sizes):
     """Return what was said, and the losses."""
-    manager, found = setup_process_group_manager(**sizes), []
+    found = []
     try:
-        model, optimizers, losses = program(manager, llama(num_layers=4).double())
-        for step, loss_fn in enumerate(losses):
-            whole = tokens(step, 32)
-            whole["labels"][2:4, 3:] = -100  # no first rows of a micro-batch
-            whole["loss_target"] = torch.ones(32, 8, 16)
-            batches = shard_global_batch(whole, 2, model=model)
-            found.append(train_step(model, batches, loss_fn=loss_fn).item())
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return "", found
+        with grid(sizes) as manager:
+            model, optimizers, losses = program(manager, llama(num_layers=4).double())
+            for step, loss_fn in enumerate(losses):
+                whole = tokens(step, 32)
+                whole["labels"][2:4, 3:] = -100  # no first rows of a micro-batch
+                whole["loss_target"] = torch.ones(32, 8, 16)
+                batches = shard_global_batch(whole, 2, model=model)
+                found.append(train_step(model, batches, loss_fn=loss_fn).item())
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return "", found
     except ScaletorchError as error:
         return str(error), found
-    finally:
-        destroy_process_group_manager()
 
 
 REFUSED = {
@@ -149,8 +144,7 @@ def test_what_is_not_of_the_model_is_right_or_refused(four, program, sizes):
 
 
 def test_one_process_trains_what_is_not_of_the_model():
-    manager = setup_process_group_manager()
-    try:
+    with grid() as manager:
         model, _, (loss_fn, _) = outside(manager, llama().double())
         log = loss_fn.__closure__[0].cell_contents
         plain, batch = llama().double(), tokens()
@@ -162,8 +156,6 @@ def test_one_process_trains_what_is_not_of_the_model():
         torch.testing.assert_close(own, log.grad, rtol=1e-6, atol=0.0)
         for name, grad in full_gradients(model).items():
             torch.testing.assert_close(grad, plain.get_parameter(name).grad)
-    finally:
-        destroy_process_group_manager()
 
 
 class Asks(nn.Module):
@@ -182,8 +174,7 @@ class Asks(nn.Module):
 
 
 def asked(rows):
-    manager = setup_process_group_manager()
-    try:
+    with grid() as manager:
         torch.manual_seed(0)
         model = Asks()
         model.rows = rows
@@ -195,8 +186,6 @@ def asked(rows):
         given = {"input_ids": tokens(rows=8)["input_ids"], **more}
         total, count = cross_entropy(model(**given), tokens(rows=8))
         return loss.item(), (total / count).item()
-    finally:
-        destroy_process_group_manager()
 
 
 def test_entries_of_any_kind_are_passed_whole():

@@ -6,40 +6,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from own_losses import drawn, log_prob, preferred, smoothed
+from tiny_transformers import tiny
 from training import on_a_layout, ranks_of
 
-from scaletorch.dist.testing import preload, relative_error, run_ranks, worst
+from scaletorch.dist.testing import relative_error, run_ranks, worst
 
 pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.timeout(300)  # the first ranks import transformers
 
-SIZES = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False,
-}  # fmt: skip
 BOUNDS = torch.tensor((0, 5, 11, 12, 21))  # chosen, rejected, chosen, rejected
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _imports():
-    models = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral"))
-    preload(*models)
-
-
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return drawn(LlamaForCausalLM(LlamaConfig(**SIZES)), 0)
+    return drawn(tiny("Llama", use_cache=False), 0)
 
 
 def mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     asked = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "num_local_experts": 4}
-    model = drawn(MixtralForCausalLM(MixtralConfig(**SIZES, **asked)), 0)
-    model.set_experts_implementation("eager")  # the other one takes no float64
-    return model
+    return drawn(tiny("Mixtral", use_cache=False, **asked), 0)
 
 
 def packed():

@@ -1,6 +1,7 @@
 """Partial gradients over tp: over steps, in loops of one's own, compiled, under FSDP2."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from training import grid
+from training import grid, tokens
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError
@@ -92,9 +93,7 @@ class LayerRunAgain(Layer):
         return Again.apply(x, super().__call__)
 
 
-def batch(number):
-    tokens = torch.randint(WORDS, (8, 9), generator=torch.Generator().manual_seed(number))
-    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].contiguous()}
+batch = partial(tokens, rows=8, words=WORDS)
 
 
 def loss_of(model, number, rows=slice(None)):

@@ -5,9 +5,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import Stack
 from sweeps import today
 from torch import nn
 from torch.nn.modules import module as hooks
+from training import grid, tokens
 
 from scaletorch.compose import (
     clip_grad_norm_,
@@ -20,15 +22,10 @@ from scaletorch.compose import (
 )
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks, worst
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 VOCAB, WIDTH = 16, 8
 PLAN = {"layers.*.up": "column", "layers.*.down": "row"}
-TOKENS = torch.randint(VOCAB, (8, 7), generator=torch.Generator().manual_seed(0))
-BATCH = {"input_ids": TOKENS[:, :-1], "labels": TOKENS[:, 1:].contiguous()}
+BATCH = tokens(rows=8, length=6, words=VOCAB)
 
 
 class Layer(nn.Module):
@@ -45,23 +42,11 @@ class Doubled(Layer):
         return super().__call__(x) * 2
 
 
-class Net(nn.Module):
+class Net(Stack):
     layer = Layer
 
     def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(self.layer() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = self.run(layer, x)
-        return self.head(x)
-
-    def run(self, layer, x):
-        return layer(x)
+        super().__init__((self.layer() for _ in range(4)), WIDTH, VOCAB)
 
 
 class Forwards(Net):
@@ -124,43 +109,41 @@ def plain(kind, register):
 def compared(sizes, options, micro_batches):
     """Compare each case with one process; hooks come after `parallelize`."""
     warnings.filterwarnings("ignore", message="Full backward hook is firing")  # in one process too
-    manager = setup_process_group_manager(**sizes)
-    plan = {"plan": PLAN} if manager.tp_size > 1 else {}
-    for name, (kind, register) in CASES.items():
-        expected, gradients = plain(kind, register)
-        torch.manual_seed(0)
-        model = parallelize(kind().double(), manager, **plan, **options, rehearse=False)
-        handles = register(model)
-        loss = train_step(model, shard_global_batch(BATCH, micro_batches, model=model))
-        for handle in handles or ():
-            handle.remove()
-        own = full_gradients(model)
-        errors = [((own[k] - g).norm() / g.norm()).item() for k, g in gradients.items()]
-        assert worst([abs(loss.item() / expected - 1), *errors]) < 1e-12, name
-    destroy_process_group_manager()
+    with grid(sizes) as manager:
+        plan = {"plan": PLAN} if manager.tp_size > 1 else {}
+        for name, (kind, register) in CASES.items():
+            expected, gradients = plain(kind, register)
+            torch.manual_seed(0)
+            model = parallelize(kind().double(), manager, **plan, **options, rehearse=False)
+            handles = register(model)
+            loss = train_step(model, shard_global_batch(BATCH, micro_batches, model=model))
+            for handle in handles or ():
+                handle.remove()
+            own = full_gradients(model)
+            errors = [((own[k] - g).norm() / g.norm()).item() for k, g in gradients.items()]
+            assert worst([abs(loss.item() / expected - 1), *errors]) < 1e-12, name
 
 
 def mixed(sizes):
     """Stages of different dtypes, gradients of an embedding that are sparse, and calls by name."""
-    manager = setup_process_group_manager(**sizes)
-    for dtype, dense in ((torch.float64, True), (torch.complex64, True), (torch.float32, False)):
-        dense = dense or manager.dp_size > 1
-        for wide in (False, True):
-            torch.manual_seed(0)
-            net = Net()
-            net.embed = Cast(nn.Embedding(VOCAB, WIDTH, sparse=not dense), dtype)
-            model = parallelize(net, manager, rehearse=False)
-            pieces = shard_global_batch(BATCH, 2, model=model)
-            loss = train_step(model, pieces, loss_fn=wide_loss if wide else None)
-            assert loss.dtype == (torch.float64 if wide else torch.float32)
-            norm = clip_grad_norm_(model, 0.1, error_if_nonfinite=True)
-            torch.testing.assert_close(global_grad_norm(model).item(), 0.1, rtol=1e-3, atol=0)
-            assert norm > 0.1
-            assert not nonfinite_gradients(model)
-    text = r"with 0 positional arguments and input_ids by name\. .* Call on every rank train_step"
-    with pytest.raises(InvalidArgumentError, match=text):
-        model(input_ids=pieces[0]["input_ids"])
-    destroy_process_group_manager()
+    with grid(sizes) as manager:
+        for dtype in (torch.float64, torch.complex64, torch.float32):
+            dense = dtype != torch.float32 or manager.dp_size > 1
+            for wide in (False, True):
+                torch.manual_seed(0)
+                net = Net()
+                net.embed = Cast(nn.Embedding(VOCAB, WIDTH, sparse=not dense), dtype)
+                model = parallelize(net, manager, rehearse=False)
+                pieces = shard_global_batch(BATCH, 2, model=model)
+                loss = train_step(model, pieces, loss_fn=wide_loss if wide else None)
+                assert loss.dtype == (torch.float64 if wide else torch.float32)
+                norm = clip_grad_norm_(model, 0.1, error_if_nonfinite=True)
+                torch.testing.assert_close(global_grad_norm(model).item(), 0.1, rtol=1e-3, atol=0)
+                assert norm > 0.1
+                assert not nonfinite_gradients(model)
+        text = r"with 0 positional arguments and input_ids by name\. .* on every rank train_step"
+        with pytest.raises(InvalidArgumentError, match=text):
+            model(input_ids=pieces[0]["input_ids"])
 
 
 class Cast(nn.Module):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from small_models import small_model
+from small_models import Stack, small_model
 from torch import nn
 
 from scaletorch.plan.__main__ import main
@@ -34,17 +34,9 @@ class Block(nn.Module):
         return x + self.down(wide.relu())
 
 
-class Own(nn.Module):
+class Own(Stack):
     def __init__(self, fixed=False):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
-        self.layers = nn.ModuleList([Block(fixed), Block(fixed)])
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        super().__init__((Block(fixed) for _ in range(2)), words=64)
 
 
 def fixed():

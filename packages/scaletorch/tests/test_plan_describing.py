@@ -1,4 +1,4 @@
-"""What a description says of a model is what its real ranks keep for backward."""
+"""What descriptions and plans say of a model is what its real ranks keep and hold."""
 
 import resource
 from collections import Counter
@@ -6,18 +6,15 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from planned import kept_bytes
+from planned import Case, differences, gathering, higher, kept_bytes, peaks
 from sweeps import today
 from torch import nn
+from training import grid
 
 from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
-from scaletorch.parallel.pg_manager import (
-    Grid,
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import Cut, Layout, cluster_named, describe, time
 from scaletorch.plan.memory import memory
 
@@ -60,15 +57,14 @@ def measured(cases):
 
 
 def _kept(family, sizes, options):
-    manager = setup_process_group_manager(**{f"{axis}_size": n for axis, n in sizes.items()})
-    torch.manual_seed(0)
-    model = parallelize(build(family), manager, **options, rehearse=False)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(64, (ROWS * manager.dp_size, LENGTH), generator=generator)
-    batch = shard_global_batch({"input_ids": ids, "labels": ids}, 1, manager)
-    train_step(model, batch, manager)
-    kept = kept_bytes(model, lambda: train_step(model, batch, manager))
-    destroy_process_group_manager()
+    with grid({f"{axis}_size": n for axis, n in sizes.items()}) as manager:
+        torch.manual_seed(0)
+        model = parallelize(build(family), manager, **options, rehearse=False)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(64, (ROWS * manager.dp_size, LENGTH), generator=generator)
+        batch = shard_global_batch({"input_ids": ids, "labels": ids}, 1, manager)
+        train_step(model, batch, manager)
+        kept = kept_bytes(model, lambda: train_step(model, batch, manager))
     return kept
 
 
@@ -95,8 +91,8 @@ CASES = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
-    names = ("gpt2", "qwen3", "qwen3_moe")
-    preload("scaletorch.models", *(f"transformers.models.{n}.modeling_{n}" for n in names))
+    names = (f"transformers.models.{n}.modeling_{n}" for n in ("gpt2", "qwen3", "qwen3_moe"))
+    preload("planned", "scaletorch.models", *names)
 
 
 def test_a_rank_keeps_what_is_described():
@@ -212,3 +208,54 @@ def test_experts_take_as_many_tokens_wherever_they_are():
 def test_a_cut_that_a_model_cannot_have_is_refused():
     known = describe(lambda: build("Llama"), LENGTH, cuts=[Cut(tp=2), Cut(tp=8)])
     assert known.refused.keys() == {Cut(tp=8)}, known.refused
+
+
+# Parameters and states of few bytes: other dtypes, experts, uneven and tied stages.
+HOLDING = [
+    Case("small mixture", 5, False, "float32", 16,
+         Layout(Grid(dp=4, ep=2), zero=2, micro_rows=2, micro_batches=3), sum_item=8),
+    Case("small", 5, True, "bfloat16", 16,
+         Layout(Grid(pp=2, dp=2), zero=2, schedule="dualpipe_v", chunks=2, micro_batches=5),
+         sum_item=4),
+]  # fmt: skip
+PEAKS = [  # pipelines; activations, buckets or shards at the peak; experts; tied weights
+    Case("large mixture", 2, True, "float32", 64,
+         Layout(Grid(cp=2, dp=2, ep=2), zero=2, recompute="full", micro_batches=2)),
+    Case("wide", 8, False, "float32", 64,
+         Layout(Grid(tp=2, pp=2), True, "full", schedule="zb_v", chunks=2, micro_rows=4,
+                micro_batches=2)),
+    Case("large", 4, True, "float32", 64, Layout(Grid(dp=4), zero=1, recompute="full")),
+    Case("large", 8, False, "float32", 64,
+         Layout(Grid(tp=2, dp=2), True, zero=2, micro_rows=3, micro_batches=3)),
+    Case("large", 8, False, "float32", 64,
+         Layout(Grid(pp=2, dp=2), zero=2, recompute="full", micro_rows=4, micro_batches=4,
+                schedule="interleaved_1f1b", chunks=2)),
+    Case("large", 8, False, "float32", 64,
+         Layout(Grid(pp=2, dp=2), zero=2, recompute="full", micro_rows=2, micro_batches=4,
+                schedule="zb_v", chunks=2)),
+    Case("large mixture", 8, False, "float32", 64,
+         Layout(Grid(pp=2, dp=2), zero=2, recompute="full", micro_rows=4, micro_batches=2,
+                schedule="zb_h1")),
+    Case("large", 8, True, "float32", 64,
+         Layout(Grid(pp=2, dp=2), zero=2, recompute="selective", micro_rows=3,
+                schedule="dualpipe_v", chunks=2)),
+]  # fmt: skip
+GATHERING = [
+    Case("wide", 3, False, "float32", 64,
+         Layout(Grid(dp=2), zero=3, recompute="full", micro_rows=4, micro_batches=2)),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Memory block of unknown size")
+def test_ranks_hold_what_is_planned():
+    cases = [*today(PEAKS, 4), *today(HOLDING, 2)]
+    for case, *own in zip(cases, *run_ranks(peaks, 4, cases, timeout=250), strict=True):
+        assert not list(differences(case, own))
+        if case not in HOLDING:
+            assert not list(higher(case, own))
+
+
+@pytest.mark.filterwarnings("ignore:Memory block of unknown size")
+def test_fully_sharded_ranks_hold_what_is_planned():
+    for case, *own in zip(GATHERING, *run_ranks(gathering, 2, GATHERING, timeout=200), strict=True):
+        assert not [*differences(case, own), *higher(case, own)]

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+from small_models import Stack
 from sweeps import today
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from training import SIZES, llama, tokens
+from training import SIZES, grid, llama, tokens
 
 from scaletorch.compose import (
     parallelize,
@@ -19,11 +20,7 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.dist.testing import distributed_test, run_ranks
 
 
 def trained(manager, recompute):
@@ -34,14 +31,13 @@ def trained(manager, recompute):
 
 
 def compare(sizes):
-    manager = setup_process_group_manager(**sizes)
-    plain_loss, plain = trained(manager, False)
-    for option in (True, "offload", "selective"):
-        loss, gradients = trained(manager, option)
-        assert torch.equal(loss, plain_loss)
-        assert gradients.keys() == plain.keys()
-        assert all(torch.equal(gradients[name], plain[name]) for name in plain)
-    destroy_process_group_manager()
+    with grid(sizes) as manager:
+        plain_loss, plain = trained(manager, False)
+        for option in (True, "offload", "selective"):
+            loss, gradients = trained(manager, option)
+            assert torch.equal(loss, plain_loss)
+            assert gradients.keys() == plain.keys()
+            assert all(torch.equal(gradients[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("axis", ["tp_size", "cp_size", "pp_size", "dp_size"])
@@ -49,42 +45,26 @@ def test_same_bits_with_recomputation_and_with_offloading(axis):
     run_ranks(compare, 2, {axis: 2})
 
 
-class Net(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
-        self.layers = nn.ModuleList(layer() for _ in range(4))
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = self.call(layer, x)
-        return self.head(x)
-
-    def call(self, layer, x):
-        return layer(x)
-
-
-class Checkpointed(Net):
+class Checkpointed(Stack):
     """A layer within a checkpoint of the model's own; what it keeps is written to."""
 
     def __init__(self):
-        super().__init__(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+        super().__init__(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
 
-    def call(self, layer, x):
+    def run(self, layer, x):
         return checkpoint(lambda y: layer(y * 2).mul_(y), x, use_reentrant=False)
 
 
-def checkpointed():
-    manager = setup_process_group_manager(dp_size=2)
-    gradients = []
-    for option in (False, "selective"):
-        torch.manual_seed(0)
-        model = parallelize(Checkpointed().double(), manager, recompute=option, rehearse=False)
-        train_step(model, shard_global_batch(tokens(), 2, manager), manager)
-        gradients.append([p.grad for p in model.parameters()])
-    assert all(map(torch.equal, *gradients))
-    destroy_process_group_manager()
+@distributed_test(2)
+def test_selection_leaves_a_checkpoint_of_the_model_alone():
+    with grid(dp_size=2) as manager:
+        gradients = []
+        for option in (False, "selective"):
+            torch.manual_seed(0)
+            model = parallelize(Checkpointed().double(), manager, recompute=option, rehearse=False)
+            train_step(model, shard_global_batch(tokens(), 2, manager), manager)
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(map(torch.equal, *gradients))
 
 
 class Watched(TorchDispatchMode):
@@ -114,10 +94,6 @@ def test_selection_runs_products_and_attention_once():
     assert (
         counts[True].count("aten::silu") == SIZES["num_layers"] > counts[False].count("aten::silu")
     )
-
-
-def test_selection_leaves_a_checkpoint_of_the_model_alone():
-    run_ranks(checkpointed, 2)
 
 
 def saved_bytes(model):
@@ -171,12 +147,9 @@ def test_offloading_copies_activations_and_no_parameters():
 
 
 def test_another_word_for_recomputation_is_refused():
-    manager = setup_process_group_manager()
-    with pytest.raises(
-        InvalidArgumentError, match='must be True, False, "selective" or "offload", g'
-    ):
+    words = 'must be True, False, "selective" or "offload", g'
+    with grid() as manager, pytest.raises(InvalidArgumentError, match=words):
         parallelize(llama(), manager, recompute="disk", rehearse=False)
-    destroy_process_group_manager()
 
 
 def test_a_forward_set_on_the_instance_is_recomputed_too():
@@ -189,9 +162,8 @@ def test_a_forward_set_on_the_instance_is_recomputed_too():
 
 
 def draws(seed):
-    manager = setup_process_group_manager(tp_size=2, cp_size=2)
-    seed_ranks(seed, manager)
-    destroy_process_group_manager()
+    with grid(tp_size=2, cp_size=2) as manager:
+        seed_ranks(seed, manager)
     return manager.cp_rank, manager.tp_rank, torch.rand(4).tolist()
 
 
@@ -225,21 +197,22 @@ class Noting(Counting):
 
 def counted(sizes, way, compiled=False):
     """Train three steps; return the losses, and the weights and counts of this rank."""
-    manager = setup_process_group_manager(**sizes)
-    torch.manual_seed(0)
-    plan = {"head": "column_gather"}
-    model = Net(Counting if compiled else Noting).double()
-    model = parallelize(model, manager, recompute=way, plan=plan)
-    for layer in model.layers if compiled else ():
-        layer.compile(backend="aot_eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for step in range(3):
-        losses.append(train_step(model, shard_global_batch(tokens(step), 1, manager)).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    counts = {name: each.calls for name, each in model.named_modules() if hasattr(each, "calls")}
-    destroy_process_group_manager()
+    with grid(sizes) as manager:
+        torch.manual_seed(0)
+        plan = {"head": "column_gather"}
+        model = Stack((Counting if compiled else Noting)() for _ in range(4)).double()
+        model = parallelize(model, manager, recompute=way, plan=plan)
+        for layer in model.layers if compiled else ():
+            layer.compile(backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        losses = []
+        for step in range(3):
+            losses.append(train_step(model, shard_global_batch(tokens(step), 1, manager)).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        counts = {
+            name: each.calls for name, each in model.named_modules() if hasattr(each, "calls")
+        }
     return losses, {name: p.detach() for name, p in model.named_parameters()}, counts
 
 

@@ -23,7 +23,7 @@ from refusals.rows import batch
 from sweeps import today
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import FOUR, in_one_process, on_a_layout, require_alike
+from training import FOUR, grid, in_one_process, tokens, train_and_compare
 
 from scaletorch.compose import (
     full_state_dict,
@@ -34,7 +34,7 @@ from scaletorch.compose import (
 )
 from scaletorch.dist import get_rank
 from scaletorch.dist.errors import RehearsalError, StateError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -208,8 +208,7 @@ def test_nothing_hides_behind_zeros():
 def long_sequences(kind, length, sizes):
     """Return whether a model is refused in a first step of long sequences."""
     manager = setup_process_group_manager(**sizes)
-    drawn = torch.randint(models.VOCAB, (4, length + 1), generator=torch.Generator().manual_seed(0))
-    whole = {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
+    whole = tokens(0, 4, length, models.VOCAB)
     try:
         model = parallelize(kind(2).double(), manager)
         rehearse(model, shard_global_batch(whole, 1, model=model))
@@ -273,14 +272,13 @@ def choices(seeds):
     layout, found = Layout({"tp": 2}, SHARED), []
     for seed in seeds:
         torch.manual_seed(seed)
-        manager = setup_process_group_manager(**layout.sizes)
-        net = Choosing(4).to(torch.bfloat16)
-        model = parallelize(net, manager, plan=models.PLAN, sequence_parallel=True)
-        try:
-            rehearse(model, shard_global_batch(batch(seed), 1, model=model))
-        except RehearsalError as error:
-            found.append(str(error))
-        destroy_process_group_manager()
+        with grid(layout.sizes) as manager:
+            net = Choosing(4).to(torch.bfloat16)
+            model = parallelize(net, manager, plan=models.PLAN, sequence_parallel=True)
+            try:
+                rehearse(model, shard_global_batch(batch(seed), 1, model=model))
+            except RehearsalError as error:
+                found.append(str(error))
     return found
 
 
@@ -419,7 +417,8 @@ def test_what_runs_in_bfloat16_alone_is_rehearsed_in_that():
     assert re.search("not compared: anything in float32, which fails .*made for bfloat16", line)
 
 
-def unchanged():
+@distributed_test(4, timeout=200)
+def test_everything_is_as_it_was():
     """A rehearsal, also one in `no_sync`, leaves everything as it was."""
     model, micro_batches = prepared(models.FrozenNorm, Layout({"tp": 2, "dp": 2}))
     before = copy.deepcopy(full_state_dict(model)), torch.get_rng_state(), random.getstate()
@@ -433,10 +432,6 @@ def unchanged():
     assert random.getstate() == before[2]
     assert all(p.grad is None for p in model.parameters())
     destroy_process_group_manager()
-
-
-def test_everything_is_as_it_was():
-    run_ranks(unchanged, 4, timeout=200)
 
 
 class Noisy(models.Layer):
@@ -457,7 +452,8 @@ class Reaches(models.Plain):
         return super().top(x + self.layers[0].norm1.weight)
 
 
-def hooks_and_penalties():
+@distributed_test(2, timeout=200)
+def test_later_hooks_that_look_and_penalties_are_no_alarm():
     """A hook that looks changes nothing, one that came later and changes something is refused."""
     model, micro_batches = prepared(models.Plain, Layout({"dp": 2}))
     layer, seen = model.module.module.layers[0], []
@@ -483,10 +479,6 @@ def hooks_and_penalties():
     model = parallelize(models.Plain(2), manager, rehearse=False)
     with pytest.raises(StateError, match="unless it is called with rehearse=False"):
         rehearse(model, shard_global_batch(batch(0), 1, model=model))
-
-
-def test_later_hooks_that_look_and_penalties_are_no_alarm():
-    run_ranks(hooks_and_penalties, 2, timeout=200)
 
 
 class Around(models.Layer):
@@ -600,11 +592,9 @@ def masked():
 
 
 @pytest.mark.parametrize("layout", ["dp 4", "pp 4", "dp 2 x cp 2"])
-def test_hooks_of_gradients_are_no_alarm(four, layout):
-    how = {"micro_batches": 2, "rehearse": True}
-    expected = in_one_process(masked(), [batch(0)])
-    for found in four.run(on_a_layout, masked, FOUR[layout], [batch(0)], **how):
-        require_alike(found, expected)
+def test_hooks_of_gradients_are_no_alarm(layout):
+    expected, how = in_one_process(masked(), [batch(0)]), {"micro_batches": 2, "rehearse": True}
+    train_and_compare(expected, masked, FOUR[layout], [batch(0)], **how)
 
 
 class Energies(nn.Module):
@@ -636,13 +626,12 @@ def energies():
     return Energies().double()
 
 
-def test_gradients_within_a_forward_are_no_alarm(four):
+def test_gradients_within_a_forward_are_no_alarm():
     batches = [{"positions": models.drawn(0, (8, 5, 3))}]
     expected = in_one_process(energies(), batches, loss_fn=of_energies)
     how = {"micro_batches": 2, "rehearse": True, "loss_fn": of_energies}
-    require_alike(on_a_layout(energies, {}, batches, **how), expected)
-    for found in four.run(on_a_layout, energies, FOUR["dp 4"], batches, **how):
-        require_alike(found, expected)
+    for sizes in ({}, FOUR["dp 4"]):
+        train_and_compare(expected, energies, sizes, batches, **how)
 
 
 class SharedKeys(models.Attention):
@@ -673,12 +662,11 @@ def sharing():
 
 
 @pytest.mark.parametrize("layout", [name for name in FOUR if name != "pp 4"])
-def test_tensors_that_pass_by_the_results_of_layers_are_no_alarm(four, layout):
+def test_tensors_that_pass_by_the_results_of_layers_are_no_alarm(layout):
     plan = {"plan": models.PLAN} if "tp" in layout else {}
     how = {"micro_batches": 2, "rehearse": True, "options": plan}
     expected = in_one_process(sharing(), [batch(0)])
-    for found in four.run(on_a_layout, sharing, FOUR[layout], [batch(0)], **how):
-        require_alike(found, expected)
+    train_and_compare(expected, sharing, FOUR[layout], [batch(0)], **how)
 
 
 def with_an_entry_added(kind, name):
@@ -704,15 +692,17 @@ class OneScore(models.Plain):
         self.lm_head = nn.Linear(models.HIDDEN, 1)
 
 
-def test_entries_that_one_rank_has_added():
-    (said,), none = run_ranks(with_an_entry_added, 2, "Plain", "teacher", timeout=200)
-    assert "is not rehearsed: its micro-batches, or entries of them" in said
-    assert not none
-    (said,), none = run_ranks(with_an_entry_added, 2, "Plain", "loss_teacher", timeout=200)
-    assert said.endswith("; not compared: loss_fn, which reads loss_teacher\n")
-    assert not none
-    (said,), none = run_ranks(with_an_entry_added, 2, "OneScore", "loss_teacher", timeout=200)
-    assert "is not rehearsed: its loss_fn reads loss_teacher, added to micro-batches, and" in said
+ADDED = [  # a model, the entry, and what the first rank says
+    ("Plain", "teacher", "is not rehearsed: its micro-batches, or entries of them"),
+    ("Plain", "loss_teacher", "; not compared: loss_fn, which reads loss_teacher\n"),
+    ("OneScore", "loss_teacher", "not rehearsed: its loss_fn reads loss_teacher, added to micro-b"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "words"), ADDED)
+def test_entries_that_one_rank_has_added(kind, name, words):
+    (said,), none = run_ranks(with_an_entry_added, 2, kind, name, timeout=200)
+    assert words in said
     assert not none
 
 

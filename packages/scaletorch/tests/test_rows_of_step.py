@@ -9,7 +9,7 @@ import torch
 from sample_optimizers import gap
 from sweeps import today
 from torch.utils.data import DataLoader
-from training import llama
+from training import grid, llama
 
 from scaletorch.checkpoint import load, save
 from scaletorch.compose import (
@@ -21,11 +21,7 @@ from scaletorch.compose import (
 )
 from scaletorch.dist import get_rank
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError
-from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.dist.testing import distributed_test, run_ranks
 
 ROWS, BATCH, SAVED, STEPS = 13, 8, 2, 4  # 13: batches that end an epoch begin the next
 
@@ -104,21 +100,22 @@ def plain():
 
 def train(sizes, folder, first, last):
     """Train some steps on a layout, each rank with its own rows; return what it has read."""
-    manager = setup_process_group_manager(**sizes)
-    model = parallelize(plain(), manager, rehearse=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if first:
-        assert load(folder, model, optimizer).step == first
-    read = []
-    steps = (rows_of_step(step, rows=ROWS, batch_size=BATCH, seed=5) for step in range(first, last))
-    for batch in DataLoader(Data(read), batch_sampler=steps):
-        train_step(model, shard_global_batch(batch, 1, model=model, own_rows=True))
-        optimizer.step()
-        optimizer.zero_grad()
-    if folder and not first:
-        save(folder, model, optimizer, step=last)
-    weights = full_state_dict(model)
-    destroy_process_group_manager()
+    with grid(sizes) as manager:
+        model = parallelize(plain(), manager, rehearse=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if first:
+            assert load(folder, model, optimizer).step == first
+        read = []
+        steps = (
+            rows_of_step(step, rows=ROWS, batch_size=BATCH, seed=5) for step in range(first, last)
+        )
+        for batch in DataLoader(Data(read), batch_sampler=steps):
+            train_step(model, shard_global_batch(batch, 1, model=model, own_rows=True))
+            optimizer.step()
+            optimizer.zero_grad()
+        if folder and not first:
+            save(folder, model, optimizer, step=last)
+        weights = full_state_dict(model)
     return manager.dp_rank, read, weights
 
 
@@ -150,16 +147,12 @@ def test_training_goes_on_with_the_same_rows_on_another_layout(
         assert gap(found, weights) < 1e-11
 
 
-def unlike():
-    manager = setup_process_group_manager(tp_size=2)
-    model = parallelize(plain(), manager, rehearse=False)
-    rows = [row(index) for index in range(4)]
-    batch = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
-    batch["input_ids"][0, 0] = get_rank()
-    with pytest.raises(MismatchError, match=r"the rows of dp0\): input_ids on rank 1"):
-        train_step(model, shard_global_batch(batch, 1, model=model, own_rows=True))
-    destroy_process_group_manager()
-
-
+@distributed_test(2)
 def test_ranks_of_one_place_must_have_read_the_same():
-    run_ranks(unlike, 2)
+    with grid(tp_size=2) as manager:
+        model = parallelize(plain(), manager, rehearse=False)
+        rows = [row(index) for index in range(4)]
+        batch = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
+        batch["input_ids"][0, 0] = get_rank()
+        with pytest.raises(MismatchError, match=r"the rows of dp0\): input_ids on rank 1"):
+            train_step(model, shard_global_batch(batch, 1, model=model, own_rows=True))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as c10d
 from sweeps import today
 from torch import nn
+from training import tokens
 
 from scaletorch.compose import (
     clip_grad_norm_,
@@ -20,7 +21,7 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist.errors import MismatchError
-from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
@@ -28,9 +29,8 @@ from scaletorch.parallel.pg_manager import (
     setup_process_group_manager,
 )
 
-VOCAB = 32
 SIZES = dict(
-    vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_heads=4,
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_heads=4,
     num_kv_heads=2, tie_embeddings=True,
 )  # fmt: skip
 NORM, SHARD = "layers.1.input_layernorm.weight", "layers.1.mlp.down_proj.weight"
@@ -45,11 +45,6 @@ LAYOUTS = [  # sizes, ZeRO, options
     (EP, 0, {"mixture": True}),
     ({"tp_size": 2, "dp_size": 2, "ep_size": 2}, 1, {"mixture": True, **SHARED}),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dynamo():
-    preload("torch._dynamo")  # which the first optimizer of a process imports
 
 
 class Job:
@@ -76,9 +71,7 @@ class Job:
         self.steps = 0
 
     def batch(self):
-        generator = torch.Generator().manual_seed(self.steps)
-        tokens = torch.randint(VOCAB, (8, 9), generator=generator)
-        return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+        return tokens(self.steps, rows=8)
 
     def backward(self):
         train_step(self.model, shard_global_batch(self.batch(), 2, self.manager))
@@ -171,11 +164,6 @@ def rate(job, zero):
     return True
 
 
-def test_ranks_that_part_are_told_on_every_layout_and_others_are_left_alone():
-    layouts = today(LAYOUTS, 8)
-    run_ranks(on_every_layout, 4, from_all_sides, layouts, timeout=200)
-
-
 def frozen(model):
     model.layers[0].requires_grad_(False)
 
@@ -212,11 +200,8 @@ OTHERS = [
 ]
 
 
-def test_what_all_ranks_change_alike_is_right():
-    run_ranks(on_every_layout, 4, changing, today(OTHERS, 6), timeout=200)
-
-
-def within_a_period():
+@distributed_test(2)
+def test_one_bit_is_found_within_a_period():
     """The usual one, of one bit that rounding does not take away again."""
     for name in (NORM, SHARD):
         job = Job({"dp_size": 2})
@@ -226,10 +211,6 @@ def within_a_period():
         _, text = job.steps_until_told(17)
         assert f"parameter {name}: on rank 1 " in text
         destroy_process_group_manager()
-
-
-def test_one_bit_is_found_within_a_period():
-    run_ranks(within_a_period, 2)
 
 
 def in_shards(sizes, zero, options):
@@ -244,11 +225,6 @@ def in_shards(sizes, zero, options):
     _, text = job.steps_until_told(samples.PERIOD + 1)
     assert f"parameter {name}: on rank 3 (" in text, text
     assert "not as on rank 1 (" in text
-
-
-def test_shards_and_experts_are_compared_with_those_of_the_same_place():
-    layouts = [(TP, 0, {}), (TP, 0, SHARED), (EP, 0, {"mixture": True})]
-    run_ranks(on_every_layout, 4, in_shards, today(layouts, 3), timeout=200)
 
 
 def clip(job):
@@ -295,10 +271,6 @@ OF_FOUR = [
 ]  # fmt: skip
 
 
-def test_clipping_by_the_norm_of_a_rank_is_refused_in_the_next_step():
-    run_ranks(on_every_layout, 4, clipped, today(OF_FOUR, 5), timeout=200)
-
-
 def on_all(kind, change):
     """Return what changes the gradients or weights of a job one after another, by name."""
 
@@ -337,11 +309,6 @@ def of_shards(sizes, zero, options):
         destroy_process_group_manager()
 
 
-def test_statistics_of_shards_are_refused_on_every_layout_with_tp():
-    layouts = [each for each in OF_FOUR if "tp_size" in each[0] and not each[1]]
-    run_ranks(on_every_layout, 4, of_shards, today(layouts, 4), timeout=200)
-
-
 def whole_rows(name):
     return "q_proj" in name or "gate_proj" in name  # of which each rank has whole rows
 
@@ -374,8 +341,22 @@ def changed_rightly(sizes, zero, options):
         job.step()
 
 
-def test_changes_of_gradients_that_are_right_are_left_alone():
-    run_ranks(on_every_layout, 4, changed_rightly, today(OF_FOUR, 5), timeout=200)
+PLACES = [(TP, 0, {}), (TP, 0, SHARED), (EP, 0, {"mixture": True})]
+WITH_TP = [each for each in OF_FOUR if "tp_size" in each[0] and not each[1]]
+CHECKS = {  # on layouts of which each day tries some
+    "ranks that part are told, and others are left alone": (from_all_sides, LAYOUTS, 8),
+    "what all ranks change alike is right": (changing, OTHERS, 6),
+    "shards and experts are compared with those of the same place": (in_shards, PLACES, 3),
+    "clipping by the norm of a rank is refused in the next step": (clipped, OF_FOUR, 5),
+    "statistics of shards are refused": (of_shards, WITH_TP, 4),
+    "changes of gradients that are right are left alone": (changed_rightly, OF_FOUR, 5),
+}
+
+
+@pytest.mark.parametrize("claim", CHECKS)
+def test_on_every_layout(claim):
+    check, layouts, days = CHECKS[claim]
+    run_ranks(on_every_layout, 4, check, today(layouts, days), timeout=200)
 
 
 def one_of_four():

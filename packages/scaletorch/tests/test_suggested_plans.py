@@ -14,11 +14,11 @@ from scaletorch.parallel.tensor_parallel import explain
 from scaletorch.parallel.tensor_parallel.plans import suggest
 
 SHARED = {"sequence_parallel": True}
-LAYOUTS = (
-    ({"tp_size": 4}, {}), ({"tp_size": 2, "dp_size": 2}, {}), ({"tp_size": 2, "pp_size": 2}, {}),
-    ({"tp_size": 2, "cp_size": 2}, {}), ({"tp_size": 4}, SHARED),
-    ({"tp_size": 2, "dp_size": 2}, SHARED), ({"tp_size": 2, "pp_size": 2}, SHARED),
-)  # fmt: skip
+PAIRS = [{"tp_size": 2, f"{axis}_size": 2} for axis in ("dp", "pp")]
+LAYOUTS = [
+    ({"tp_size": 2, "cp_size": 2}, {}),
+    *((sizes, options) for sizes in ({"tp_size": 4}, *PAIRS) for options in ({}, SHARED)),
+]
 
 
 class Block(nn.Module):

@@ -6,22 +6,17 @@ import pytest
 import torch
 from sweeps import today
 from tiny_transformers import tiny
-from torch import nn
-from training import tokens
+from training import grid, tokens
 
 from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import distributed_test
-from scaletorch.parallel.pg_manager import (
-    Grid,
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, every_layout, verify
 from scaletorch.verify.cases import OPTIONS
 from scaletorch.verify.problem import sharpened
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.timeout(300)  # each rank imports transformers
 
@@ -32,52 +27,43 @@ SIZES = {
 }  # fmt: skip
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return sharpened(LlamaForCausalLM(LlamaConfig(**SIZES)))
-
-
-def qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return sharpened(Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)))
+def build(family, kind="ForCausalLM", **sizes):
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    return sharpened(getattr(transformers, f"{family}{kind}")(config))
 
 
-def tied_qwen3() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)
-    return sharpened(Qwen3ForCausalLM(config))
+def llama():
+    return build("Llama", **SIZES)
 
 
-def three_key_heads() -> nn.Module:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4}
-    return sharpened(Qwen3ForCausalLM(Qwen3Config(**SIZES | heads)))
+def qwen3(**options):
+    return build("Qwen3", **{**SIZES, "head_dim": 8, **options})
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def tied_qwen3():
+    return qwen3(tie_word_embeddings=True)
 
-    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 8, "n_positions": 64}
+
+def three_key_heads():
+    return qwen3(num_attention_heads=6, num_key_value_heads=3, head_dim=4)
+
+
+def gpt2():
     # Attention reads this rate from a dropout module without calling that.
-    config = GPT2Config(**sizes, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=1)
-    return sharpened(GPT2LMHeadModel(config))
+    rate = {"attn_pdrop": 0.0, "use_cache": False, "bos_token_id": 0, "eos_token_id": 1}
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 8, "n_positions": 64}
+    return build("GPT2", "LMHeadModel", **sizes, **rate)
 
 
-def recomputed_qwen3() -> nn.Module:
+def recomputed_qwen3():
     model = qwen3()
     # Newer versions have this name, older ones the other.
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
 
 
-def sliding_mistral() -> nn.Module:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    return sharpened(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)))
+def sliding_mistral():
+    return build("Mistral", **SIZES, sliding_window=4)
 
 
 def packed_batch(step):
@@ -160,9 +146,8 @@ def test_gpt2_reshapes_by_whole_sequences_which_stages_do_not_pass_on():
 @distributed_test(world_size=2)
 def test_roberta_is_told_where_its_positions_begin():
     drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    manager = setup_process_group_manager(cp_size=2)
-    roberta = tiny("Roberta", "ForMaskedLM", **drops, pad_token_id=1)
-    model = parallelize(roberta, manager, rehearse=False)
-    with pytest.raises(ScaletorchError, match="counts its positions from its padding index on"):
-        train_step(model, shard_global_batch(tokens(0), 1, manager), manager)
-    destroy_process_group_manager()
+    with grid(cp_size=2) as manager:
+        roberta = tiny("Roberta", "ForMaskedLM", **drops, pad_token_id=1)
+        model = parallelize(roberta, manager, rehearse=False)
+        with pytest.raises(ScaletorchError, match="counts its positions from its padding index on"):
+            train_step(model, shard_global_batch(tokens(0), 1, manager), manager)

@@ -90,12 +90,13 @@ def _expected(name, documents, **options):
     return [total.detach(), *(p.grad for p in model.parameters())]
 
 
-def _worst(loss, model, expected):
+def _worst(loss, model, expected, **scale):
     """Return the largest relative difference of loss and gradients, summed over the ranks."""
     found = [loss.detach(), *(p.grad for p in model.parameters())]
     for mine in found:
         c10d.all_reduce(mine)
-    return worst(relative_error(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    pairs = zip(found, expected, strict=True)
+    return worst(relative_error(mine, theirs, **scale) for mine, theirs in pairs)
 
 
 def _step(name, layout, method, documents=None, how="told", recompute=None):
@@ -182,16 +183,12 @@ def _encode(name, layout, method):
         # Only padding has token 0.
         loss = F.cross_entropy(model(**batch).logits.mT, targets, reduction="sum", ignore_index=0)
         loss.backward()
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in reference.parameters()]
-    for parameter in model.parameters():
+    for parameter in (*reference.parameters(), *model.parameters()):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    found = [loss.detach(), *(p.grad for p in model.parameters())]
-    for x in found:
-        c10d.all_reduce(x)
-    pairs = zip(found, [expected.detach(), *grads], strict=True)
+    grads = [p.grad for p in reference.parameters()]
     every = torch.cat([x.flatten() for x in grads])  # a key's bias has none but rounding
-    return worst(relative_error(mine, theirs, scale=every) for mine, theirs in pairs)
+    return _worst(loss, model, [expected.detach(), *grads], scale=every)
 
 
 ENCODERS = [
@@ -212,18 +209,15 @@ def test_full_attention_and_windows_to_both_sides_with_padding(size):
             assert error < 1e-10, case
 
 
-def _padded_by_name():
-    """Return the largest difference to one process: causal attention sees no padding."""
+@distributed_test(world_size=2)
+def test_a_padded_zigzag_shard_needs_no_more_than_its_name():
+    """Causal attention sees no padding."""
     ids, world = _tokens(length=13), c10d.group.WORLD
     expected = _build("Llama")(ids).logits
     model = apply_context_parallel(_build("Llama"), world, layout="zigzag")
     sequences = ShardedSequences(13, group=world)
     found = sequences.unshard(model(**sequences.shard({"input_ids": ids}), use_cache=False).logits)
-    return relative_error(found, expected)
-
-
-def test_a_padded_zigzag_shard_needs_no_more_than_its_name():
-    assert worst(run_ranks(_padded_by_name, 2)) < 1e-12
+    assert relative_error(found, expected) < 1e-12
 
 
 @distributed_test(world_size=2)

@@ -1,20 +1,18 @@
-"""`generate` of transformers on ranks: the tokens that one process draws, or words why not."""
+"""`generate`, loading and saving of transformers on ranks: as in one process, or words why not."""
 
 import copy
 
 import pytest
 import torch
 from tiny_transformers import tiny
+from training import grid
 
-from scaletorch.compose import parallelize
+from scaletorch.compose import full_state_dict, parallelize
+from scaletorch.dist import barrier, get_rank
 from scaletorch.dist.errors import StateError
 from scaletorch.dist.testing import distributed_test, preload, run_ranks
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 preload("transformers.models.llama.modeling_llama", "transformers.generation.utils")
 
 SIZES = {  # no two ranks divide the vocabulary
@@ -54,9 +52,8 @@ def every_way(model):
 def drawn_on_ranks():
     found = []
     for sizes in ({"tp_size": 2}, {"dp_size": 2}):
-        manager = setup_process_group_manager(**sizes)
-        found.append(every_way(parallelize(build(), manager, rehearse=False).eval()))
-        destroy_process_group_manager()
+        with grid(sizes) as manager:
+            found.append(every_way(parallelize(build(), manager, rehearse=False).eval()))
     return found
 
 
@@ -76,15 +73,64 @@ WHY = {"cp_size": "its shard of a sequence", "pp_size": "its stages of the pipel
 @distributed_test(world_size=2)
 def test_divided_sequences_and_layers_refuse_with_the_way_out(axis):
     """Every holder of the model's `generate` refuses, without a call of its forward."""
-    manager = setup_process_group_manager(**{axis: 2})
-    plain = build()
-    assert plain.generate(**prompts(), max_new_tokens=2).shape == (2, 9)
-    parallel = parallelize(plain, manager, rehearse=False)
-    calls = []
-    plain.register_forward_pre_hook(lambda *_: calls.append(1))
-    for model in (parallel, plain, copy.deepcopy(plain)):
-        with pytest.raises(StateError, match=REFUSED) as caught:
-            model.generate(**prompts(), max_new_tokens=2)
-        assert WHY[axis] in str(caught.value)
-    destroy_process_group_manager()
+    with grid({axis: 2}) as manager:
+        plain = build()
+        assert plain.generate(**prompts(), max_new_tokens=2).shape == (2, 9)
+        parallel = parallelize(plain, manager, rehearse=False)
+        calls = []
+        plain.register_forward_pre_hook(lambda *_: calls.append(1))
+        for model in (parallel, plain, copy.deepcopy(plain)):
+            with pytest.raises(StateError, match=REFUSED) as caught:
+                model.generate(**prompts(), max_new_tokens=2)
+            assert WHY[axis] in str(caught.value)
     assert not calls
+
+
+STATE_SIZES = {
+    "vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
+STATE_LAYOUTS = [
+    ({"tp_size": 2}, {}),
+    ({"tp_size": 2}, {"sequence_parallel": True}),
+    ({"pp_size": 2}, {}),
+    ({"pp_size": 2}, {"schedule": "zb_v"}),
+    ({"dp_size": 2}, {}),
+]
+
+
+def llama(seed, tied):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(**STATE_SIZES, tie_word_embeddings=tied)
+    return transformers.LlamaForCausalLM(config)
+
+
+@distributed_test(2, timeout=200)
+def test_whole_states_load_and_shards_are_not_saved_for_them(tmp_path):
+    for at, (sizes, options) in enumerate(STATE_LAYOUTS):
+        with grid(sizes) as manager:
+            for tied in (False, True):
+                model = parallelize(llama(0, tied), manager, **options, rehearse=False)
+                whole = llama(1, tied).state_dict()
+                for target in (model, model.module.module):
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter.zero_()
+                    target.load_state_dict(whole)
+                    now = full_state_dict(model)
+                    assert all(torch.equal(now[name], value) for name, value in whole.items())
+                own = model.state_dict()
+                model.load_state_dict(own)  # this rank's own fits as before
+                with pytest.raises(RuntimeError, match="size mismatch"):
+                    model.load_state_dict({name: value[..., :1] for name, value in whole.items()})
+                path = tmp_path / f"{at}{tied}"
+                if "dp_size" not in sizes:
+                    with pytest.raises(StateError, match=r"save_pretrained would .*export_safe"):
+                        model.save_pretrained(path)
+                    with pytest.raises(StateError, match="save_pretrained would write this rank's"):
+                        model.module.module.save_pretrained(path, state_dict=own)
+                if get_rank() == 0:
+                    model.save_pretrained(path, state_dict=now)
+                    theirs = transformers.LlamaForCausalLM.from_pretrained(path).state_dict()
+                    assert all(torch.equal(theirs[name], value) for name, value in whole.items())
+                barrier()

@@ -9,14 +9,10 @@ import pytest
 import torch.nn.functional as F
 from sweeps import today
 from tiny_transformers import tiny
-from training import tokens
+from training import grid, tokens
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.testing import preload, relative_error, run_ranks, worst
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 pytest.importorskip("transformers")
 FAMILIES = ("llama", "qwen2", "mixtral", "gpt2")
@@ -73,20 +69,19 @@ def step(family, manager, options, way):
 
 def compare(sizes, options):
     """Return the largest errors of each family and way beside one process."""
-    manager = setup_process_group_manager(**sizes)
-    found = {}
-    for family, ways in (CASES | (PIPELINED if "pp_size" in sizes else {})).items():
-        plain, whole = tiny(family, exact=family == "Mixtral"), batch()
-        logits = plain(whole["input_ids"], use_cache=False).logits
-        expected = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
-        expected.backward()
-        kept = step(family, manager, options, None)[2]
-        for way in ways:
-            loss, gradients, calls = step(family, manager, options, way)
-            errors = [relative_error(gradients[n], p.grad) for n, p in plain.named_parameters()]
-            found[family, way] = worst([relative_error(loss, expected.detach()), *errors])
-            assert calls == 2 * kept > 0, (family, way, calls, kept)  # each layer ran again
-    destroy_process_group_manager()
+    with grid(sizes) as manager:
+        found = {}
+        for family, ways in (CASES | (PIPELINED if "pp_size" in sizes else {})).items():
+            plain, whole = tiny(family, exact=family == "Mixtral"), batch()
+            logits = plain(whole["input_ids"], use_cache=False).logits
+            expected = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
+            expected.backward()
+            kept = step(family, manager, options, None)[2]
+            for way in ways:
+                loss, gradients, calls = step(family, manager, options, way)
+                errors = [relative_error(gradients[n], p.grad) for n, p in plain.named_parameters()]
+                found[family, way] = worst([relative_error(loss, expected.detach()), *errors])
+                assert calls == 2 * kept > 0, (family, way, calls, kept)  # each layer ran again
     return found
 
 

@@ -145,14 +145,6 @@ def uneven_batch(step):
     return default_batch(step, rows=4, length=15)
 
 
-@pytest.mark.parametrize("model_fn", today([six_heads, two_key_heads, large_vocabulary], 3))
-def test_sizes_that_four_ranks_do_not_divide(model_fn):
-    """Heads, vocabulary, key heads and, with sequence parallelism, the sequence."""
-    options = {"sequence_parallel": ("off", "on")}
-    report = verify(model_fn, uneven_batch, layouts=[Grid(tp=4)], dtype="float64", options=options)
-    assert report.passed, report
-
-
 def test_a_difference_is_measured_by_typical_elements_where_a_tensor_is_what_remained():
     theirs = {"weight": torch.ones(3).double(), "bias": torch.full((1,), 1e-19).double()}
 
@@ -188,25 +180,32 @@ def four_key_heads():
     return sharpened(Llama(replace(SMALL, num_kv_heads=4)))
 
 
-@pytest.mark.parametrize(
-    ("grid", "layout", "method"),
-    today([
-        (Grid(tp=2, cp=2), "contiguous", "ring"), (Grid(tp=2, cp=2), "zigzag", "ulysses"),
-        (Grid(cp=4), "zigzag", "all_gather"), (Grid(cp=4), "stripe", "ring"),
-    ], 4),
-)  # fmt: skip
-def test_every_layout_of_the_sequence_trains_like_one_process(grid, layout, method):
-    options = {"cp_layout": [layout], "cp_method": [method]}
-    report = verify(four_key_heads, layouts=[grid], dtype="float64", options=options)
-    assert report.passed, str(report)
-
-
 def ragged_batch(step):
     """Sequences of 13 positions, which no number of ranks divides."""
     return default_batch(step, length=13)
 
 
-@pytest.mark.parametrize("grid", today([Grid(cp=2, pp=2), Grid(cp=4), Grid(tp=2, cp=2)], 3))
-def test_sequences_that_do_not_divide_train_like_one_process(grid):
-    report = verify(four_key_heads, ragged_batch, layouts=[grid], dtype="float64")
-    assert report.passed, str(report)
+def sequence_of(layout, method):
+    return {"cp_layout": [layout], "cp_method": [method]}
+
+
+SHARED = {"sequence_parallel": ("off", "on")}
+CASES = {  # sizes that ranks do not divide, then layouts of the sequence, then its lengths
+    "heads": (six_heads, uneven_batch, Grid(tp=4), SHARED),
+    "key heads": (two_key_heads, uneven_batch, Grid(tp=4), SHARED),
+    "vocabulary": (large_vocabulary, uneven_batch, Grid(tp=4), SHARED),
+    "ring": (four_key_heads, default_batch, Grid(tp=2, cp=2), sequence_of("contiguous", "ring")),
+    "ulysses": (four_key_heads, default_batch, Grid(tp=2, cp=2), sequence_of("zigzag", "ulysses")),
+    "all gather": (four_key_heads, default_batch, Grid(cp=4), sequence_of("zigzag", "all_gather")),
+    "stripe": (four_key_heads, default_batch, Grid(cp=4), sequence_of("stripe", "ring")),
+    "length and stages": (four_key_heads, ragged_batch, Grid(cp=2, pp=2), {}),
+    "length": (four_key_heads, ragged_batch, Grid(cp=4), {}),
+    "length and heads": (four_key_heads, ragged_batch, Grid(tp=2, cp=2), {}),
+}
+
+
+@pytest.mark.parametrize("name", today([*CASES], 3))
+def test_sizes_and_layouts_of_sequences_train_like_one_process(name):
+    model_fn, batch_fn, grid, options = CASES[name]
+    report = verify(model_fn, batch_fn, layouts=[grid], dtype="float64", options=options)
+    assert report.passed, report

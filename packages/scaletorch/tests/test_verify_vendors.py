@@ -1,21 +1,27 @@
-"""One layout of the proof on a stand-in for each vendor's device (see scaletorch-dist's tests)."""
+"""Stand-ins for vendors' devices, whose backends refuse dtypes by the table."""
 
 import os
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from small_models import small_model
+from small_models import small_mixture, small_model
 from sweeps import today
+from training import grid
 
 import scaletorch.dist as dist
 from scaletorch.bisect import bisect
+from scaletorch.checkpoint import load, save
 from scaletorch.compose import (
+    clip_grad_norm_,
+    eval_step,
     full_state_dict,
+    global_grad_norm,
     parallelize,
     shard_global_batch,
     train_step,
@@ -34,39 +40,93 @@ from scaletorch.verify.problem import Subject, mean_loss
 from scaletorch.verify.runner import run_case
 from scaletorch.verify.verify import save_reference
 
+VENDORS = [("npu", "hccl"), ("mlu", "cncl"), ("musa", "mccl")]
+# One of each axis and of what shards it otherwise, then two together.
+PAIRS = [
+    ("dp2", {}), ("dp2", {"data_parallel": ["zero1"]}), ("pp2", {}), ("cp2", {}),
+    ("tp2", {"sequence_parallel": ["on"]}), ("dp2-ep2", {}),
+]  # fmt: skip
+FOURS = [
+    ("dp2-tp2", {"sequence_parallel": ["on"]}), ("pp2-cp2", {}), ("dp2-pp2", {}), ("cp2-tp2", {}),
+    ("dp2-cp2", {"data_parallel": ["zero2"]}), ("dp2-tp2-ep2", {}), ("pp2-tp2", {}),
+    ("dp4-ep4", {}),
+]  # fmt: skip
+
 MATRIX = "layers.0.self_attn.q_proj.weight"
 
-pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
+pytestmark = pytest.mark.timeout(900)  # the first test may build the stand-in
 
 
-def model_there():
-    return small_model().to(devices.current_device())
+def model_of(layout):
+    return small_mixture if "ep" in layout else small_model
 
 
-def train(device, backend, case, reference):
-    assert dist.get_backend() == backend
-    subject = Subject(locate(small_model), device=device)
-    return run_case(case, subject, reference), str(devices.current_device())
-
-
-@pytest.mark.parametrize(
-    ("device", "backend", "layout"),
-    today([("npu", "hccl", "2x1x1x2"), ("mlu", "cncl", "1x2x1x2"), ("musa", "mccl", "1x1x2x2")], 3),
-)
-def test_a_layout_on_a_vendors_device(plugins, monkeypatch, tmp_path, device, backend, layout):
-    layout = parse_layout(layout)
-    reference = save_reference(
-        tmp_path / "float64", Subject(locate(small_model)), default_batch, "float64"
-    )
-    (case,) = enumerate_cases([layout], ["float64"], {})
-    monkeypatch.syspath_prepend(plugins)
-    answers = run_ranks(
-        train, layout.world_size, device, backend, case, reference, backend=backend, timeout=300
-    )
-    for rank, (report, own) in enumerate(answers):
-        assert not report.failures
+def prove(device, cases):
+    """Failures of the proof of each case."""
+    for case, reference, model in cases:
+        subject = Subject(locate(model), device=device)
+        torch.manual_seed(0)  # as the reference was
+        report = run_case(case, subject, reference)
         assert report.compared > 20
-        assert own == f"{device}:{rank}"
+        yield f"{case}", report.failures
+
+
+def train_and_save(layout, folder):
+    """A step, its norms, an evaluation and a checkpoint there and back."""
+    sizes = {f"{axis}_size": size for axis, size in asdict(parse_layout(layout)).items()}
+    with grid(sizes) as manager:
+        torch.manual_seed(0)
+        model = parallelize(model_of(layout)().to(devices.current_device()), manager)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        batch = moved(default_batch(0), devices.current_device())
+        micro_batches = shard_global_batch(batch, 2, model=model)
+        train_step(model, micro_batches)
+        largest = global_grad_norm(model, manager, norm_type=float("inf"))
+        norm = clip_grad_norm_(model, 1.0, manager)
+        assert 0 < largest < norm
+        optimizer.step()
+        loss = eval_step(model, micro_batches)
+        save(folder / layout, model, optimizer, step=1)
+        assert load(folder / layout, model, optimizer).step == 1
+        assert eval_step(model, micro_batches) == loss
+
+
+def work(device, backend, cases, layouts, folder):
+    assert dist.get_backend() == backend
+    assert str(devices.current_device()) == f"{device}:{dist.get_rank()}"
+    for layout in layouts:
+        train_and_save(layout, folder)
+    return dict(prove(device, cases))
+
+
+def cases_of(axes, folder):
+    """The cases of some axes, with their references of one process."""
+    files = {
+        model: save_reference(
+            folder / model.__name__, Subject(locate(model)), default_batch, "float64"
+        )
+        for model in {model_of(layout) for layout, _ in axes}
+    }
+    for layout, options in axes:
+        model = model_of(layout)
+        for case in enumerate_cases([parse_layout(layout)], ["float64"], options):
+            yield case, files[model], model
+
+
+def run_axes(ranks, axes, vendor, folder):
+    cases = list(cases_of(axes, folder))
+    layouts = list(dict.fromkeys(layout for layout, _ in axes))
+    given = (*vendor, cases, layouts, folder)
+    answers = run_ranks(work, ranks, *given, backend=vendor[1], timeout=600)
+    for found in answers:
+        assert list(found.values()) == [[]] * len(axes), found
+
+
+@pytest.mark.parametrize("vendor", today(VENDORS, 3), ids=lambda vendor: vendor[1])
+def test_every_axis_and_two_together_train_like_one_process(plugins, monkeypatch, tmp_path, vendor):
+    monkeypatch.syspath_prepend(plugins)
+    run_axes(2, today(PAIRS, 2), vendor, tmp_path)
+    run_axes(4, today(FOURS, 4), vendor, tmp_path)
 
 
 COMMANDS = """
@@ -99,6 +159,10 @@ def test_a_device_or_backend_that_the_machine_has_not_is_refused():
         verify(layouts=[parse_layout("dp2")], device="npu")
     with pytest.raises(InvalidArgumentError, match="backend 'hccl' cannot be used: torch_npu is"):
         bisect(layout="dp2", backend="hccl")
+
+
+def model_there():
+    return small_model().to(devices.current_device())
 
 
 def one_matrix(device, backend):

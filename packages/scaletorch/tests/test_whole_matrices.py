@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from sample_optimizers import ClippedAll, Lamb, Shampoo, gap
+from small_models import Stack
 from sweeps import today
 from torch import nn
 from torch.nn import functional as F
-from training import ranks_of
+from training import grid, ranks_of, tokens
 
 from scaletorch.checkpoint import load, save
 from scaletorch.compose import (
@@ -31,11 +32,7 @@ from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateErr
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    get_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.parallel.pg_manager import get_process_group_manager
 from scaletorch.parallel.tensor_parallel import Fused
 
 GUIDE = Path(__file__).parents[3] / "docs" / "communication.md"
@@ -57,20 +54,6 @@ class Gated(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-class GatedModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(33, 12)
-        self.layers = nn.ModuleList(Gated() for _ in range(2))
-        self.head = nn.Linear(12, 33)
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 PLAN = {
     "embed": "vocab", "layers.*.gate_up": Fused("column", 2), "layers.*.down": "row",
     "head": "column_gather",
@@ -80,13 +63,11 @@ PLAN = {
 def plain(name):
     torch.manual_seed(0)
     if name == "gated":
-        return GatedModel().double()
+        return Stack((Gated() for _ in range(2)), 12, 33).double()
     return Llama(LlamaConfig(**SIZES, num_layers=2, num_kv_heads=1)).double()
 
 
-def batch(step):
-    tokens = torch.randint(33, (8, 9), generator=torch.Generator().manual_seed(step))
-    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+batch = functools.partial(tokens, rows=8, words=33)
 
 
 def muon(model):
@@ -114,20 +95,24 @@ def shampoo(model):
     return [Shampoo(model.parameters())]
 
 
+def step_in_one_process(model, optimizers, step, clips=False):
+    whole = batch(step)
+    logits = model(whole["input_ids"])
+    F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten()).backward()
+    if clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @functools.cache
 def reference(name, make, clips=False):
     """Return one process's weights after each step."""
     model, weights = plain(name), []
     optimizers = make(model)
     for step in range(STEPS):
-        whole = batch(step)
-        logits = model(whole["input_ids"])
-        F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten()).backward()
-        if clips:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_in_one_process(model, optimizers, step, clips)
         weights.append(copy.deepcopy(model.state_dict()))
     return weights
 
@@ -156,15 +141,14 @@ def step_on(model, optimizers, step, clips=False):
 
 def each_case(sizes, cases):
     """Train as one rank; return the largest error of any weight after the last step of each."""
-    setup_process_group_manager(**sizes)
-    found = []
-    for expected, name, make, options in cases:
-        clips = options.pop("clips", False)
-        model, optimizers = prepared(name, make, **options)
-        for step in range(STEPS):
-            step_on(model, optimizers, step, clips)
-        found.append(gap(full_state_dict(model), expected[-1]))
-    destroy_process_group_manager()
+    with grid(sizes):
+        found = []
+        for expected, name, make, options in cases:
+            clips = options.pop("clips", False)
+            model, optimizers = prepared(name, make, **options)
+            for step in range(STEPS):
+                step_on(model, optimizers, step, clips)
+            found.append(gap(full_state_dict(model), expected[-1]))
     return found
 
 
@@ -206,26 +190,24 @@ def test_with_a_pipeline():
 
 
 def begin(folder, sizes, make, zero):
-    setup_process_group_manager(**sizes)
-    model, optimizers = prepared("llama", make, zero=zero)
-    step_on(model, optimizers, 0)
-    for number, optimizer in enumerate(optimizers):
-        save(f"{folder}/{number}", model, optimizer, step=1)
-    destroy_process_group_manager()
+    with grid(sizes):
+        model, optimizers = prepared("llama", make, zero=zero)
+        step_on(model, optimizers, 0)
+        for number, optimizer in enumerate(optimizers):
+            save(f"{folder}/{number}", model, optimizer, step=1)
 
 
 def go_on(expected, folder, sizes, make, zero):
-    setup_process_group_manager(**sizes)
-    model, optimizers = prepared("llama", make, zero=zero)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)  # so that what is not loaded shows
-    for number, optimizer in enumerate(optimizers):
-        load(f"{folder}/{number}", model, optimizer)
-    for step in range(1, STEPS):
-        step_on(model, optimizers, step)
-    found = full_state_dict(model)
-    destroy_process_group_manager()
+    with grid(sizes):
+        model, optimizers = prepared("llama", make, zero=zero)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)  # so that what is not loaded shows
+        for number, optimizer in enumerate(optimizers):
+            load(f"{folder}/{number}", model, optimizer)
+        for step in range(1, STEPS):
+            step_on(model, optimizers, step)
+        found = full_state_dict(model)
     return gap(found, expected)
 
 
@@ -254,51 +236,41 @@ def test_state_goes_on_on_another_layout(tmp_path, make, first, second):
 
 
 def changed_and_refused():
-    setup_process_group_manager(tp_size=2)
-    model, (optimizer, rest) = prepared("llama", muon)
-    owned = [p.numel() for p in optimizer.param_groups[0]["params"]]
-    state = optimizer.state_dict()
-    assert len(state["whole"]) == len(owned)
-    optimizer.load_state_dict(state)
-    with pytest.raises(StateError, match=r"one rank's shard on one layout; use scaletorch\.check"):
-        optimizer.load_state_dict({**state, "whole": ["another"]})
-    with pytest.raises(StateError, match="Muon has whole matrices already"):
-        whole_matrices(optimizer, model)
-    with pytest.raises(StateError, match="takes neither a closure nor a gradient scaler"):
-        optimizer.step(lambda: 0.0)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(1))
-    with pytest.raises(StateError, match="takes neither a closure nor a gradient scaler"):
-        scaler.step(optimizer)
-    del optimizer.grad_scale, optimizer.found_inf
+    with grid(tp_size=2):
+        model, (optimizer, rest) = prepared("llama", muon)
+        owned = [p.numel() for p in optimizer.param_groups[0]["params"]]
+        state = optimizer.state_dict()
+        assert len(state["whole"]) == len(owned)
+        optimizer.load_state_dict(state)
+        with pytest.raises(StateError, match=r"shard on one layout; use scaletorch\.check"):
+            optimizer.load_state_dict({**state, "whole": ["another"]})
+        with pytest.raises(StateError, match="Muon has whole matrices already"):
+            whole_matrices(optimizer, model)
+        with pytest.raises(StateError, match="takes neither a closure nor a gradient scaler"):
+            optimizer.step(lambda: 0.0)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(1))
+        with pytest.raises(StateError, match="takes neither a closure nor a gradient scaler"):
+            scaler.step(optimizer)
+        del optimizer.grad_scale, optimizer.found_inf
 
-    with torch.no_grad():  # owners hear of it
-        for name, parameter in model.named_parameters():
-            if get_rank() == 1 and "q_proj" in name:
-                parameter.mul_(2.0)
-    before = full_state_dict(model)
-    optimizer.step(closure=None)  # without gradients it changes nothing
-    assert gap(full_state_dict(model), before) == 0
-    step_on(model, [optimizer, rest], 0)
-    for parameter in model.parameters():
-        assert parameter.grad is None
-    found = full_state_dict(model)
+        with torch.no_grad():  # owners hear of it
+            for name, parameter in model.named_parameters():
+                if get_rank() == 1 and "q_proj" in name:
+                    parameter.mul_(2.0)
+        before = full_state_dict(model)
+        optimizer.step(closure=None)  # without gradients it changes nothing
+        assert gap(full_state_dict(model), before) == 0
+        step_on(model, [optimizer, rest], 0)
+        for parameter in model.parameters():
+            assert parameter.grad is None
+        found = full_state_dict(model)
 
-    twin = plain("llama")
-    twin.load_state_dict(before)
-    step_in_one_process(twin, muon(twin), 0)
-    assert gap(found, twin.state_dict()) < BOUND
-    destroy_process_group_manager()
+        twin = plain("llama")
+        twin.load_state_dict(before)
+        step_in_one_process(twin, muon(twin), 0)
+        assert gap(found, twin.state_dict()) < BOUND
     return owned
-
-
-def step_in_one_process(model, optimizers, step):
-    whole = batch(step)
-    logits = model(whole["input_ids"])
-    F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten()).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_written_weights_reach_the_owners_and_the_rest_is_refused():
@@ -312,71 +284,67 @@ def test_written_weights_reach_the_owners_and_the_rest_is_refused():
 
 @distributed_test(world_size=2)
 def test_other_optimizers_are_refused_on_every_rank():
-    manager = setup_process_group_manager(tp_size=2)
-    model = parallelize(plain("llama"), manager, rehearse=False)
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n]
-    with pytest.raises(MismatchError, match="optimizers of some tensor-parallel ranks have"):
-        whole_matrices(torch.optim.Muon(matrices[get_rank() :]), model)
-    unlike = (ClippedAll if get_rank() == 0 else Lamb)(model.parameters())
-    with pytest.raises((InvalidArgumentError, MismatchError), match=r"looks at several|rank 0"):
-        whole_matrices(unlike, model)
-    with pytest.raises(InvalidArgumentError, match="ClippedAll looks at several parameters at onc"):
-        whole_matrices(ClippedAll(model.parameters()), model)
-    with pytest.raises(InvalidArgumentError, match=r"LBFGS cannot be tried .* takes a closure"):
-        whole_matrices(torch.optim.LBFGS(model.parameters()), model)
-    step_on(model, [], 0)
-    muon_on_shards = torch.optim.Muon(matrices)
-    with pytest.raises(InvalidArgumentError, match=r"Muon looks at whole parameters, .*whole_ma"):
-        muon_on_shards.step()
-    adam = torch.optim.AdamW(model.parameters())
-    assert whole_matrices(adam, model) is adam
-    assert len(adam.param_groups[0]["params"]) == len(list(model.parameters()))
-    destroy_process_group_manager()
+    with grid(tp_size=2) as manager:
+        model = parallelize(plain("llama"), manager, rehearse=False)
+        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n]
+        with pytest.raises(MismatchError, match="optimizers of some tensor-parallel ranks have"):
+            whole_matrices(torch.optim.Muon(matrices[get_rank() :]), model)
+        unlike = (ClippedAll if get_rank() == 0 else Lamb)(model.parameters())
+        with pytest.raises((InvalidArgumentError, MismatchError), match=r"looks at several|rank 0"):
+            whole_matrices(unlike, model)
+        with pytest.raises(InvalidArgumentError, match="ClippedAll looks at several param"):
+            whole_matrices(ClippedAll(model.parameters()), model)
+        with pytest.raises(InvalidArgumentError, match=r"LBFGS cannot be tried .* takes a closure"):
+            whole_matrices(torch.optim.LBFGS(model.parameters()), model)
+        step_on(model, [], 0)
+        muon_on_shards = torch.optim.Muon(matrices)
+        with pytest.raises(InvalidArgumentError, match=r"Muon looks at whole param.*whole_ma"):
+            muon_on_shards.step()
+        adam = torch.optim.AdamW(model.parameters())
+        assert whole_matrices(adam, model) is adam
+        assert len(adam.param_groups[0]["params"]) == len(list(model.parameters()))
 
 
 @distributed_test(world_size=2)
 def test_what_looks_at_all_parameters_is_refused_on_a_pipeline():
-    manager = setup_process_group_manager(pp_size=2)
-    model = parallelize(plain("llama"), manager, rehearse=False)
-    train_step(model, shard_global_batch(batch(0), 2, model=model))
-    before = copy.deepcopy(model.state_dict())
-    for kind in (ClippedAll, torch.optim.LBFGS):
-        with pytest.raises(InvalidArgumentError, match="the stages of a pipeline have other param"):
-            kind(model.parameters()).step()
-    later = ClippedAll([nn.Parameter(torch.ones(1))])  # of no model
-    later.param_groups[0]["params"][0].grad = torch.ones(1)
-    later.step()
-    later.add_param_group({"params": list(model.parameters())})
-    with pytest.raises(InvalidArgumentError, match="the stages of a pipeline have other param"):
+    with grid(pp_size=2) as manager:
+        model = parallelize(plain("llama"), manager, rehearse=False)
+        train_step(model, shard_global_batch(batch(0), 2, model=model))
+        before = copy.deepcopy(model.state_dict())
+        for kind in (ClippedAll, torch.optim.LBFGS):
+            with pytest.raises(InvalidArgumentError, match="the stages of a pipeline have o"):
+                kind(model.parameters()).step()
+        later = ClippedAll([nn.Parameter(torch.ones(1))])  # of no model
+        later.param_groups[0]["params"][0].grad = torch.ones(1)
         later.step()
-    assert gap(model.state_dict(), before) == 0
-    with pytest.raises(InvalidArgumentError, match="ClippedAll cannot be sharded: it looks at sev"):
-        shard_optimizer(ClippedAll(model.parameters()), model)
-    destroy_process_group_manager()
+        later.add_param_group({"params": list(model.parameters())})
+        with pytest.raises(InvalidArgumentError, match="the stages of a pipeline have o"):
+            later.step()
+        assert gap(model.state_dict(), before) == 0
+        with pytest.raises(InvalidArgumentError, match="ClippedAll cannot be sharded: it"):
+            shard_optimizer(ClippedAll(model.parameters()), model)
 
 
 def counted():
     """Return what a step's all-to-alls hand over to other ranks, and the matrices' bytes."""
     matrices = importlib.import_module("scaletorch.compose.whole_matrices")
-    manager = setup_process_group_manager(tp_size=get_world_size())
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 36, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
-    model = parallelize(
-        Llama(LlamaConfig(**sizes, num_layers=4, num_kv_heads=4)), manager, rehearse=False
-    )
-    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n]
-    optimizer = whole_matrices(torch.optim.Muon(hidden), model)
-    train_step(model, shard_global_batch(batch(0), 1, model=model))
-    sent, original = [], matrices.all_to_all_flat
+    with grid(tp_size=get_world_size()) as manager:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 36, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4}
+        config = LlamaConfig(**sizes, num_layers=4, num_kv_heads=4)
+        model = parallelize(Llama(config), manager, rehearse=False)
+        hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers." in n]
+        optimizer = whole_matrices(torch.optim.Muon(hidden), model)
+        train_step(model, shard_global_batch(batch(0), 1, model=model))
+        sent, original = [], matrices.all_to_all_flat
 
-    def counting(data, counts, *rest):
-        sent.append((sum(counts) - counts[manager.tp_rank]) * data.itemsize)
-        return original(data, counts, *rest)
+        def counting(data, counts, *rest):
+            sent.append((sum(counts) - counts[manager.tp_rank]) * data.itemsize)
+            return original(data, counts, *rest)
 
-    matrices.all_to_all_flat = counting
-    optimizer.step()
-    matrices.all_to_all_flat = original
-    destroy_process_group_manager()
+        matrices.all_to_all_flat = counting
+        optimizer.step()
+        matrices.all_to_all_flat = original
     return sent, sum(p.nbytes for p in hidden)
 
 

@@ -50,8 +50,9 @@ def llama(seed=0, **sizes):
     return Llama(LlamaConfig(**{**SIZES, **sizes}))
 
 
-def tokens(step=0, rows=4, length=8):
-    drawn = torch.randint(32, (rows, length + 1), generator=torch.Generator().manual_seed(step))
+def tokens(step=0, rows=4, length=8, words=32):
+    generator = torch.Generator().manual_seed(step)
+    drawn = torch.randint(words, (rows, length + 1), generator=generator)
     return {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:].clone()}
 
 
@@ -124,10 +125,10 @@ def sizes_of(layout):
 
 
 @contextmanager
-def grid(sizes):
+def grid(sizes=(), **axes):
     """Yield a process group manager for sizes, and destroy it afterwards."""
     try:
-        yield setup_process_group_manager(**sizes)
+        yield setup_process_group_manager(**dict(sizes), **axes)
     finally:
         destroy_process_group_manager()
 
