@@ -253,8 +253,7 @@ class Grid:
         stage = self.coordinates(rank).pp
         stride = self.tp * self.cp
         return PipelineNeighbours(
-            rank - stride if stage > 0 else None,
-            rank + stride if stage < self.pp - 1 else None,
+            rank - stride if stage > 0 else None, rank + stride if stage < self.pp - 1 else None
         )
 
     def _place(self, order: tuple[str, ...], rank: int) -> list[int]:

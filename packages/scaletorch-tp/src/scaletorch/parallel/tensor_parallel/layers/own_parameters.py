@@ -244,10 +244,7 @@ class ParallelExperts(OwnParameters):
 
     @uncompiled
     def _rows(
-        self,
-        sequence: SequenceShares,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, sequence: SequenceShares, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[int, ...]:
         """Return the number of token rows on each rank."""
         tensors = [*tensors_in((args, kwargs))]

@@ -39,15 +39,7 @@ from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.replicas import TailShared
 from ..regions.surround import Surrounded
 from ..sharing.sequence import SequenceLayer
-from ..styles import (
-    Divide,
-    Fused,
-    PerHead,
-    Placed,
-    SharedTail,
-    Stacked,
-    unknown_parameters,
-)
+from ..styles import Divide, Fused, PerHead, Placed, SharedTail, Stacked, unknown_parameters
 
 Style = str | Boundary | Divide | Fused | PerHead | SharedTail | Stacked
 Plan = Mapping[str, Style]

@@ -24,12 +24,7 @@ from ..styles import Divide
 from .attention import Attention, find_attentions, find_whole, has_heads
 from .own_plans import find_own_plan, find_torch_layers
 from .plan import SEQUENCE_WHOLE, Match, Matches, Plan, children_of, match_plan, with_mixins
-from .sequences import (
-    check_in_attention,
-    check_sequences,
-    kept_whole_on_shares,
-    layers_that_share,
-)
+from .sequences import check_in_attention, check_sequences, kept_whole_on_shares, layers_that_share
 
 _ATTENTION = (HeadParameters, ParallelMultiheadAttention)
 
@@ -97,11 +92,7 @@ def resolve(
 
 
 def _match(
-    view: ModelView,
-    plan: Plan | None,
-    divided: Collection[nn.Module],
-    *,
-    sequence_parallel: bool,
+    view: ModelView, plan: Plan | None, divided: Collection[nn.Module], *, sequence_parallel: bool
 ) -> tuple[list[Match], dict[str, nn.Module]]:
     """Return the matches of the plan, and the modules known to be attention by name."""
     model = view.model
