@@ -9,12 +9,13 @@ from .plans.plan import STYLES, Plan, Style
 from .plans.suggest import suggest_plan
 from .regions.random import common_random, sharded_random
 from .sharing.sequence import sequence_share
-from .state.sharded_state import PiecesTensor, sharded_state_dict
-from .state.whole import (
+from .state import (
+    PiecesTensor,
     gather_state_dict,
     gather_tensors,
     load_full_state_dict,
     shard_dims,
+    sharded_state_dict,
     split_by_owner,
     take_own,
 )

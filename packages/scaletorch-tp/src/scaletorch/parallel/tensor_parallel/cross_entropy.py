@@ -164,11 +164,9 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, index: Tensor, elsewhere: Tensor, terms: _Terms) -> Tensor:
-    """Return the statistics of this rank's logits for every token, [3, ...] or [4, ...].
-
-    They are the highest logit, the sum of exp(logit - highest), the target's logit (0 if on another
-    rank), and with smoothing the sum of logit - highest.
-    """
+    """Return the statistics of this rank's logits for every token, [3, ...] or [4, ...]."""
+    # The highest logit, the sum of exp(logit - highest), the target's logit (0 if on another rank),
+    # and with smoothing the sum of logit - highest.
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     found = logits.new_zeros((4 if terms.smoothing else 3, *index.shape), dtype=dtype)
     found[0] = -math.inf

@@ -11,10 +11,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...dist import get_rank, get_world_size
 from ..pg_manager import axis_group
 from ..pg_manager.building import divided_modules
-from .layers.base import Memo, TensorParallelLayer
+from .layers.base import Memo, TensorParallelLayer, watch
 from .layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .layers.multihead import leave_fast_paths
-from .optimizers import watch
 from .plans.plan import Plan
 from .plans.resolve import Resolved
 from .plans.suggest import resolve_or_suggest

@@ -1,7 +1,4 @@
-"""Resolve a plan for a model: find its changes and check them.
-
-The model is not changed and nothing is sent before all checks have passed.
-"""
+"""Resolve a plan for a model: find its changes and check them."""
 
 from __future__ import annotations
 
@@ -59,8 +56,7 @@ def resolve(
 ) -> Resolved:
     """Find and check the changes that a plan makes to a model, which is not changed.
 
-    Without a plan it takes the model's own (transformers), else that of the layers of `torch.nn`,
-    and leaves out modules in `divided`, which another strategy has divided over these ranks.
+    Without a plan it takes the model's own, without modules in `divided` (by another strategy).
     """
     view = ModelView(model)
     found, heads = _match(view, plan, divided, sequence_parallel=sequence_parallel)
@@ -112,8 +108,7 @@ def _match(
 def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
     """Return whether a module starts with column-parallel and `ends` with one row-parallel layer.
 
-    Its other children have no parameters of the hidden size, so a block with a norm of hidden
-    states is not a region. Known attention may have its row-parallel layer elsewhere.
+    Its other children have no parameters of the hidden size, as a norm of hidden states has.
     """
     columns = rows = 0
     names = ("in_features", "out_features")
@@ -200,12 +195,7 @@ def find_lengths(
     named: Mapping[str, nn.Module],
     tp_size: int,
 ) -> tuple[list[Length], list[Length]]:
-    """Return the lengths that tp must divide, and those that must be at least tp.
-
-    They are the number of heads in recognised attention, else each size.
-
-    Attention in `named` whose heads are not recognised is refused, except on one rank.
-    """
+    """Return the lengths that tp must divide, and those that must be at least tp."""
     by_heads = {layer for attention in attentions.values() for layer in attention.lengths}
     # Layers with heads of unknown length: an uneven division might split a head.
     whole = {

@@ -4,10 +4,8 @@ Two linear layers are sharded together, the first over its output features ("col
 second over its input features ("row"), if each half of the first one's outputs affects only the
 same half of the second one's inputs. NaN values show this: half of the outputs are set to NaN, and
 the inputs of all other layers are checked for NaN. The operations between the two layers need not
-be known. Examples are an activation function, a gate, and attention over heads.
-
-Each proposal is then tried in this process: the shards of each rank, run on the same inputs, must
-give the second layer that rank's slice of its inputs. Layers that fail stay replicated.
+be known. Each proposal is then tried in this process: the shards of each rank, run on the same
+inputs, must give the second layer that rank's slice of its inputs. Others stay replicated.
 """
 
 from __future__ import annotations
@@ -217,8 +215,7 @@ def _is_second_half(mask: Tensor) -> bool:
 def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]:
     """Set output features of a layer to NaN; return the NaN masks [features] of reached inputs.
 
-    A layer with NaN inputs gets zeros instead, so that NaN does not spread beyond it. The key ""
-    holds the mask of the unit's outputs.
+    A reached layer gets zeros instead of NaN. The key "" holds the mask of the unit's outputs.
     """
     reached: dict[str, Tensor] = {}
 
@@ -315,10 +312,7 @@ def resolve_or_suggest(
     sequence_parallel: bool = False,
     divided: Collection[nn.Module] = (),
 ) -> Resolved:
-    """Resolve a plan, or one suggested by a forward of a few token ids if the model has none.
-
-    Rank 0 writes a new suggestion to stderr, with the layers that stay replicated.
-    """
+    """Resolve a plan, or one suggested by a forward (rank 0 prints it) if the model has none."""
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "divided": divided}
     try:
         return resolve(model, plan, tp_size, **options)

@@ -83,10 +83,7 @@ def common_random() -> Iterator[None]:
 @contextmanager
 @around_compiled
 def refused_again(name: str) -> Iterator[None]:
-    """Refuse draws from the common stream during activation recomputation.
-
-    Recomputation restores only the ranks' own streams, so these draws would differ from forward's.
-    """
+    """Refuse draws from the common stream in recomputation, which restores only ranks' streams."""
     again = in_backward() and _common.get() is None
     before = _states() if again else None
     try:

@@ -1,8 +1,7 @@
 """Parallel regions: modules whose column-parallel layers share one input.
 
-Query, key and value projections share one input, and so do gate and up projections. Autograd first
-adds the gradients of these layers, so that one sum over the ranks is enough. `Multiply` computes
-only input gradients; `Enter` starts their sum and computes weight gradients during it.
+Autograd first adds the gradients of these layers (query, key and value, or gate and up), so that
+one sum over the ranks is enough. `Enter` starts it and computes weight gradients meanwhile.
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ class Entrance:
 
 
 class Enter(torch.autograd.Function):
-    """Identity or all-gather; backward does the sum or reduce-scatter, and weight gradients.
-
-    Weights are inputs only so that backward can return their gradients.
-    """
+    """Identity or all-gather; backward does the sum or reduce-scatter, and weight gradients."""
 
     @staticmethod
     def forward(
@@ -236,10 +232,7 @@ def _copy(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 @uncompiled
 def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
-    """Return a column-parallel layer's output [..., out / tp] that overlaps in backward, or None.
-
-    It is None if nothing can overlap: the input needs no gradient or is not the region's input.
-    """
+    """Return a column-parallel layer's output [..., out / tp] if backward can overlap, or None."""
     if not _needs_grad(x):
         return None
     running = _running.get()
@@ -272,9 +265,7 @@ def in_region(overlapping: Sequence[Any] = ()) -> Iterator[_Running]:
 class Region(Surrounded):
     """A module with column-parallel children, whose common input enters once.
 
-    Under sequence parallelism its hidden states are this rank's shard and are gathered before its
-    own forward, because modules read sizes from their input. The hidden states are the first
-    floating-point argument of a width that the column-parallel children take.
+    With sequence parallelism it gathers its hidden states, as modules read sizes from their input.
     """
 
     _sequence: SequenceShares | None = None

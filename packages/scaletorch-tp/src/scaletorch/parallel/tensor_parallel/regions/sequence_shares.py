@@ -200,11 +200,10 @@ def convert_hidden(
     widths: Collection[int] = (),
     join_residuals: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-    """Convert the hidden states among the arguments of a module by `change`.
+    """Convert the hidden states among a module's arguments, and count the full sequence's tokens.
 
     They are the first floating tensor [..., tokens, H] with H in `widths`, or any if it is empty.
-    An argument called "residual" is a shard of the same sequence, converted if `join_residuals`;
-    any other sequence is refused. Also return the number of tokens in the full sequence.
+    An argument called "residual" is a shard of the same sequence, converted if `join_residuals`.
     """
     names, kind = argument_names(module, args), own_class(module).__name__
     named = [*zip(names, args, strict=True), *kwargs.items()]

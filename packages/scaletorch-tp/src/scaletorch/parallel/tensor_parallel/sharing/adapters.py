@@ -1,9 +1,7 @@
 """Low-rank adapters of peft, base(x) + B(A(x)), sharded like the layers that they wrap.
 
-A plan is matched without the adapters, so the plan of the plain model works. Then the matrices
-follow their layer: for a column-parallel one, B [out, r] is sharded like its outputs and A is
-replicated; for a row-parallel one, A [r, in] is sharded like its inputs, and its r outputs are
-summed.
+A plan is matched without the adapters. Then for a column-parallel layer, B [out, r] is sharded like
+its outputs; for a row-parallel one, A [r, in] like its inputs, and its r outputs are summed.
 """
 
 from __future__ import annotations

@@ -37,13 +37,8 @@ class Reach(Flag):
 
 # The collective that a backward of dist applies to a gradient -> the kind of its result.
 _WAYS: Mapping[type, Reach] = {
-    Reduce: Reach.WHOLE,
-    AllReduce: Reach.WHOLE,
-    Gather: Reach.WHOLE,
-    Copy: Reach.PARTIAL,
-    Split: Reach.PARTIAL,
-    AllGather: Reach.PARTIAL,
-    ReduceScatter: Reach.PARTIAL,
+    **dict.fromkeys((Reduce, AllReduce, Gather), Reach.WHOLE),
+    **dict.fromkeys((Copy, Split, AllGather, ReduceScatter), Reach.PARTIAL),
 }
 
 
@@ -108,10 +103,7 @@ class Walk:
             raise _wrong_boundary(", which is ".join(dict.fromkeys(places)), wrong, but)
 
     def reach_of(self, output: Node, *whole: type) -> Reach:
-        """Return the kind of an output's gradient: partial if its values differ between ranks.
-
-        The search ends at nodes that apply a collective in `whole` to the gradient.
-        """
+        """Return an output's kind of gradient; the search ends at collectives in `whole` too."""
         seen: set[Node] = set()
         todo: list[Node | None] = [output]
         while todo:
