@@ -92,12 +92,8 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
 def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, component: str) -> None:
     """Refuse a name whose next component is missing in a module that has entries."""
     known = {**module._modules, **module._parameters, **module._buffers}
-    if (
-        known
-        and component not in known
-        and not hasattr(module, component)
-        and component != "_extra_state"
-    ):
+    missing = component not in known and not hasattr(module, component)
+    if known and missing and component != "_extra_state":
         names = (n for n, _ in model.named_parameters(remove_duplicate=False))
         close = ", ".join(difflib.get_close_matches(name, names)) or ", ".join(sorted(known))
         raise InvalidArgumentError(
@@ -239,9 +235,8 @@ def _check_names(problem: str, names: Iterable[str]) -> None:
 
 def _check_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Check that tensors have this rank's shapes; return the model's own, in the model's order."""
-    known = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
+    known: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    known.update(model.named_buffers(remove_duplicate=False))
     _check_names("the model has no parameter or buffer", set(tensors) - set(known))
     for name, tensor in tensors.items():
         _check_shape(name, tensor, tuple(known[name].shape), "this rank's shard")
@@ -282,14 +277,11 @@ def _check_agreement(
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state for torch.distributed.checkpoint, which can load it at any tp.
+    """Return a model's state for torch.distributed.checkpoint, which can load it at any tp.
 
     It has the plain model's names and sizes and shares the model's memory: loading into the dict
     loads into the model. A shard is a `PiecesTensor`; all other entries are the model's own. Each
     chunk of a full tensor is saved once, so a plain model can load the checkpoint too.
-
-    Args:
-        model: A model with tensor-parallel layers.
 
     Example:
         >>> torch.distributed.checkpoint.save(sharded_state_dict(model), checkpoint_id=folder)

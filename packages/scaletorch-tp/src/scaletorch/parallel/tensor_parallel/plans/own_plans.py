@@ -243,9 +243,7 @@ def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stack
         dim, packed = _SLICES[style]
         # Gate and up in one weight are concatenated or interleaved.
         concatenated = packed == 1 or getattr(module, "is_concatenated", True)
-        sharded[parameter] = (
-            Slices(dim, packed=packed) if concatenated else Slices(dim, unit=packed)
-        )
+        sharded[parameter] = Slices(dim, packed) if concatenated else Slices(dim, unit=packed)
     if not sharded:
         raise InvalidArgumentError(
             f"the model's own plan (_tp_plan) gives the experts '{name}' a style and none of "

@@ -80,7 +80,13 @@ def resolve(
         styled = [m.module for m in matches.values() if m.style == SEQUENCE_WHOLE]
         gathers = [m.module for m in matches.values() if m.becomes(ParallelMultiheadAttention)]
         whole = [*styled, *find_whole(view, [*regions, *earlier, *styled, *gathers])]
-        _check_whole(view, whole)
+        replaced = next((module for module in whole if "forward" in vars(module)), None)
+        if replaced is not None:
+            raise InvalidArgumentError(
+                f"with sequence parallelism '{view.names[replaced]}' ({type(replaced).__name__}) "
+                "needs full sequences, but its forward was replaced on the instance: apply tensor "
+                "parallelism before that, or do without sequence parallelism"
+            )
         check_in_attention(matches.values(), regions, whole)
         if plan is None:
             matches = kept_whole_on_shares(model, matches, [*regions, *whole])
@@ -154,17 +160,6 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
 
 
-def _check_whole(view: ModelView, whole: Iterable[nn.Module]) -> None:
-    """Refuse modules that need full sequences, but whose replaced forward cannot gather them."""
-    replaced = next((module for module in whole if "forward" in vars(module)), None)
-    if replaced is not None:
-        raise InvalidArgumentError(
-            f"with sequence parallelism '{view.names[replaced]}' ({type(replaced).__name__}) needs "
-            "full sequences, but its forward was replaced on the instance: apply tensor "
-            "parallelism before that, or do without sequence parallelism"
-        )
-
-
 def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) -> None:
     """Refuse to shard per-head parameters if the head layout is unknown."""
     for match in matches.values():
@@ -198,13 +193,9 @@ def find_lengths(
     """Return the lengths that tp must divide, and those that must be at least tp."""
     by_heads = {layer for attention in attentions.values() for layer in attention.lengths}
     # Layers with heads of unknown length: an uneven division might split a head.
-    whole = {
-        match.module
-        for module in view.names
-        if has_heads(module)
-        for match in children_of(module, matches)
-        if (match.is_column or match.is_row) and match.module not in by_heads
-    }
+    attending = [module for module in view.names if has_heads(module)]
+    children = [match for module in attending for match in children_of(module, matches)]
+    whole = {m.module for m in children if m.is_column or m.is_row} - by_heads
     divided: list[Length] = []
     shared = [(f"query heads of {a.name}", a.query) for a in attentions.values()]
     for match in matches.values():

@@ -104,12 +104,8 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
     """Run the model; return its units with their linear layers and first calls."""
     modules = dict(model.named_modules())
     linears = {name: m for name, m in modules.items() if is_linear(name, m)}
-    listed = [
-        f"{name}.{index}".strip(".")
-        for name, module in modules.items()
-        if isinstance(module, nn.ModuleList)
-        for index, _ in enumerate(module)
-    ]
+    lists = {name: len(m) for name, m in modules.items() if isinstance(m, nn.ModuleList)}
+    listed = [f"{name}.{i}".strip(".") for name, length in lists.items() for i in range(length)]
     units = {name: Unit(name, modules[name]) for name in ["", *listed] if name in modules}
     for unit in [*units.values()]:  # a single layer is no pair
         if unit.name and sum(name.startswith(f"{unit.name}.") for name in linears) < 2:
@@ -152,11 +148,10 @@ def _suggest(unit: Unit, tp_size: int) -> dict[str, Style]:
         proposal: dict[str, Style] = {**columns, row: "row"}
         heads = _counts(unit, row, columns)
         of_heads = max(heads - {features(unit.linears[row])[0]}, default=tp_size)
+        # `resolve` refuses more ranks than heads, with legal sizes in its message.
+        ranks = tp_size if tp_size <= of_heads else 2
         for divided in _trials(unit, proposal, heads):
-            # `resolve` refuses more ranks than heads, with legal sizes in its message.
-            if computes_the_same(
-                unit, {**proposal, **divided}, tp_size if tp_size <= of_heads else 2
-            ):
+            if computes_the_same(unit, {**proposal, **divided}, ranks):
                 styles |= {**proposal, **divided}
                 if not divided and min(heads) < features(unit.linears[row])[0]:
                     around = next(
@@ -268,9 +263,8 @@ def _trials(
         if type(value) is int and value > 1 and value in heads | outs
     ]
     attributes.sort(key=lambda at: ("head" not in at[1], at[1]))
-    subsets = chain.from_iterable(
-        combinations(attributes, size) for size in range(len(attributes) + 1)
-    )
+    numbers = range(len(attributes) + 1)
+    subsets = chain.from_iterable(combinations(attributes, number) for number in numbers)
     for _, subset in zip(range(_MOST_TRIALS), subsets, strict=False):
         places: dict[str, list[str]] = {}
         for place, name in subset:

@@ -27,7 +27,7 @@ from .surround import Surrounded, own_class
 
 Operands = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
 # For each call of a layer: the gradient of its output [..., out] and its input [..., in].
-Products = Sequence[tuple[Tensor, Tensor]]
+Products = list[tuple[Tensor, Tensor]]
 
 
 class Entrance:
@@ -44,7 +44,7 @@ class Entrance:
     ) -> None:
         enter: Any = Enter
         self._operands = operands
-        self._waiting: dict[Hashable, list[tuple[Tensor, Tensor]]] = {key: [] for key in operands}
+        self._waiting: dict[Hashable, Products] = {key: [] for key in operands}
         flat = [tensor for pair in operands.values() for tensor in pair]
         self.x: Tensor = enter.apply(x, list(self._waiting.values()), group, sizes, *flat)
 
@@ -62,7 +62,7 @@ class Enter(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        waiting: list[list[tuple[Tensor, Tensor]]],
+        waiting: list[Products],
         group: ProcessGroup | None,
         sizes: Sequence[int] | None,
         *operands: Tensor | None,
@@ -108,11 +108,7 @@ class Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        waiting: list[tuple[Tensor, Tensor]],
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, waiting: Products
     ) -> Tensor:
         """Return the output of the linear layer."""
         ctx.waiting = waiting

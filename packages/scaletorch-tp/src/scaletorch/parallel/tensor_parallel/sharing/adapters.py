@@ -84,11 +84,8 @@ def _why_not(adapter: Adapter, kind: type[TensorParallelLayer] | None) -> str | 
         return "its layer is replicated, and would get a rank's shard of each sequence"
     if not issubclass(kind, ColumnParallelLinear | RowParallelLinear):
         return f"its layer becomes a {kind.__name__}, and only linear ones can be sharded"
-    unknown = [
-        name
-        for name, _ in adapter.module.named_parameters()
-        if name.partition(".")[0] not in (ADAPTED, _A, _B)
-    ]
+    names = [name for name, _ in adapter.module.named_parameters()]
+    unknown = [name for name in names if name.partition(".")[0] not in (ADAPTED, _A, _B)]
     if unknown or not {_A, _B} <= adapter.module._modules.keys():
         return f"it is none of plain LoRA, lora_A and lora_B alone (it has {', '.join(unknown)})"
     misfits = (ColumnParallelLinear.misfit(m) for m in _modules(adapter, _A, _B))

@@ -156,9 +156,7 @@ class Walk:
                 self._follow_later(node, reach)
                 continue
             after = self._after(node, reach)
-            todo += [
-                (following, after) for following, _ in node.next_functions if following is not None
-            ]
+            todo += [(edge, after) for edge, _ in node.next_functions if edge is not None]
         self._settle()
 
     def _after(self, node: Node, reach: Reach) -> Reach:
