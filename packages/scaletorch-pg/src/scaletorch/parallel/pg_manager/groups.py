@@ -234,6 +234,5 @@ def connect_all(group: ProcessGroup | None) -> None:
     if group is None or group.size() == 1 or not has_streams(group):
         return
     ones = [1] * group.size()
-    all_to_all_flat(
-        torch.zeros(group.size(), device=get_comm_device(group)), ones, ones, group
-    ).wait()
+    zeros = torch.zeros(group.size(), device=get_comm_device(group))
+    all_to_all_flat(zeros, ones, ones, group).wait()

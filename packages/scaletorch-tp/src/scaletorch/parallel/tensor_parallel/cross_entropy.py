@@ -91,10 +91,8 @@ class _Terms:
     group: ProcessGroup | None
 
     def place(self, targets: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the targets' indices in this rank's shard, and a mask of those outside it.
-
-        Targets of other ranks get index 0. An invalid target stays out of range on every rank.
-        """
+        """Return the targets' indices in this rank's shard, and a mask of those outside it."""
+        # Targets of other ranks get index 0. An invalid target stays out of range on every rank.
         first = sum(self.lengths[: self.rank])
         last = first + self.lengths[self.rank]
         elsewhere = ignored | ((targets >= 0) & (targets < first))

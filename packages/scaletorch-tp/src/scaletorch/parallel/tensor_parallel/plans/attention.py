@@ -20,9 +20,7 @@ _LATENT = "kv_lora_rank"
 SHARED_KEYS = "qk_rope_head_dim"  # in latent attention: length of the key that all heads share
 
 # Names of attention modules, and substrings of their class names.
-_NAMES = frozenset(
-    {"attn", "attention", "self_attn", "self_attention", "cross_attn", "linear_attn"}
-)
+_NAMES = ("attn", "attention", "self_attn", "self_attention", "cross_attn", "linear_attn")
 _OF_CLASSES = ("attention", "attn")
 _OF_LAYERS = "attentionresidual"  # attends over earlier layers' outputs of the same token
 

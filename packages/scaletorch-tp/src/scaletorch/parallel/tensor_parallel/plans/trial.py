@@ -83,10 +83,7 @@ def copied(value: Any) -> Any:
 
 
 def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
-    """Return a copy of a model with random parameters, and the example on its device.
-
-    The copy is the same on all ranks; the model may be on the meta device.
-    """
+    """Return a copy of a model, with parameters random but equal on all ranks, and the example."""
     first = next(model.parameters())
     device = torch.device("cpu") if first.is_meta else first.device
     generator = torch.Generator(device).manual_seed(0)

@@ -93,10 +93,9 @@ def refused_again(name: str) -> Iterator[None]:
         # None: the accelerator was not in use, so nothing was drawn on it.
         if any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs):
             raise StateError(
-                f"{describe_rank()}: {name} sees whole sequences, which sequence parallelism "
-                "divides elsewhere, and draws at random (dropout); computed again in backward it "
-                "would draw something else: set its dropout to 0, or do without recomputation or "
-                "without sequence parallelism"
+                f"{describe_rank()}: {name} sees whole sequences and draws at random (dropout); "
+                "computed again in backward it would draw something else: set its dropout to 0, or "
+                "do without recomputation or without sequence parallelism"
             )
 
 

@@ -223,24 +223,21 @@ class Walk:
             return (
                 f"{name} uses a tensor given to it, which requires a gradient (of shape "
                 f"{tuple(given[0].shape)}), in a parallel region or on this rank's share of the "
-                "tokens, so each rank would have a term of its gradient; use it outside, or make "
-                "it a parameter of the model"
+                "tokens, where its gradient is partial; use it outside, or make it a parameter"
             )
         more = f" and {len(both) - 3} more" if len(both) > 3 else ""
         hint = ""
         if self._returns_parts:
             hint = (
-                ". What the model returns is of this rank's shards alone, perhaps because a head "
-                "multiplies by a sharded table without entering a region, as F.linear(x, "
-                "embedding.weight) does: make it an nn.Linear with that weight, of style "
-                "'column_gather'"
+                ". The outputs are of this rank's shards alone, perhaps because a head multiplies "
+                "by a sharded table outside of a region, as F.linear(x, embedding.weight) does: "
+                "make it an nn.Linear with that weight, of style 'column_gather'"
             )
         return (
             f"{name} uses {', '.join(map(repr, both[:3]))}{more} in a parallel region and outside "
             f"of one{hint}. Inside, or on shares of the tokens, each rank has a term of the "
-            "gradient, and outside the full gradient: a sum over the ranks would be wrong, and no "
-            "sum too. Use one parameter inside and another outside, or give the layers of that "
-            "region the style 'replicate'"
+            "gradient, and outside the full gradient. Use one parameter inside and another "
+            "outside, or give the layers of that region the style 'replicate'"
         )
 
 

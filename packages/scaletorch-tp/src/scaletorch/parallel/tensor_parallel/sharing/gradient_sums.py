@@ -126,9 +126,8 @@ class GradientSums:
         if self._opaque:
             raise InvalidArgumentError(
                 f"{describe_rank()}: the autograd graph does not show where the gradient of a "
-                f"parameter ({parameter}) comes from (perhaps {', '.join(sorted(self._opaque))}): "
-                "whether to sum it over the tensor-parallel ranks is unknown; pass the parameter "
-                "to that function as one of its inputs"
+                f"parameter ({parameter}) comes from (perhaps {', '.join(sorted(self._opaque))}) "
+                "and whether it is partial; pass the parameter to that function as an input"
             )
 
     @contextmanager

@@ -241,9 +241,8 @@ def _require_none(name: str, key: str, x: Tensor, hidden: Tensor, shares: Sequen
     whole = (*hidden.shape[:DIM], shares.length)
     if x.requires_grad and x.ndim == hidden.ndim and x.shape[:-1] == whole:
         raise InvalidArgumentError(
-            f"{describe_rank()}: {name} was called with '{key}' of shape {tuple(x.shape)} beside "
-            "its hidden states; with sequence parallelism it cannot be known whether it is of each "
-            "token, of which a rank has its share, or whole; do without sequence parallelism"
+            f"{describe_rank()}: {name} was called with '{key}' of shape {tuple(x.shape)}, which "
+            "may be a second sequence, whole or a shard; do without sequence parallelism"
         )
 
 
