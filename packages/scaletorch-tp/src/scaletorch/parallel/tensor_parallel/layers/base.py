@@ -295,8 +295,8 @@ def _check_optimizer(optimizer: Optimizer) -> None:
     if scope is not Scope.ELEMENT:
         raise InvalidArgumentError(
             f"{describe_rank()}: {type(optimizer).__name__} {scope.words}, but {name} "
-            f"{tuple(tensor.shape)} is of a model with tensor-parallel shards, whose updates "
-            "would differ from those of full parameters. Give it whole matrices by "
+            f"{tuple(tensor.shape)} is of a model whose parameters are tensor-parallel shards, "
+            "and updates of shards would differ. Give it whole matrices by "
             "whole_matrices(optimizer, model) of scaletorch.compose, take an optimizer that treats "
             "every element alike, such as AdamW, or do without tensor parallelism"
         )
