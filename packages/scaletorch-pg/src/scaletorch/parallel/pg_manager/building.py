@@ -3,8 +3,6 @@
 They are recorded and versioned like the public ones: a patch release changes none of them.
 """
 
-from .digests import digest as digest
-from .digests import digest_text as digest_text
 from .groups import connect as connect
 from .groups import connect_all as connect_all
 from .groups import first_unused_number as first_unused_number
@@ -29,6 +27,8 @@ from .module_helpers import uncompiled as uncompiled
 from .module_helpers import watch_outputs as watch_outputs
 from .module_state import Attributes as Attributes
 from .module_state import ModuleState as ModuleState
+from .module_state import digest as digest
+from .module_state import digest_text as digest_text
 from .module_state import restored as restored
 from .update_scope import Scope as Scope
 from .update_scope import known_elementwise as known_elementwise

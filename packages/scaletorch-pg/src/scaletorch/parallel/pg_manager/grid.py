@@ -253,13 +253,14 @@ class Grid:
         stage = self.coordinates(rank).pp
         stride = self.tp * self.cp
         return PipelineNeighbours(
-            rank - stride if stage > 0 else None,
-            rank + stride if stage < self.pp - 1 else None,
+            rank - stride if stage > 0 else None, rank + stride if stage < self.pp - 1 else None
         )
 
     def _place(self, order: tuple[str, ...], rank: int) -> list[int]:
         """Return a rank's coordinates on the axes of `order`."""
-        self._check_rank(rank)
+        if type(rank) is not int or not 0 <= rank < self.world_size:
+            message = f"rank must be an int from 0 to {self.world_size - 1}, got {rank!r}"
+            raise InvalidArgumentError(f"{message} (layout {self})")
         number = rank
         if order is not ORDER:
             number = exchange(rank, self.cp * self.tp, fast=self.pp, slow=self.dp)
@@ -281,11 +282,6 @@ class Grid:
         if order is ORDER:
             return numbers
         return [exchange(n, self.cp * self.tp, fast=self.dp, slow=self.pp) for n in numbers]
-
-    def _check_rank(self, rank: int) -> None:
-        if type(rank) is not int or not 0 <= rank < self.world_size:
-            message = f"rank must be an int from 0 to {self.world_size - 1}, got {rank!r}"
-            raise InvalidArgumentError(f"{message} (layout {self})")
 
 
 def axis_names(axis: str) -> frozenset[str]:

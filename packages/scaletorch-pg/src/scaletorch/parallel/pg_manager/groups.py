@@ -81,10 +81,8 @@ def groups_within(
 ) -> dict[tuple[int, ...], ProcessGroup]:
     """Return those of the wanted groups that contain this rank; create each once per parent.
 
-    Args:
-        parent: The group that contains all of them; a wanted group of all its ranks is the parent.
-        wanted: Global ranks of each group, in the same order on all ranks of the parent.
-        number: First number in torch's group names, agreed by all ranks of the parent.
+    `wanted` lists the global ranks of each group, and `number` is the first in torch's group names;
+    both are the same on all ranks of the parent. A wanted group of all its ranks is the parent.
     """
     rank, every = get_rank(), group_ranks(parent)
     known = _made.setdefault(parent, {})
@@ -125,8 +123,8 @@ def grouped_axis(axis: str) -> str:
         return axis
     name = _AXIS_OF.get(axis_names(axis))
     if name is None:
-        message = f"axis {axis!r} has no process group: expected one of {', '.join(AXES)}"
-        raise InvalidArgumentError(message)
+        legal = ", ".join(AXES)
+        raise InvalidArgumentError(f"axis {axis!r} has no process group: expected one of {legal}")
     return name
 
 
@@ -215,11 +213,8 @@ def has_streams(group: ProcessGroup | None = None) -> bool:
 def connect(group: ProcessGroup | None, pairs: Iterable[tuple[int, int]] = ()) -> None:
     """Open a group's communicator and connect pairs of its ranks in both directions.
 
-    All ranks call this. They visit the pairs in the same order, so it cannot deadlock.
-
-    Args:
-        group: The ranks. Does nothing on the CPU or for one rank.
-        pairs: Pairs of group ranks, the lower one first; the same on every rank.
+    All ranks call this with the same pairs of group ranks, the lower one first, and visit them in
+    the same order, so it cannot deadlock. It does nothing on the CPU or for one rank.
     """
     if group is None or group.size() == 1 or not has_streams(group):
         return
@@ -239,6 +234,5 @@ def connect_all(group: ProcessGroup | None) -> None:
     if group is None or group.size() == 1 or not has_streams(group):
         return
     ones = [1] * group.size()
-    all_to_all_flat(
-        torch.zeros(group.size(), device=get_comm_device(group)), ones, ones, group
-    ).wait()
+    zeros = torch.zeros(group.size(), device=get_comm_device(group))
+    all_to_all_flat(zeros, ones, ones, group).wait()

@@ -16,8 +16,7 @@ _AXIS = r"(dp|pp|cp|tp|ep|etp)(\d+)"
 
 def layout_name(grid: Grid) -> str:
     """Return a layout as `dp x pp x cp x tp`, such as `2x1x2x2`, `2x1x2x2-ep4` or `-ep2-etp2`."""
-    name = f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"
-    name += "" if grid.ep == 1 else f"-ep{grid.ep}"
+    name = f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}" + f"-ep{grid.ep}" * (grid.ep > 1)
     usual = default_etp(grid.ep, grid.tp)
     return name if grid.etp == usual else f"{name}-etp{grid.etp}"
 
@@ -76,7 +75,7 @@ def _with_experts(grid: Grid, asked: Grid) -> Grid:
 
 def wrong_product(asked: Grid, world_size: int) -> str:
     """Return the error message for a layout whose size is not the world size."""
-    near = ", ".join(_sizes(grid) for grid in nearest(asked, world_size))
+    near = ", ".join(map(_sizes, nearest(asked, world_size)))
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return (
         f"the layout needs tp * cp * pp * dp = {asked.tp} * {asked.cp} * {asked.pp} * {asked.dp}"
@@ -85,9 +84,7 @@ def wrong_product(asked: Grid, world_size: int) -> str:
 
 
 def _sizes(grid: Grid) -> str:
-    experts = "" if grid.is_plain else f", ep={grid.ep}"
-    if grid.etp > 1 and experts:
-        experts += f", etp={grid.etp}"
+    experts = "" if grid.is_plain else f", ep={grid.ep}" + f", etp={grid.etp}" * (grid.etp > 1)
     return f"(tp={grid.tp}, cp={grid.cp}, pp={grid.pp}, dp={grid.dp}{experts})"
 
 

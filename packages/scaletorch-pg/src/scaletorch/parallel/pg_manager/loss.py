@@ -1,8 +1,7 @@
 """The loss of all strategies: the sum of token losses divided by the tokens of the global batch.
 
-Every strategy, the pipeline's default loss and `scaletorch.compose` use it. The mean is global and
-the same on every rank. Each rank's backward gives only its own contribution to the gradients, which
-must be summed over the ranks.
+The mean is the same on every rank. Each rank's backward gives only its own contribution to the
+gradients, which must be summed over the ranks.
 """
 
 from __future__ import annotations
@@ -65,13 +64,11 @@ def global_token_count(
     """
     count = 0
     if not isinstance(labels, Iterable):
-        message = f"labels must be integer tensors, got {type(labels).__name__}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"labels must be integer tensors, got {type(labels).__name__}")
     for each in [labels] if isinstance(labels, Tensor) else labels:
         if not isinstance(each, Tensor) or each.is_floating_point() or each.is_complex():
             given = each.dtype if isinstance(each, Tensor) else type(each).__name__
-            message = f"labels must be integer tensors, got {given}"
-            raise InvalidArgumentError(message)
+            raise InvalidArgumentError(f"labels must be integer tensors, got {given}")
         count += int((each != ignore_index).sum())
     return int(_sum_counts(count, axis_group("cp_dp", group)))
 
@@ -103,18 +100,14 @@ def global_token_mean(
 
 def mean_over(loss_sum: Tensor, count: int | float | Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the mean of `global_token_mean` over exactly this group; None means one process."""
-    if (
-        not isinstance(loss_sum, Tensor)
-        or not loss_sum.is_floating_point()
-        or loss_sum.numel() != 1
-    ):
+    fits = isinstance(loss_sum, Tensor) and loss_sum.is_floating_point() and loss_sum.numel() == 1
+    if not fits:
         given = tuple(loss_sum.shape) if isinstance(loss_sum, Tensor) else type(loss_sum).__name__
         message = f"loss_sum must be a floating-point tensor of one element, got {given}"
         raise InvalidArgumentError(message)
     number = count.detach().item() if isinstance(count, Tensor) and count.numel() == 1 else count
     if not isinstance(number, int | float) or not 0 <= number < float("inf"):
-        message = f"count must be a finite number of at least 0, got {count!r}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"count must be a finite number of at least 0, got {count!r}")
     total = _sum_counts(number, group)
     if total == 0:
         # Keep the graph, so that backward reaches the parameters and their hooks on this rank.

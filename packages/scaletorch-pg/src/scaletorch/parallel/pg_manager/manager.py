@@ -122,11 +122,10 @@ class ProcessGroupManager(AxisAttributes):
         """
         name = grouped_axis(axis)
         if not self.is_alive():
-            message = (
+            raise StateError(
                 f"the {name} group of {self} is gone: its manager or its default group was "
                 "destroyed; call setup_process_group_manager again"
             )
-            raise StateError(message)
         return None if self._groups is None else self._groups.get(name)
 
     if not TYPE_CHECKING:  # declared in `AxisAttributes`
@@ -169,11 +168,10 @@ class ProcessGroupManager(AxisAttributes):
     def _mesh(self, name: str, ranks: Tensor, dims: tuple[str, ...]) -> DeviceMesh:
         """Return a mesh over the groups that exist already, created once."""
         if self._groups is None or not self.is_alive():
-            message = (
+            raise StateError(
                 f"{name} needs process groups: make the manager after init_dist "
                 "and use the mesh before the manager is destroyed"
             )
-            raise StateError(message)
         if name not in self._meshes:
             groups = [group for axis in dims if (group := self.group(axis)) is not None]
             device = get_comm_device().type
@@ -229,11 +227,10 @@ def setup_process_group_manager(
     global _current
     old = get_process_group_manager()
     if old is not None:
-        message = (
+        raise StateError(
             f"a process group manager is set up already ({old}); "
             "call destroy_process_group_manager() before another setup_process_group_manager()"
         )
-        raise StateError(message)
     _current = ProcessGroupManager(tp_size, cp_size, pp_size, dp_size, ep_size, etp_size)
     return _current
 
@@ -304,19 +301,17 @@ def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | N
     if world_size == 1:
         return None
     sizes = "tp_size, cp_size, pp_size, dp_size" + ", ep_size" * (name in EXPERT_AXES)
-    message = (
+    raise StateError(
         f"{describe_rank()}: no process group for the {name} axis: this program runs "
         f"{world_size} ranks and has no process group manager; pass group=..., "
         f"or call setup_process_group_manager({sizes}) first"
     )
-    raise StateError(message)
 
 
 def describe_rank() -> str:
     """Return this rank's name for messages: `rank 5 (dp0 pp1 cp0 tp1)`; `rank 5` without a manager.
 
-    If the grid is not plain, it includes the expert coordinates:
-    `rank 5 (dp0 pp1 cp0 tp1 edp0 ep1 etp0)`.
+    If the grid is not plain, expert coordinates follow: `rank 5 (dp0 pp1 cp0 tp1 edp0 ep1 etp0)`.
     """
     manager = get_process_group_manager()
     if manager is None:

@@ -88,10 +88,7 @@ _SUBCLASSES: dict[tuple[type[nn.Module], type[nn.Module], str], type[Any]] = {}
 
 
 def class_before(mixin: type[nn.Module], own: type[nn.Module], name: str) -> type[Any]:
-    """Return a class called `name` with the bases (`mixin`, `own`).
-
-    It is created once, so that modules of the same class stay of the same class.
-    """
+    """Return the class `name` with the bases (`mixin`, `own`); equal calls return the same one."""
     key = mixin, own, name
     if key not in _SUBCLASSES:
         # Report the origin and docstring of the module's own class.
@@ -103,13 +100,7 @@ def class_before(mixin: type[nn.Module], own: type[nn.Module], name: str) -> typ
 
 
 def deep_copy(module: M, own: Callable[[Any], M] | None, memo: dict[int, Any]) -> M:
-    """Return a deep copy of a module that refuses pickling, which `copy` relies on.
-
-    Args:
-        module: A module whose class a strategy created.
-        own: The `__deepcopy__` of the module's own class, or None.
-        memo: The memo of `copy.deepcopy`.
-    """
+    """Return a deep copy of a module that refuses pickling; `own` is its class's `__deepcopy__`."""
     return own(memo) if own is not None else _twin(module, partial(copy.deepcopy, memo=memo), memo)
 
 
@@ -155,13 +146,9 @@ _MARK = "_scaletorch_divided"
 
 
 def mark_divided(module: nn.Module, group: ProcessGroup | None = None) -> None:
-    """Mark the parameters of a module and its submodules as divided over ranks already.
+    """Mark the parameters of a module and its submodules as divided over the ranks of `group`.
 
     The caller is responsible for the module's communication and for its gradient sums.
-
-    Args:
-        module: The module.
-        group: The ranks that the parameters are divided over; None if not specified.
     """
     vars(module)[_MARK] = () if group is None else tuple(group_ranks(group))
 
@@ -169,9 +156,7 @@ def mark_divided(module: nn.Module, group: ProcessGroup | None = None) -> None:
 def divided_modules(model: nn.Module, over: ProcessGroup | None = None) -> set[nn.Module]:
     """Return the modules marked by `mark_divided` and all their submodules.
 
-    Args:
-        model: Any module.
-        over: Leave out modules divided over ranks if this group contains at most one of them.
+    Modules divided over ranks of which `over` contains at most one are left out.
     """
     ranks = None if over is None else {*group_ranks(over)}
     marked = [module for module in model.modules() if _is_divided(module, ranks)]
@@ -183,13 +168,11 @@ def _is_divided(module: nn.Module, ranks: set[int] | None) -> bool:
     return of is not None and (ranks is None or not of or len(ranks.intersection(of)) > 1)
 
 
-Watcher = Callable[[nn.Module, Any], None]  # called with the model and its stage's output
-
 _WATCHERS, _STAGED = "_output_watchers", "_runs_as_stages"
 
 
-def watch_outputs(model: nn.Module, watcher: Watcher) -> None:
-    """Register a function that is called with the output of each stage of a staged model."""
+def watch_outputs(model: nn.Module, watcher: Callable[[nn.Module, Any], None]) -> None:
+    """Register a function that is called with a staged model and the output of each stage."""
     vars(model).setdefault(_WATCHERS, []).append(watcher)
 
 
@@ -210,12 +193,7 @@ def runs_as_stages(model: nn.Module) -> bool:
 
 
 def show_output(model: nn.Module, output: Any) -> None:
-    """Call all watchers of a model with the output of a stage.
-
-    Args:
-        model: The model that runs in stages.
-        output: The hidden states for the next stage, or the output of the last one.
-    """
+    """Call all watchers of a model with the output of a stage, such as its hidden states."""
     for watcher in vars(model).get(_WATCHERS, ()):
         watcher(model, output)
 
@@ -226,9 +204,7 @@ _STEP = "prepare_inputs_for_generation"  # the method that marks generating mode
 def refuse_generate(model: nn.Module, why: str) -> None:
     """Make `generate` of a model, and of transformers models inside it, raise; in place.
 
-    Args:
-        model: Its `generate`, if it has one, calls its forward for every token.
-        why: The clause of the error message that says what each rank holds.
+    The error message contains `why`, a clause that says what each rank holds.
     """
     for module in model.modules():
         kind = type(module)

@@ -1,4 +1,4 @@
-"""Save and restore the state that a forward changes: random generators, buffers, attributes."""
+"""The state of modules: saving and restoring what a forward changes, and digests of tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,10 +96,6 @@ def _have_equal_values(one: Tensor, other: Tensor) -> bool:
     return torch.equal(nan, other.isnan()) and torch.equal(one[~nan], other[~nan])
 
 
-def _is_plain_tensor(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.requires_grad
-
-
 def _is_data(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_data, value))
@@ -138,7 +135,8 @@ class ModuleState:
             for held in (module._buffers, vars(module))
             for name, tensor in held.items()
             if isinstance(tensor, Tensor) and not tensor.is_meta
-            if held is module._buffers or _is_plain_tensor(tensor)
+            if held is module._buffers
+            or (tensor.layout is torch.strided and not tensor.requires_grad)
         ]
 
     def put_back(self) -> None:
@@ -165,3 +163,51 @@ def restored(model: nn.Module, *, every: bool = False) -> Iterator[None]:
     finally:
         random.setstate(state)
         before.put_back()
+
+
+WIDTH = 1021  # number of sums that a tensor is folded into; a prime, so no shape aligns with it
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> Tensor:
+    """Return a number, 0-d int64, that differs if the bits differ; certain for one changed element.
+
+    Reads the tensor once, on its device. Several changes cancel only by chance, or if words of 8
+    bytes swapped places at a distance that is a multiple of 1021.
+    """
+    words = _words(tensor.detach().contiguous().view(-1))
+    rows = len(words) // WIDTH
+    whole, rest = words[: rows * WIDTH], words[rows * WIDTH :]
+    weights = _weights(tensor.device)
+    if rows:
+        sums = whole.view(rows, WIDTH).sum(0)
+        sums[: len(rest)] += rest
+    else:
+        sums, weights = rest, weights[: len(rest)]
+    return (sums * weights).sum() + tensor.numel()
+
+
+def digest_text(tensor: Tensor) -> str:
+    """Return a tensor's digest as text; "none" for a meta tensor, which has no values."""
+    if tensor.is_meta:
+        return "none"
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return f"{int(digest(dense)) & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+def _words(flat: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor as 8-byte words, padded with zeros."""
+    size = flat.element_size()
+    if flat.numel() * size % 8:
+        flat = nn.functional.pad(flat.view(torch.uint8), (0, -flat.numel() * size % 8))
+    elif flat.storage_offset() * size % 8:
+        flat = flat.clone()
+    return flat.view(torch.int64)
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Return odd numbers: no nonzero number times one of them is 0 modulo 2^64."""
+    generator = torch.Generator().manual_seed(WIDTH)
+    drawn = torch.randint(-(2**62), 2**62, (WIDTH,), generator=generator)
+    return (drawn * 2 + 1).to(device)

@@ -51,7 +51,6 @@ _WORDS = {
     "its update depends on is unknown",
 }
 
-
 # torch's own optimizers need no trial.
 _KNOWN = {
     **dict.fromkeys(
@@ -72,9 +71,7 @@ def known_elementwise(optimizer: Optimizer) -> bool:
 def update_scope(optimizer: Optimizer) -> Scope:
     """Return the scope of an optimizer's update: the widest over its parameter groups.
 
-    Args:
-        optimizer: Any optimizer. A new one of its class is tried on the device of its first
-            parameter; random generators are restored.
+    A new optimizer is tried on the device of its first parameter; generators are restored.
     """
     known = _SCOPES.get(type(optimizer))
     if known is not None:

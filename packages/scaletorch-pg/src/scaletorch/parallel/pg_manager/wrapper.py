@@ -83,8 +83,8 @@ class ModuleWrapper(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # Runs only if a parent module loads. It passes names without the prefix, but torch loads
-        # the child under its registered name. The dict is the parent's private copy.
+        # Runs only if a parent loads, which passes its private copy of names without the prefix;
+        # torch loads the child under its registered name.
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

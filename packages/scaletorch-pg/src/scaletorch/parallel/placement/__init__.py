@@ -12,10 +12,9 @@
 where gradients are summed. The terms are those of the package `spmd_types`.
 """
 
-from .boundary import Boundary, ends
+from .boundary import Boundary, ModelView, ends, modules_within
 from .conversion import Invariant, Partial, Placement, Replicate, Shard, Varying, convert
 from .cut import Cut, fuse, shard_sizes, share_cut
-from .view import ModelView, modules_within
 
 __all__ = [
     "Boundary",

@@ -1,8 +1,8 @@
-"""Placements at the boundary of a module: of its inputs, its outputs and its parameters."""
+"""Boundaries: placements of a module's inputs, outputs and parameters; and views of models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
@@ -148,3 +148,37 @@ def _ours(layout: Any) -> Placement:
     if kind == "Partial" and layout.reduce_op == "sum":
         return Partial()
     raise InvalidArgumentError(f"{layout!r} of a DTensor has no counterpart among placements")
+
+
+class ModelView:
+    """The modules of a model, and the owners of each parameter.
+
+    It is not updated: create a new one after a change to the model.
+
+    Args:
+        model: Any module.
+
+    Attributes:
+        model: The module.
+        names: Each module of the model and its first name, in the model's order.
+        owners: Each parameter and its owners, as pairs of a module and the name in it. A tied
+            parameter has several.
+
+    Example:
+        >>> view = ModelView(model)
+        >>> tied = [owners for owners in view.owners.values() if len(owners) > 1]
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names = {module: name for name, module in model.named_modules()}
+        self.owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in self.names:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.owners.setdefault(parameter, []).append((module, name))
+
+
+def modules_within(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the modules and all their submodules."""
+    return {inner for module in modules for inner in module.modules()}

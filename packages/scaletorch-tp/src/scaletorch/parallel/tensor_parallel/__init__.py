@@ -4,22 +4,22 @@ from ._version import __version__
 from .cross_entropy import vocab_parallel_cross_entropy
 from .layers.base import TensorParallelLayer
 from .layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .plans.explain import ExplainedParameter, Explanation, explain
 from .plans.plan import STYLES, Plan, Style
 from .plans.suggest import suggest_plan
 from .regions.random import common_random, sharded_random
 from .sharing.sequence import sequence_share
-from .state.sharded_state import PiecesTensor, sharded_state_dict
-from .state.whole import (
+from .state import (
+    PiecesTensor,
     gather_state_dict,
     gather_tensors,
     load_full_state_dict,
     shard_dims,
+    sharded_state_dict,
     split_by_owner,
     take_own,
 )
 from .styles import Divide, Fused, PerHead, SharedTail, Slices, Stacked
-from .tensor_parallel import apply_tensor_parallel
+from .tensor_parallel import ExplainedParameter, Explanation, apply_tensor_parallel, explain
 from .tp_comms import (
     CopyToModelParallelRegion,
     GatherFromModelParallelRegion,

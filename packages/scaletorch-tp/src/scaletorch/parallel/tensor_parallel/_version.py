@@ -7,7 +7,5 @@ from ..pg_manager._version import __version__ as pg
 __version__ = "0.1.0"
 
 require_siblings(
-    "scaletorch-tp",
-    __version__,
-    {"scaletorch-dist~=0.1.0": dist, "scaletorch-pg~=0.1.0": pg},
+    "scaletorch-tp", __version__, {"scaletorch-dist~=0.1.0": dist, "scaletorch-pg~=0.1.0": pg}
 )

@@ -11,5 +11,5 @@ from .sharing.gradient_sums import whole_parameters as whole_parameters
 from .sharing.sequence import WholeSequence as WholeSequence
 from .sharing.sequence import counts_of_ids as counts_of_ids
 from .sharing.sequence import shares_in_layers as shares_in_layers
-from .state.whole import ParameterCut as ParameterCut
-from .state.whole import find_cuts as find_cuts
+from .state import ParameterCut as ParameterCut
+from .state import find_cuts as find_cuts

@@ -91,10 +91,8 @@ class _Terms:
     group: ProcessGroup | None
 
     def place(self, targets: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the targets' indices in this rank's shard, and a mask of those outside it.
-
-        Targets of other ranks get index 0. An invalid target stays out of range on every rank.
-        """
+        """Return the targets' indices in this rank's shard, and a mask of those outside it."""
+        # Targets of other ranks get index 0. An invalid target stays out of range on every rank.
         first = sum(self.lengths[: self.rank])
         last = first + self.lengths[self.rank]
         elsewhere = ignored | ((targets >= 0) & (targets < first))
@@ -164,11 +162,9 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, index: Tensor, elsewhere: Tensor, terms: _Terms) -> Tensor:
-    """Return the statistics of this rank's logits for every token, [3, ...] or [4, ...].
-
-    They are the highest logit, the sum of exp(logit - highest), the target's logit (0 if on another
-    rank), and with smoothing the sum of logit - highest.
-    """
+    """Return the statistics of this rank's logits for every token, [3, ...] or [4, ...]."""
+    # The highest logit, the sum of exp(logit - highest), the target's logit (0 if on another rank),
+    # and with smoothing the sum of logit - highest.
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     found = logits.new_zeros((4 if terms.smoothing else 3, *index.shape), dtype=dtype)
     found[0] = -math.inf

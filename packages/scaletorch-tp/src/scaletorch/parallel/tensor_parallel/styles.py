@@ -40,30 +40,23 @@ class Fused:
         if self.style not in FUSABLE:
             styles = ", ".join(map(repr, FUSABLE))
             raise InvalidArgumentError(f"Fused takes one of {styles}, got {self.style!r}")
-        lengths = (
-            (self.projections,) if isinstance(self.projections, int) else tuple(self.projections)
-        )
+        given = self.projections
+        lengths = (given,) if isinstance(given, int) else tuple(given)
         if not lengths or not all(type(n) is int and n > 0 for n in lengths):
             raise InvalidArgumentError(
-                "Fused takes a number of equal projections or the length of each, got "
-                f"{self.projections!r}"
+                f"Fused takes a number of equal projections or the length of each, got {given!r}"
             )
-        if not isinstance(self.projections, int):
+        if not isinstance(given, int):
             object.__setattr__(self, "projections", lengths)
 
     def misfit(self, length: int) -> str | None:
         """Return why a length cannot be split into these projections, or None if it can."""
         if isinstance(self.projections, int):
-            uneven = length % self.projections
-            return (
-                f"its {length} features are not {self.projections} equal projections"
-                if uneven
-                else None
-            )
+            wrong = f"its {length} features are not {self.projections} equal projections"
+            return wrong if length % self.projections else None
         total = sum(self.projections)
-        if total == length:
-            return None
-        return f"its projections add up to {total} features, but it has {length}"
+        wrong = f"its projections add up to {total} features, but it has {length}"
+        return wrong if total != length else None
 
     def lengths(self, length: int) -> tuple[int, ...]:
         """Return the length of each projection, for a `length` that fits."""
@@ -218,14 +211,10 @@ class Stacked:
         for name, slices in self.sharded.items():
             shape, packed = tuple(found[name].shape), slices.packed * slices.unit
             if slices.dim >= len(shape) or shape[slices.dim] % packed:
-                return (
-                    f"its {name} {shape} has no dim {slices.dim} that packs {packed} equal lengths"
-                )
+                return f"its {name} {shape} has no dim {slices.dim} of {packed} equal lengths"
             widths.add(shape[slices.dim] // packed)
         if len(widths) > 1:
-            return (
-                f"its parameters have different widths, {sorted(widths)}; only one can be sharded"
-            )
+            return f"its parameters have the widths {sorted(widths)}; only one can be sharded"
         return misfit_of(module, found)
 
 

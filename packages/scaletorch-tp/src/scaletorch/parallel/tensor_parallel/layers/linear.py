@@ -218,8 +218,7 @@ def _uses_rows(module: nn.Module) -> str | None:
 class VocabParallelEmbedding(TensorParallelLayer):
     """`nn.Embedding` with rows sharded over the ranks; the output is full.
 
-    A new layer holds its shard of the values that `nn.Embedding` draws in one process from that
-    seed.
+    A new layer holds its shard of the values that `nn.Embedding` draws with that seed.
 
     Args:
         num_embeddings: Number of rows of the full table; if uneven, first ranks get one more.

@@ -19,11 +19,9 @@ from .base import TensorParallelLayer
 
 
 class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
-    """`nn.MultiheadAttention` with heads sharded over the ranks.
+    """`nn.MultiheadAttention` with heads sharded over the ranks, and a row-parallel `out_proj`.
 
-    Each rank holds the rows of the packed projection for the queries, keys and values of its heads.
-    `out_proj` becomes a row-parallel layer. `embed_dim` and `num_heads` keep their full values.
-    This forward calls `out_proj` and has no fast path, in contrast to torch's.
+    `embed_dim` and `num_heads` keep their full values. There is no fast path as in torch's forward.
     """
 
     plain_class = nn.MultiheadAttention

@@ -34,6 +34,8 @@ from ..styles import PerHead, Placed, Stacked
 from .base import Group, Options, TensorParallelLayer
 
 _SET = ("group", "tp_size", "tp_rank", "cut", "shard_sizes", "shard_dims")  # by `convert`
+# Substrings of the names of attributes that hold the width of experts.
+_OF_WIDTH = ("intermediate", "ffn", "expert_dim")
 
 
 class OwnParameters(TensorParallelLayer, Surrounded):
@@ -69,10 +71,7 @@ class OwnParameters(TensorParallelLayer, Surrounded):
     @contextmanager
     @around_compiled
     def _terms(self) -> Iterator[None]:
-        """Replace the `added` parameters inside the block: zeros with gradients but on one rank.
-
-        They are replaced for one call only, so that their hooks and names stay.
-        """
+        """Replace the `added` parameters for one call: zeros with gradients but on one rank."""
         parameters, names = self._parameters, getattr(self.own_style, "added", ())
         added: dict[str, Any] = {name: self.get_parameter(name) for name in names}
         if self.tp_rank:
@@ -180,15 +179,10 @@ class Bounded(AtBoundary, OwnParameters):
             return super().forward(*args, **kwargs)
 
 
-# Substrings of the names of attributes that hold the width of experts.
-_OF_WIDTH = ("intermediate", "ffn", "expert_dim")
-
-
 class ParallelExperts(OwnParameters):
     """Mixin put before the class of a module of stacked expert weights.
 
-    Under sequence parallelism the tokens of all ranks are all-gathered with their routing, and
-    outputs are reduce-scattered back to the tokens' ranks.
+    With sequence parallelism it gathers all ranks' tokens and routing, and scatters the outputs.
     """
 
     sharded_size = "width"
@@ -244,10 +238,7 @@ class ParallelExperts(OwnParameters):
 
     @uncompiled
     def _rows(
-        self,
-        sequence: SequenceShares,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, sequence: SequenceShares, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[int, ...]:
         """Return the number of token rows on each rank."""
         tensors = [*tensors_in((args, kwargs))]

@@ -1,7 +1,4 @@
-"""Recognise attention modules by their layers, and cut them at head boundaries.
-
-Each rank gets the key/value heads that its query heads use.
-"""
+"""Recognise attention modules by their layers, and cut them at head boundaries."""
 
 from __future__ import annotations
 
@@ -23,9 +20,7 @@ _LATENT = "kv_lora_rank"
 SHARED_KEYS = "qk_rope_head_dim"  # in latent attention: length of the key that all heads share
 
 # Names of attention modules, and substrings of their class names.
-_NAMES = frozenset(
-    {"attn", "attention", "self_attn", "self_attention", "cross_attn", "linear_attn"}
-)
+_NAMES = ("attn", "attention", "self_attn", "self_attention", "cross_attn", "linear_attn")
 _OF_CLASSES = ("attention", "attn")
 _OF_LAYERS = "attentionresidual"  # attends over earlier layers' outputs of the same token
 
@@ -78,15 +73,12 @@ class Attention:
 
 
 def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
-    """Cut query and key/value heads so that each rank gets the key/value heads it uses.
-
-    If there are fewer key/value heads than ranks, they are replicated: each rank holds one.
-    """
+    """Cut query and key/value heads so that each rank gets the key/value heads it uses."""
     groups = query // key_value
     if key_value >= size:
         key_values = share_cut(key_value, size)
         return key_values.times(groups), key_values
-    replicas = shard_sizes(size, key_value)
+    replicas = shard_sizes(size, key_value)  # each rank holds one key/value head
     queries = tuple(share for number in replicas for share in shard_sizes(groups, number))
     ranks = tuple(head for head, number in enumerate(replicas) for _ in range(number))
     return Cut.of(queries), Cut.of((1,) * key_value, ranks)
@@ -128,10 +120,7 @@ def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True
 
 
 def find_whole(view: ModelView, regions: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the modules that need full sequences: attention and convolutions over tokens.
-
-    They are the outermost such modules that neither contain a region nor lie in one.
-    """
+    """Return outermost attention and convolutions over tokens, with no region in or around them."""
     inside = modules_within(regions)
     found: list[nn.Module] = []
     for module, name in view.names.items():

@@ -1,8 +1,4 @@
-"""Read a model's own tensor-parallel plan: of transformers, or for layers of `torch.nn`.
-
-A plan of transformers names the modules to shard but not the head boundaries. As for any plan,
-these come from the attention modules and their config.
-"""
+"""Read a model's own tensor-parallel plan: of transformers, or for layers of `torch.nn`."""
 
 from __future__ import annotations
 
@@ -110,11 +106,9 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
 def find_own_plan(
     model: nn.Module, divided: Collection[nn.Module] = ()
 ) -> tuple[list[Match], list[str]] | None:
-    """Match the model's own plan, and name its attention; None if no plan shards layers.
+    """Match the model's own plan, without modules in `divided`, and name its attention.
 
-    Modules in `divided`, such as experts of another strategy, are left out. A plan for only the
-    head or for expert parallelism (`APART`) does not count. Nor does one with two row layers in an
-    attention module, which would use only this rank's heads of the first one's output.
+    Return None if the plan shards only the head, or is for expert parallelism (`APART`).
     """
     plan = own_plan(model)
     if APART in plan.values():
@@ -127,7 +121,7 @@ def find_own_plan(
     _refuse_single_parameters(model, plan, modules, matches)
     heads = [*_attentions(modules, matches)]
     if any(sum(m.is_row for m in children_of(modules[name], matches)) > 1 for name in heads):
-        return None
+        return None  # the second would use only this rank's heads of the first one's output
     latent = (f"{n}.{child}" for n in heads if latent_heads(modules[n]) for child in _WHOLE)
     for name in latent:
         if name in modules:  # replicated in latent attention
@@ -249,9 +243,7 @@ def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stack
         dim, packed = _SLICES[style]
         # Gate and up in one weight are concatenated or interleaved.
         concatenated = packed == 1 or getattr(module, "is_concatenated", True)
-        sharded[parameter] = (
-            Slices(dim, packed=packed) if concatenated else Slices(dim, unit=packed)
-        )
+        sharded[parameter] = Slices(dim, packed) if concatenated else Slices(dim, unit=packed)
     if not sharded:
         raise InvalidArgumentError(
             f"the model's own plan (_tp_plan) gives the experts '{name}' a style and none of "
@@ -261,10 +253,7 @@ def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stack
 
 
 def _packed(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles, with the packed style for a weight that holds both gate and up.
-
-    Otherwise a rank would get gate features without the up features that belong to them.
-    """
+    """Return the styles, with the packed style for a weight that holds both gate and up."""
     found = dict(styles)
     gate_up, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
     if gate_up is None or down is None or not gate_up.ndim == down.ndim == 3:
@@ -290,10 +279,7 @@ _CHILDREN: Mapping[str, Style] = {
 def find_torch_layers(
     model: nn.Module, divided: Collection[nn.Module] = ()
 ) -> tuple[list[Match], list[str]] | None:
-    """Match the encoder and decoder layers of `torch.nn` in a model, or return None without any.
-
-    A subclass with its own forward does not count, and modules in `divided` are left out.
-    """
+    """Match the encoder and decoder layers of `torch.nn`, without modules in `divided`, if any."""
     matches: dict[nn.Module, Match] = {}
     for name, layer in model.named_modules():
         kind = next((kind for kind in _LAYERS if isinstance(layer, kind)), None)

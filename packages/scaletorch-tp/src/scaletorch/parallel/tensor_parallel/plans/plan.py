@@ -39,15 +39,7 @@ from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.replicas import TailShared
 from ..regions.surround import Surrounded
 from ..sharing.sequence import SequenceLayer
-from ..styles import (
-    Divide,
-    Fused,
-    PerHead,
-    Placed,
-    SharedTail,
-    Stacked,
-    unknown_parameters,
-)
+from ..styles import Divide, Fused, PerHead, Placed, SharedTail, Stacked, unknown_parameters
 
 Style = str | Boundary | Divide | Fused | PerHead | SharedTail | Stacked
 Plan = Mapping[str, Style]
@@ -298,9 +290,8 @@ def match_plan(model: nn.Module, plan: Plan) -> list[Match]:
 def with_mixins(matches: Sequence[Match]) -> list[Match]:
     """Return the matches with the mixins that follow from the positions of modules.
 
-    A module with `Divide` works on this rank's heads and draws its own random numbers, unless
-    sharded layers lie deeper than its children, as in a block or model. A replicated module inside
-    it draws the same random numbers on all ranks.
+    A module with `Divide` draws its own random numbers, unless sharded layers lie deeper than its
+    children, as in a block. A replicated module inside it draws the same ones on all ranks.
     """
     layers = {match.module for match in matches if match.layer is not None}
     mixins = {match.module: match.mixin for match in matches if match.mixin is not None}

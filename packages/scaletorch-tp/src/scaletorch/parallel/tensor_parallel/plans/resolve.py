@@ -1,7 +1,4 @@
-"""Resolve a plan for a model: find its changes and check them.
-
-The model is not changed and nothing is sent before all checks have passed.
-"""
+"""Resolve a plan for a model: find its changes and check them."""
 
 from __future__ import annotations
 
@@ -24,12 +21,7 @@ from ..styles import Divide
 from .attention import Attention, find_attentions, find_whole, has_heads
 from .own_plans import find_own_plan, find_torch_layers
 from .plan import SEQUENCE_WHOLE, Match, Matches, Plan, children_of, match_plan, with_mixins
-from .sequences import (
-    check_in_attention,
-    check_sequences,
-    kept_whole_on_shares,
-    layers_that_share,
-)
+from .sequences import check_in_attention, check_sequences, kept_whole_on_shares, layers_that_share
 
 _ATTENTION = (HeadParameters, ParallelMultiheadAttention)
 
@@ -64,8 +56,7 @@ def resolve(
 ) -> Resolved:
     """Find and check the changes that a plan makes to a model, which is not changed.
 
-    Without a plan it takes the model's own (transformers), else that of the layers of `torch.nn`,
-    and leaves out modules in `divided`, which another strategy has divided over these ranks.
+    Without a plan it takes the model's own, without modules in `divided` (by another strategy).
     """
     view = ModelView(model)
     found, heads = _match(view, plan, divided, sequence_parallel=sequence_parallel)
@@ -89,7 +80,13 @@ def resolve(
         styled = [m.module for m in matches.values() if m.style == SEQUENCE_WHOLE]
         gathers = [m.module for m in matches.values() if m.becomes(ParallelMultiheadAttention)]
         whole = [*styled, *find_whole(view, [*regions, *earlier, *styled, *gathers])]
-        _check_whole(view, whole)
+        replaced = next((module for module in whole if "forward" in vars(module)), None)
+        if replaced is not None:
+            raise InvalidArgumentError(
+                f"with sequence parallelism '{view.names[replaced]}' ({type(replaced).__name__}) "
+                "needs full sequences, but its forward was replaced on the instance: apply tensor "
+                "parallelism before that, or do without sequence parallelism"
+            )
         check_in_attention(matches.values(), regions, whole)
         if plan is None:
             matches = kept_whole_on_shares(model, matches, [*regions, *whole])
@@ -97,11 +94,7 @@ def resolve(
 
 
 def _match(
-    view: ModelView,
-    plan: Plan | None,
-    divided: Collection[nn.Module],
-    *,
-    sequence_parallel: bool,
+    view: ModelView, plan: Plan | None, divided: Collection[nn.Module], *, sequence_parallel: bool
 ) -> tuple[list[Match], dict[str, nn.Module]]:
     """Return the matches of the plan, and the modules known to be attention by name."""
     model = view.model
@@ -121,8 +114,7 @@ def _match(
 def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
     """Return whether a module starts with column-parallel and `ends` with one row-parallel layer.
 
-    Its other children have no parameters of the hidden size, so a block with a norm of hidden
-    states is not a region. Known attention may have its row-parallel layer elsewhere.
+    Its other children have no parameters of the hidden size, as a norm of hidden states has.
     """
     columns = rows = 0
     names = ("in_features", "out_features")
@@ -168,17 +160,6 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
 
 
-def _check_whole(view: ModelView, whole: Iterable[nn.Module]) -> None:
-    """Refuse modules that need full sequences, but whose replaced forward cannot gather them."""
-    replaced = next((module for module in whole if "forward" in vars(module)), None)
-    if replaced is not None:
-        raise InvalidArgumentError(
-            f"with sequence parallelism '{view.names[replaced]}' ({type(replaced).__name__}) needs "
-            "full sequences, but its forward was replaced on the instance: apply tensor "
-            "parallelism before that, or do without sequence parallelism"
-        )
-
-
 def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) -> None:
     """Refuse to shard per-head parameters if the head layout is unknown."""
     for match in matches.values():
@@ -209,21 +190,12 @@ def find_lengths(
     named: Mapping[str, nn.Module],
     tp_size: int,
 ) -> tuple[list[Length], list[Length]]:
-    """Return the lengths that tp must divide, and those that must be at least tp.
-
-    They are the number of heads in recognised attention, else each size.
-
-    Attention in `named` whose heads are not recognised is refused, except on one rank.
-    """
+    """Return the lengths that tp must divide, and those that must be at least tp."""
     by_heads = {layer for attention in attentions.values() for layer in attention.lengths}
     # Layers with heads of unknown length: an uneven division might split a head.
-    whole = {
-        match.module
-        for module in view.names
-        if has_heads(module)
-        for match in children_of(module, matches)
-        if (match.is_column or match.is_row) and match.module not in by_heads
-    }
+    attending = [module for module in view.names if has_heads(module)]
+    children = [match for module in attending for match in children_of(module, matches)]
+    whole = {m.module for m in children if m.is_column or m.is_row} - by_heads
     divided: list[Length] = []
     shared = [(f"query heads of {a.name}", a.query) for a in attentions.values()]
     for match in matches.values():

@@ -20,10 +20,9 @@ from .plan import Match, look_up
 def kept_whole_on_shares(
     model: nn.Module, matches: Mapping[nn.Module, Match], full: Collection[nn.Module]
 ) -> dict[nn.Module, Match]:
-    """Return the matches, with "row_split" layers on sequence shards replicated instead.
+    """Return the matches, with "row_split" layers replicated if they are not in `full` modules.
 
-    Otherwise their all-reduce would add up outputs of different tokens. Modules in `full` see
-    full sequences.
+    On sequence shards their all-reduce would add up outputs of different tokens.
     """
     layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
     on_shards = modules_within(layers or [model]) - modules_within(full)
@@ -38,8 +37,7 @@ def kept_whole_on_shares(
 def layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
     """Return "sequence_layer" matches if only the layers can work on sequence shards, else none.
 
-    This is so for a transformers model whose layers get other per-token inputs, which has other
-    modules (for images, audio) outside its layers, or whose head needs full sequences.
+    So it is if layers get other per-token inputs, or images, audio or a head need full sequences.
     """
     model = view.model
     get_decoder = getattr(model, "get_decoder", None)

@@ -4,10 +4,8 @@ Two linear layers are sharded together, the first over its output features ("col
 second over its input features ("row"), if each half of the first one's outputs affects only the
 same half of the second one's inputs. NaN values show this: half of the outputs are set to NaN, and
 the inputs of all other layers are checked for NaN. The operations between the two layers need not
-be known. Examples are an activation function, a gate, and attention over heads.
-
-Each proposal is then tried in this process: the shards of each rank, run on the same inputs, must
-give the second layer that rank's slice of its inputs. Layers that fail stay replicated.
+be known. Each proposal is then tried in this process: the shards of each rank, run on the same
+inputs, must give the second layer that rank's slice of its inputs. Others stay replicated.
 """
 
 from __future__ import annotations
@@ -106,12 +104,8 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
     """Run the model; return its units with their linear layers and first calls."""
     modules = dict(model.named_modules())
     linears = {name: m for name, m in modules.items() if is_linear(name, m)}
-    listed = [
-        f"{name}.{index}".strip(".")
-        for name, module in modules.items()
-        if isinstance(module, nn.ModuleList)
-        for index, _ in enumerate(module)
-    ]
+    lists = {name: len(m) for name, m in modules.items() if isinstance(m, nn.ModuleList)}
+    listed = [f"{name}.{i}".strip(".") for name, length in lists.items() for i in range(length)]
     units = {name: Unit(name, modules[name]) for name in ["", *listed] if name in modules}
     for unit in [*units.values()]:  # a single layer is no pair
         if unit.name and sum(name.startswith(f"{unit.name}.") for name in linears) < 2:
@@ -154,11 +148,10 @@ def _suggest(unit: Unit, tp_size: int) -> dict[str, Style]:
         proposal: dict[str, Style] = {**columns, row: "row"}
         heads = _counts(unit, row, columns)
         of_heads = max(heads - {features(unit.linears[row])[0]}, default=tp_size)
+        # `resolve` refuses more ranks than heads, with legal sizes in its message.
+        ranks = tp_size if tp_size <= of_heads else 2
         for divided in _trials(unit, proposal, heads):
-            # `resolve` refuses more ranks than heads, with legal sizes in its message.
-            if computes_the_same(
-                unit, {**proposal, **divided}, tp_size if tp_size <= of_heads else 2
-            ):
+            if computes_the_same(unit, {**proposal, **divided}, ranks):
                 styles |= {**proposal, **divided}
                 if not divided and min(heads) < features(unit.linears[row])[0]:
                     around = next(
@@ -217,8 +210,7 @@ def _is_second_half(mask: Tensor) -> bool:
 def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]:
     """Set output features of a layer to NaN; return the NaN masks [features] of reached inputs.
 
-    A layer with NaN inputs gets zeros instead, so that NaN does not spread beyond it. The key ""
-    holds the mask of the unit's outputs.
+    A reached layer gets zeros instead of NaN. The key "" holds the mask of the unit's outputs.
     """
     reached: dict[str, Tensor] = {}
 
@@ -271,9 +263,8 @@ def _trials(
         if type(value) is int and value > 1 and value in heads | outs
     ]
     attributes.sort(key=lambda at: ("head" not in at[1], at[1]))
-    subsets = chain.from_iterable(
-        combinations(attributes, size) for size in range(len(attributes) + 1)
-    )
+    numbers = range(len(attributes) + 1)
+    subsets = chain.from_iterable(combinations(attributes, number) for number in numbers)
     for _, subset in zip(range(_MOST_TRIALS), subsets, strict=False):
         places: dict[str, list[str]] = {}
         for place, name in subset:
@@ -315,10 +306,7 @@ def resolve_or_suggest(
     sequence_parallel: bool = False,
     divided: Collection[nn.Module] = (),
 ) -> Resolved:
-    """Resolve a plan, or one suggested by a forward of a few token ids if the model has none.
-
-    Rank 0 writes a new suggestion to stderr, with the layers that stay replicated.
-    """
+    """Resolve a plan, or one suggested by a forward (rank 0 prints it) if the model has none."""
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "divided": divided}
     try:
         return resolve(model, plan, tp_size, **options)

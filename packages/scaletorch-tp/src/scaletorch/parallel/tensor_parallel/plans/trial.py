@@ -83,12 +83,7 @@ def copied(value: Any) -> Any:
 
 
 def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
-    """Return a copy of a model with random parameters, and the example on its device.
-
-    The copy is the same on all ranks, whatever the values of the model, which may be on the meta
-    device. Layers of the same kind share values. Floating-point buffers are between 0.5 and 1.5,
-    boolean ones True, and integer ones 0.
-    """
+    """Return a copy of a model, with parameters random but equal on all ranks, and the example."""
     first = next(model.parameters())
     device = torch.device("cpu") if first.is_meta else first.device
     generator = torch.Generator(device).manual_seed(0)
@@ -107,6 +102,7 @@ def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
             memo[id(parameter)] = nn.Parameter(drawn[key])
         for tensor in [*module._buffers.values(), *vars(module).values()]:
             if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                # Inexact ones are between 0.5 and 1.5, boolean ones True, and integer ones 0.
                 dtype, inexact = tensor.dtype, torch.can_cast(torch.float32, tensor.dtype)
                 values = 1 + pool / 2 if inexact else torch.ones_like(pool) * (dtype == torch.bool)
                 memo[id(tensor)] = _repeated(values.to(dtype), tensor.shape)
@@ -149,19 +145,15 @@ def features(linear: nn.Module) -> tuple[int, int]:
 
 
 def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bool:
-    """Return whether every rank's shards give the right inputs of row layers and unit outputs.
-
-    Noise is added to the outputs of column layers, because equal tokens would hide a wrong order of
-    heads. A first run has distinct buffer values, which reveal a wrong slice of a buffer. A second
-    run has ones: in a mask such as `w * b - 1e4 * (1 - b)` distinct values would let each token
-    attend to one other only, whichever head it uses.
-    """
+    """Return whether every rank's shards give the right inputs of row layers and unit outputs."""
     try:
         resolved = resolve(unit.module, plan, tp_size)
     except InvalidArgumentError:
         return False
-    if not _all_ranks_agree(unit, resolved, tp_size):
+    if not _all_ranks_agree(unit, resolved, tp_size):  # distinct values show a buffer's wrong slice
         return False
+    # With distinct values in a mask such as `w * b - 1e4 * (1 - b)`, each token would attend to one
+    # other only, whichever head it uses.
     with _ones(unit.module):
         return _all_ranks_agree(unit, resolved, tp_size)
 
@@ -234,6 +226,7 @@ def _rank_agrees(
 
 def _add_noise(module: nn.Module, resolved: Resolved, rank: int | None, hooks: ExitStack) -> None:
     """Add the same noise to column outputs of the full unit (`rank` None) and of a rank's shard."""
+    # Without it equal tokens would hide a wrong order of heads.
 
     def add(match: Match, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(crc32(match.name.encode()))
@@ -323,10 +316,7 @@ class _Reads(TorchFunctionMode):
 
 
 def vocabulary_styles(model: nn.Module, inside: set[nn.Module], example: Any) -> dict[str, Style]:
-    """Return the styles of embeddings outside of layers and of heads with as many outputs.
-
-    Both stay replicated if other code reads their parameters, as in `F.linear(x, table.weight)`.
-    """
+    """Return the styles of embeddings outside of layers and heads that no other code reads."""
     outside = {name: module for name, module in model.named_modules() if module not in inside}
     fits = VocabParallelEmbedding.misfit
     tables = {name: module for name, module in outside.items() if fits(module) is None}

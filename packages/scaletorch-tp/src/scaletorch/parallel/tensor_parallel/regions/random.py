@@ -83,10 +83,7 @@ def common_random() -> Iterator[None]:
 @contextmanager
 @around_compiled
 def refused_again(name: str) -> Iterator[None]:
-    """Refuse draws from the common stream during activation recomputation.
-
-    Recomputation restores only the ranks' own streams, so these draws would differ from forward's.
-    """
+    """Refuse draws from the common stream in recomputation, which restores only ranks' streams."""
     again = in_backward() and _common.get() is None
     before = _states() if again else None
     try:
@@ -96,10 +93,9 @@ def refused_again(name: str) -> Iterator[None]:
         # None: the accelerator was not in use, so nothing was drawn on it.
         if any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs):
             raise StateError(
-                f"{describe_rank()}: {name} sees whole sequences, which sequence parallelism "
-                "divides elsewhere, and draws at random (dropout); computed again in backward it "
-                "would draw something else: set its dropout to 0, or do without recomputation or "
-                "without sequence parallelism"
+                f"{describe_rank()}: {name} sees whole sequences and draws at random (dropout); "
+                "computed again in backward it would draw something else: set its dropout to 0, or "
+                "do without recomputation or without sequence parallelism"
             )
 
 

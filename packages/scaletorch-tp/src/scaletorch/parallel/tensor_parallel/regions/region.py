@@ -1,8 +1,7 @@
 """Parallel regions: modules whose column-parallel layers share one input.
 
-Query, key and value projections share one input, and so do gate and up projections. Autograd first
-adds the gradients of these layers, so that one sum over the ranks is enough. `Multiply` computes
-only input gradients; `Enter` starts their sum and computes weight gradients during it.
+Autograd first adds the gradients of these layers (query, key and value, or gate and up), so that
+one sum over the ranks is enough. `Enter` starts it and computes weight gradients meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .surround import Surrounded, own_class
 
 Operands = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
 # For each call of a layer: the gradient of its output [..., out] and its input [..., in].
-Products = Sequence[tuple[Tensor, Tensor]]
+Products = list[tuple[Tensor, Tensor]]
 
 
 class Entrance:
@@ -45,7 +44,7 @@ class Entrance:
     ) -> None:
         enter: Any = Enter
         self._operands = operands
-        self._waiting: dict[Hashable, list[tuple[Tensor, Tensor]]] = {key: [] for key in operands}
+        self._waiting: dict[Hashable, Products] = {key: [] for key in operands}
         flat = [tensor for pair in operands.values() for tensor in pair]
         self.x: Tensor = enter.apply(x, list(self._waiting.values()), group, sizes, *flat)
 
@@ -57,16 +56,13 @@ class Entrance:
 
 
 class Enter(torch.autograd.Function):
-    """Identity or all-gather; backward does the sum or reduce-scatter, and weight gradients.
-
-    Weights are inputs only so that backward can return their gradients.
-    """
+    """Identity or all-gather; backward does the sum or reduce-scatter, and weight gradients."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        waiting: list[list[tuple[Tensor, Tensor]]],
+        waiting: list[Products],
         group: ProcessGroup | None,
         sizes: Sequence[int] | None,
         *operands: Tensor | None,
@@ -112,11 +108,7 @@ class Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        waiting: list[tuple[Tensor, Tensor]],
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, waiting: Products
     ) -> Tensor:
         """Return the output of the linear layer."""
         ctx.waiting = waiting
@@ -236,10 +228,7 @@ def _copy(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 @uncompiled
 def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
-    """Return a column-parallel layer's output [..., out / tp] that overlaps in backward, or None.
-
-    It is None if nothing can overlap: the input needs no gradient or is not the region's input.
-    """
+    """Return a column-parallel layer's output [..., out / tp] if backward can overlap, or None."""
     if not _needs_grad(x):
         return None
     running = _running.get()
@@ -272,9 +261,7 @@ def in_region(overlapping: Sequence[Any] = ()) -> Iterator[_Running]:
 class Region(Surrounded):
     """A module with column-parallel children, whose common input enters once.
 
-    Under sequence parallelism its hidden states are this rank's shard and are gathered before its
-    own forward, because modules read sizes from their input. The hidden states are the first
-    floating-point argument of a width that the column-parallel children take.
+    With sequence parallelism it gathers its hidden states, as modules read sizes from their input.
     """
 
     _sequence: SequenceShares | None = None

@@ -1,8 +1,7 @@
 """Tensors whose gradient is summed over the ranks that hold the same shard.
 
-One example are key/value heads if there are fewer than ranks: each replica computes only the
-gradient from its own queries. Another is the key that all heads share in multi-head latent
-attention (DeepSeek-V2), one slice of a projection whose other features have a full gradient.
+They are key/value heads if there are fewer than ranks, and the key that all heads share in
+multi-head latent attention (DeepSeek-V2), one slice of a projection.
 """
 
 from __future__ import annotations
@@ -60,11 +59,9 @@ def sum_replicas(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> 
 
 
 def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
-    """Return the sum of `x` over the ranks that hold the same shard.
-
-    One all-reduce of the whole group sums all replicated shards, with zeros for those that a rank
-    does not hold, so no subgroups are needed and replicas get the same bits.
-    """
+    """Return the sum of `x` over the ranks that hold the same shard."""
+    # One all-reduce of the whole group, with zeros for the shards that a rank does not hold, needs
+    # no subgroups and gives replicas the same bits.
     shares = list(x.split([*map(len, cut.ranges[rank])]))
     lengths = [sum(map(len, ranges)) for ranges in cut.shared.values()]
     whole = x.new_zeros((sum(lengths), *x.shape[1:]), dtype=sum_dtype(x.dtype))

@@ -68,9 +68,7 @@ class SequenceShares:
         length, expected = x.shape[DIM], sizes[self.rank]
         if length == expected:
             return sizes
-        way_out = (
-            "style the layers 'sequence_layer', so that sequences are whole before and behind them"
-        )
+        way_out = "style the layers 'sequence_layer', so that sequences are whole around them"
         if length != sum(sizes):
             reason = (
                 "Tokens were added or dropped between the layers, or are in another dim (a prefix, "
@@ -111,8 +109,7 @@ class SequenceShares:
         if self.in_rows(x, self.length):
             # Llama 4 adds to it in place, which a view of a custom function's output forbids.
             return self.leave(x.unflatten(0, (self.batch, -1))).flatten(0, 1).clone()
-        sizes = self.sizes_of(x.shape[DIM])
-        return convert(x, Partial(), Shard(DIM, sizes), self.group)
+        return convert(x, Partial(), Shard(DIM, self.sizes_of(x.shape[DIM])), self.group)
 
     def in_rows(self, x: Tensor, tokens: int | None) -> bool:
         """Return whether `x` [rows, H] has `tokens` rows for each of several sequences."""
@@ -135,8 +132,7 @@ class SequenceShares:
     @uncompiled
     def split(self, x: Tensor) -> Tensor:
         """Return this rank's sequence shard of a replicated tensor."""
-        sizes = self.sizes_of(x.shape[DIM])
-        return convert(x, Invariant(), Shard(DIM, sizes), self.group)
+        return convert(x, Invariant(), Shard(DIM, self.sizes_of(x.shape[DIM])), self.group)
 
     def sizes_of(self, length: int) -> tuple[int, ...]:
         """Return the number of tokens on each rank for a sequence of `length` tokens."""
@@ -200,11 +196,10 @@ def convert_hidden(
     widths: Collection[int] = (),
     join_residuals: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-    """Convert the hidden states among the arguments of a module by `change`.
+    """Convert the hidden states among a module's arguments, and count the full sequence's tokens.
 
     They are the first floating tensor [..., tokens, H] with H in `widths`, or any if it is empty.
-    An argument called "residual" is a shard of the same sequence, converted if `join_residuals`;
-    any other sequence is refused. Also return the number of tokens in the full sequence.
+    An argument called "residual" is a shard of the same sequence, converted if `join_residuals`.
     """
     names, kind = argument_names(module, args), own_class(module).__name__
     named = [*zip(names, args, strict=True), *kwargs.items()]

@@ -1,9 +1,7 @@
 """Low-rank adapters of peft, base(x) + B(A(x)), sharded like the layers that they wrap.
 
-A plan is matched without the adapters, so the plan of the plain model works. Then the matrices
-follow their layer: for a column-parallel one, B [out, r] is sharded like its outputs and A is
-replicated; for a row-parallel one, A [r, in] is sharded like its inputs, and its r outputs are
-summed.
+A plan is matched without the adapters. Then for a column-parallel layer, B [out, r] is sharded like
+its outputs; for a row-parallel one, A [r, in] like its inputs, and its r outputs are summed.
 """
 
 from __future__ import annotations
@@ -86,11 +84,8 @@ def _why_not(adapter: Adapter, kind: type[TensorParallelLayer] | None) -> str | 
         return "its layer is replicated, and would get a rank's shard of each sequence"
     if not issubclass(kind, ColumnParallelLinear | RowParallelLinear):
         return f"its layer becomes a {kind.__name__}, and only linear ones can be sharded"
-    unknown = [
-        name
-        for name, _ in adapter.module.named_parameters()
-        if name.partition(".")[0] not in (ADAPTED, _A, _B)
-    ]
+    names = [name for name, _ in adapter.module.named_parameters()]
+    unknown = [name for name in names if name.partition(".")[0] not in (ADAPTED, _A, _B)]
     if unknown or not {_A, _B} <= adapter.module._modules.keys():
         return f"it is none of plain LoRA, lora_A and lora_B alone (it has {', '.join(unknown)})"
     misfits = (ColumnParallelLinear.misfit(m) for m in _modules(adapter, _A, _B))

@@ -37,13 +37,8 @@ class Reach(Flag):
 
 # The collective that a backward of dist applies to a gradient -> the kind of its result.
 _WAYS: Mapping[type, Reach] = {
-    Reduce: Reach.WHOLE,
-    AllReduce: Reach.WHOLE,
-    Gather: Reach.WHOLE,
-    Copy: Reach.PARTIAL,
-    Split: Reach.PARTIAL,
-    AllGather: Reach.PARTIAL,
-    ReduceScatter: Reach.PARTIAL,
+    **dict.fromkeys((Reduce, AllReduce, Gather), Reach.WHOLE),
+    **dict.fromkeys((Copy, Split, AllGather, ReduceScatter), Reach.PARTIAL),
 }
 
 
@@ -108,10 +103,7 @@ class Walk:
             raise _wrong_boundary(", which is ".join(dict.fromkeys(places)), wrong, but)
 
     def reach_of(self, output: Node, *whole: type) -> Reach:
-        """Return the kind of an output's gradient: partial if its values differ between ranks.
-
-        The search ends at nodes that apply a collective in `whole` to the gradient.
-        """
+        """Return an output's kind of gradient; the search ends at collectives in `whole` too."""
         seen: set[Node] = set()
         todo: list[Node | None] = [output]
         while todo:
@@ -164,9 +156,7 @@ class Walk:
                 self._follow_later(node, reach)
                 continue
             after = self._after(node, reach)
-            todo += [
-                (following, after) for following, _ in node.next_functions if following is not None
-            ]
+            todo += [(edge, after) for edge, _ in node.next_functions if edge is not None]
         self._settle()
 
     def _after(self, node: Node, reach: Reach) -> Reach:
@@ -233,24 +223,21 @@ class Walk:
             return (
                 f"{name} uses a tensor given to it, which requires a gradient (of shape "
                 f"{tuple(given[0].shape)}), in a parallel region or on this rank's share of the "
-                "tokens, so each rank would have a term of its gradient; use it outside, or make "
-                "it a parameter of the model"
+                "tokens, where its gradient is partial; use it outside, or make it a parameter"
             )
         more = f" and {len(both) - 3} more" if len(both) > 3 else ""
         hint = ""
         if self._returns_parts:
             hint = (
-                ". What the model returns is of this rank's shards alone, perhaps because a head "
-                "multiplies by a sharded table without entering a region, as F.linear(x, "
-                "embedding.weight) does: make it an nn.Linear with that weight, of style "
-                "'column_gather'"
+                ". The outputs are of this rank's shards alone, perhaps because a head multiplies "
+                "by a sharded table outside of a region, as F.linear(x, embedding.weight) does: "
+                "make it an nn.Linear with that weight, of style 'column_gather'"
             )
         return (
             f"{name} uses {', '.join(map(repr, both[:3]))}{more} in a parallel region and outside "
             f"of one{hint}. Inside, or on shares of the tokens, each rank has a term of the "
-            "gradient, and outside the full gradient: a sum over the ranks would be wrong, and no "
-            "sum too. Use one parameter inside and another outside, or give the layers of that "
-            "region the style 'replicate'"
+            "gradient, and outside the full gradient. Use one parameter inside and another "
+            "outside, or give the layers of that region the style 'replicate'"
         )
 
 

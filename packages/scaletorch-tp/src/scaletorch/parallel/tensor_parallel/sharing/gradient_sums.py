@@ -1,9 +1,8 @@
 """Sum partial gradients over the tensor-parallel ranks, as found in the autograd graph.
 
-The plan need not list the partial gradients. Inside a parallel region, or on a sequence shard,
-the gradient of a replicated parameter is partial; outside it is full. A parameter with only
-partial gradients in the graph of a forward is summed over the ranks, one with only full gradients
-is not, and one with both is refused.
+Inside a parallel region, or on a sequence shard, the gradient of a replicated parameter is partial;
+outside it is full. A parameter with only partial gradients in the graph of a forward is summed over
+the ranks, one with only full gradients is not, and one with both is refused.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from .gradient_paths import Leaves, Reach, Walk, trainable
 class GradientSums:
     """Forward hook that finds the partial gradients of replicated parameters and sums them.
 
-    It inspects the graph of every forward until it knows the kind of gradient of every trainable
-    parameter, and again if other parameters become trainable.
+    It inspects graphs until it knows all kinds, and again if other parameters become trainable.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -64,10 +62,7 @@ class GradientSums:
             self.look(model, output)
 
     def look(self, model: nn.Module, output: Any) -> None:
-        """Inspect the graph of an output of the model or a stage, unless all parameters are known.
-
-        Every rank refuses a gradient that is full in one place and partial in another.
-        """
+        """Inspect the graph of a model's or stage's output, unless all parameters are known."""
         later = self.deferred and self._seen_once
         if not torch.is_grad_enabled() or (later and not self._unseen):
             return
@@ -127,16 +122,12 @@ class GradientSums:
         self._opaque.add(f"{function.__module__}.{function.__qualname__}")
 
     def refuse_hidden(self, parameter: str) -> None:
-        """Refuse a gradient that no inspected graph contains, if a function may hide parameters.
-
-        Without such a function it comes from a loss that reads parameters, and is full.
-        """
+        """Refuse a gradient that no inspected graph contains, if a function may hide parameters."""
         if self._opaque:
             raise InvalidArgumentError(
                 f"{describe_rank()}: the autograd graph does not show where the gradient of a "
-                f"parameter ({parameter}) comes from (perhaps {', '.join(sorted(self._opaque))}): "
-                "whether to sum it over the tensor-parallel ranks is unknown; pass the parameter "
-                "to that function as one of its inputs"
+                f"parameter ({parameter}) comes from (perhaps {', '.join(sorted(self._opaque))}) "
+                "and whether it is partial; pass the parameter to that function as an input"
             )
 
     @contextmanager

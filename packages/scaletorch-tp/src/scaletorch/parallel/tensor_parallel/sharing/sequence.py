@@ -1,11 +1,7 @@
 """Sequence parallelism: between regions each rank holds a shard of every sequence.
 
-A region begins with an all-gather and ends with a reduce-scatter instead of an all-reduce. They
-send the same bytes, but norms, dropout and residuals work on 1/tp of the tokens and save 1/tp of
-the activations. Source: https://arxiv.org/abs/2205.05198.
-
-Attention that is not a region gathers its input. Models of `transformers` make masks from the
-length of their hidden states, which is that of a shard, so they get masks of full sequences.
+A region begins with an all-gather and ends with a reduce-scatter instead of an all-reduce. Norms,
+dropout and residuals work on 1/tp of the tokens. Source: https://arxiv.org/abs/2205.05198.
 """
 
 from __future__ import annotations
@@ -44,11 +40,7 @@ _LIBRARY = "transformers.masking_utils"
 
 
 class WholeSequence(Surrounded):
-    """Mixin of attention that is replicated, or sharded in another way than as a region.
-
-    It gathers its input, runs on the full sequence on every rank, and returns this rank's shard of
-    the output. So its parameters have full gradients, and its layers need no sequence parallelism.
-    """
+    """Mixin of attention that is not a region: runs on full sequences and returns this shard."""
 
     _sequence: SequenceShares
 
@@ -86,7 +78,7 @@ def _shared(out: Any, length: int, shares: SequenceShares) -> tuple[Any, bool]:
 @contextmanager
 @around_compiled
 def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None]:
-    """Replace transformers' mask functions in its registry by ones for full sequences."""
+    """Replace transformers' mask functions, which read a shard's length, by ones for sequences."""
     library = sys.modules.get(_LIBRARY)
     if library is None or not configs or shares.length is None:
         yield
@@ -249,9 +241,8 @@ def _require_none(name: str, key: str, x: Tensor, hidden: Tensor, shares: Sequen
     whole = (*hidden.shape[:DIM], shares.length)
     if x.requires_grad and x.ndim == hidden.ndim and x.shape[:-1] == whole:
         raise InvalidArgumentError(
-            f"{describe_rank()}: {name} was called with '{key}' of shape {tuple(x.shape)} beside "
-            "its hidden states; with sequence parallelism it cannot be known whether it is of each "
-            "token, of which a rank has its share, or whole; do without sequence parallelism"
+            f"{describe_rank()}: {name} was called with '{key}' of shape {tuple(x.shape)}, which "
+            "may be a second sequence, whole or a shard; do without sequence parallelism"
         )
 
 
@@ -309,8 +300,7 @@ def share_sequences(
 ) -> None:
     """Make a model with tensor-parallel layers sequence parallel, in place.
 
-    Modules in `whole` become `WholeSequence`. Modules inside these do not change. If there are
-    `SequenceLayer` modules, those outside do not change either and work on full sequences.
+    Modules in `whole` become `WholeSequence`. Outside of any `SequenceLayer` nothing changes.
     """
     shares, model = SequenceShares(group), view.model
     layers = [module for module in view.names if isinstance(module, SequenceLayer)]

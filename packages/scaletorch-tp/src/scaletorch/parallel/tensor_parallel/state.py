@@ -1,21 +1,25 @@
-"""Full tensors from shards, and shards from full tensors."""
+"""Full tensors from shards and back, and the state for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....dist import get_world_size
-from ....dist.building import agree
-from ....dist.errors import InvalidArgumentError
-from ...pg_manager import describe_rank
-from ...placement import Cut, Invariant, Shard, convert
-from ..layers.base import TensorParallelLayer
+from ...dist import get_world_size
+from ...dist.building import agree
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
+from ..placement import Cut, Invariant, Shard, convert
+from .layers.base import TensorParallelLayer
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class ParameterCut(NamedTuple):
@@ -88,12 +92,8 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
 def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, component: str) -> None:
     """Refuse a name whose next component is missing in a module that has entries."""
     known = {**module._modules, **module._parameters, **module._buffers}
-    if (
-        known
-        and component not in known
-        and not hasattr(module, component)
-        and component != "_extra_state"
-    ):
+    missing = component not in known and not hasattr(module, component)
+    if known and missing and component != "_extra_state":
         names = (n for n, _ in model.named_parameters(remove_duplicate=False))
         close = ", ".join(difflib.get_close_matches(name, names)) or ", ".join(sorted(known))
         raise InvalidArgumentError(
@@ -209,16 +209,14 @@ def load_full_state_dict(
 
 
 def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
-    """Return name -> layer, shard dim and cut of every sharded parameter.
-
-    A layer of another copy of this package is refused: its shards would be taken for full tensors.
-    """
+    """Return name -> layer, shard dim and cut of every sharded parameter."""
     cuts = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, TensorParallelLayer):
             for parameter, dim in module.shard_dims.items():
                 cut = ParameterCut(module, dim, module.cut_of(parameter))
                 cuts[f"{name}.{parameter}".lstrip(".")] = cut
+        # Shards of another copy of this package would be taken for full tensors.
         elif any(kind.__name__ == TensorParallelLayer.__name__ for kind in type(module).__mro__):
             raise InvalidArgumentError(
                 f"{describe_rank()}: module '{name}' is a {type(module).__module__}."
@@ -237,9 +235,8 @@ def _check_names(problem: str, names: Iterable[str]) -> None:
 
 def _check_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Check that tensors have this rank's shapes; return the model's own, in the model's order."""
-    known = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
+    known: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    known.update(model.named_buffers(remove_duplicate=False))
     _check_names("the model has no parameter or buffer", set(tensors) - set(known))
     for name, tensor in tensors.items():
         _check_shape(name, tensor, tuple(known[name].shape), "this rank's shard")
@@ -277,3 +274,98 @@ def _check_agreement(
         _check_group(cut.layer, group)
     lines = [f"{n} {cuts[n].whole(t.shape)} {t.dtype}" for n, t in tensors.items() if n in cuts]
     agree("the tensors to gather", sorted(lines), layer.group if group is None else group)
+
+
+def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return a model's state for torch.distributed.checkpoint, which can load it at any tp.
+
+    It has the plain model's names and sizes and shares the model's memory: loading into the dict
+    loads into the model. A shard is a `PiecesTensor`; all other entries are the model's own. Each
+    chunk of a full tensor is saved once, so a plain model can load the checkpoint too.
+
+    Example:
+        >>> torch.distributed.checkpoint.save(sharded_state_dict(model), checkpoint_id=folder)
+    """
+    state: dict[str, Any] = dict(model.state_dict())
+    for name, cut in find_cuts(model).items():
+        local = state.get(name)
+        if isinstance(local, Tensor) and cut.layer.tp_size > 1:
+            ranges = cut.cut.ranges[cut.layer.tp_rank]
+            state[name] = PiecesTensor(local, cut.whole(local.shape), cut.dim, ranges)
+    return state
+
+
+class PiecesTensor(Tensor):
+    """A full tensor for checkpoints only; this rank holds pieces of it along one dim.
+
+    It has the full shape but takes no memory. It lists for torch.distributed.checkpoint the chunks
+    of the full tensor that this rank holds, and returns their data.
+    """
+
+    _local: Tensor
+    _dim: int
+    _ranges: tuple[range, ...]
+
+    def __new__(
+        cls, local: Tensor, shape: Sequence[int], dim: int, ranges: tuple[range, ...]
+    ) -> PiecesTensor:
+        """Wrap `local`, the concatenated `ranges` of the full tensor along `dim`."""
+        whole: PiecesTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device
+        )
+        whole._local, whole._dim, whole._ranges = local, dim, ranges
+        return whole
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Show the index ranges of the full tensor that this rank holds."""
+        pieces = ", ".join(f"{r.start}:{r.stop}" for r in self._ranges)
+        return f"PiecesTensor({pieces} along dim {self._dim} of {tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> PiecesTensor:
+        """Refuse to compute: no rank holds the full tensor."""
+        whole: PiecesTensor = args[0]
+        if func is torch.ops.aten.new_empty.default and tuple(args[1]) == whole.shape:
+            # async_save starts a copy with this call, then copies the attributes.
+            local = torch.empty_like(whole._local, device=(kwargs or {}).get("device"))
+            return cls(local, whole.shape, whole._dim, whole._ranges)
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {func} of a PiecesTensor, which describes a shard to "
+            "torch.distributed.checkpoint and cannot compute: compute on the model's own "
+            "parameters, and use gather_state_dict for full tensors"
+        )
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint import metadata, planner  # a slow import
+
+        properties = metadata.TensorProperties.create_from_tensor(self._local)
+        return [
+            planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, chunk.offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(start, piece.shape) for start, piece in self._pieces()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for start, piece in self._pieces():
+            if index.offset == start:
+                return piece
+        raise InvalidArgumentError(
+            f"{describe_rank()}: no piece of '{index.fqn}' begins at {index.offset}; it is {self!r}"
+        )
+
+    def _pieces(self) -> Iterator[tuple[torch.Size, Tensor]]:
+        """Yield the offsets and the values of each piece."""
+        pieces = self._local.split([len(r) for r in self._ranges], self._dim)
+        for held, piece in zip(self._ranges, pieces, strict=True):
+            start = (held.start if d == self._dim else 0 for d in range(self.dim()))
+            yield torch.Size(start), piece

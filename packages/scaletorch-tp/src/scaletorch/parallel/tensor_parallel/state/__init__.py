@@ -1,1 +1,0 @@
-"""Full tensors from shards and back; checkpoints."""
