@@ -29,7 +29,7 @@ from scaletorch.dist.errors import InvalidArgumentError, MismatchError
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager.building import Scope
-from scaletorch.parallel.tensor_parallel import optimizers
+from scaletorch.parallel.tensor_parallel.layers import base
 
 SIZES = LlamaConfig(
     vocab_size=30, hidden_size=32, intermediate_size=40, num_layers=4, num_heads=8,
@@ -239,7 +239,7 @@ def factored(root, layout, stage):
     if manager.tp_size > 1:
         with pytest.raises(InvalidArgumentError, match=r"Adafactor .*whole_matrices"):
             train(model, optimizer, manager, 0)
-        with patch.object(optimizers, "update_scope", return_value=Scope.ELEMENT):  # as if not seen
+        with patch.object(base, "update_scope", return_value=Scope.ELEMENT):  # as if not seen
             train(model, optimizer, manager, 0)
         with pytest.raises(InvalidArgumentError, match=r"optimizer\..*sharded"):
             save(root, model, optimizer, step=1)
