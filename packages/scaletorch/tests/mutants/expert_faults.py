@@ -54,7 +54,7 @@ def hidden_gradient_of_own_experts_alone(backward: Any) -> Any:
     return lambda ctx, rows, *more: backward(ctx, own_rows(rows, ctx.route), *more)
 
 
-@fault("module:_over_tokens", layout="1x1x1x2-ep2", born="backward: *.experts")
+@fault("module:_split_tokens", layout="1x1x1x2-ep2", born="backward: *.experts")
 def router_gradient_of_own_share(over_tokens: Any) -> Any:
     """Where tp ranks share tokens out, each keeps the router's gradient of its share."""
 
@@ -75,7 +75,7 @@ def router_gradient_of_own_share(over_tokens: Any) -> Any:
     return keeping
 
 
-@fault("module:_over_tokens", layout="1x1x1x2-ep2", born="backward: *.experts | *.mlp")
+@fault("module:_split_tokens", layout="1x1x1x2-ep2", born="backward: *.experts | *.mlp")
 def gradient_times_tp(over_tokens: Any) -> Any:
     """Where tp ranks share tokens out, the gradients that all of them have are summed."""
 
