@@ -173,7 +173,7 @@ def test_one_process_needs_no_launcher():
 @distributed_test(world_size=2, init=False)
 def test_a_second_call_says_so_and_another_life_is_possible():
     dist.init_dist("pytorch", backend="gloo", timeout=45)
-    with pytest.raises(StateError, match="has called init_dist.* before"):
+    with pytest.raises(StateError, match=r"has called init_dist\(\) before"):
         dist.init_dist("pytorch", backend="gloo")
     assert dist.get_timeout() == timedelta(seconds=45)
     dist.cleanup_dist()
@@ -225,7 +225,7 @@ def test_a_group_of_someone_else_is_taken_as_it_is():
     world = c10d.group.WORLD
     dist.init_dist(backend="gloo")
     assert c10d.group.WORLD is world
-    with pytest.raises(StateError, match="has called init_dist.* before"):
+    with pytest.raises(StateError, match=r"has called init_dist\(\) before"):
         dist.init_dist(backend="gloo")
     dist.cleanup_dist()
     assert c10d.group.WORLD is world
