@@ -30,14 +30,16 @@ from scaletorch.compose import (
     parallelize,
     rehearse,
     shard_global_batch,
+    token_losses,
     train_step,
 )
-from scaletorch.dist import get_rank
+from scaletorch.dist import all_reduce, get_rank
 from scaletorch.dist.errors import RehearsalError, StateError
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
+    get_process_group_manager,
     setup_process_group_manager,
 )
 
@@ -773,6 +775,52 @@ class NaNs(models.Plain):
 
     def top(self, x):
         return super().top(x) * torch.nan
+
+
+def without(_function):
+    return lambda *_: None
+
+
+def averaging(wrapper):
+    return partial(wrapper, op="mean")
+
+
+def losses_of(output, micro_batch):
+    losses = token_losses(output, micro_batch)
+    return losses.sum(), (micro_batch["labels"] != -100).sum()
+
+
+def gathered_loss(output, micro_batch):
+    """A loss that communicates, so that the plain model cannot compute it."""
+    manager = get_process_group_manager()
+    for group in (manager.cp_dp_group, manager.tp_group):
+        all_reduce(torch.zeros(1), group=group)
+    return losses_of(output, micro_batch)
+
+
+def with_a_fault(layout, where, make):
+    manager = setup_process_group_manager(**FOUR[layout])
+    try:
+        with patched(where, make) if where else nullcontext():
+            model = parallelize(models.Normed(4).double(), manager, plan=models.PLAN)
+            micro_batches = shard_global_batch(batch(0), 2, model=model)
+            train_step(model, micro_batches, loss_fn=gathered_loss)
+            return None
+    except RehearsalError as error:
+        return str(error)
+    finally:
+        destroy_process_group_manager()
+
+
+@pytest.mark.parametrize("layout", FOUR)
+def test_gradients_of_layers_are_compared_where_the_loss_communicates(four, layout):
+    faults = {"tp": (SUMS, without)} | dict.fromkeys(
+        ("dp", "cp"), ("compose.parallelize:DataParallelBucket", averaging)
+    )
+    for where, make in (faults[axis] for axis in faults if axis in layout):
+        for said in four.run(with_a_fault, layout, where, make):
+            assert re.search(r"gradient of layers\.\d.* is off by", said or "")
+    assert four.run(with_a_fault, layout, "", None) == [None] * 4
 
 
 def not_finite(where, kind, layout):

@@ -181,6 +181,7 @@ def _replay(
     stopped = found.problem is not None
     # Code may read tensors of one unit in another, past their results: layers that share keys.
     crosses = found.first is not None and found.first.what.startswith("gradient")
+    crosses &= replay.has_loss  # without it the whole model's gradients are not known
     size = sum(p.numel() * p.element_size() for p in plain.model.parameters())
     if (stopped or crosses) and size <= _ALL_AT_ONCE:
         plain.join_units()

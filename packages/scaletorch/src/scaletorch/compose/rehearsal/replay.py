@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from ...dist.building import map_tensors
+from ...dist.building import map_tensors, tensors_in
 from ...parallel.pg_manager.building import ModuleState
 from ..plain import Plain
 from ..summation import root_mean_square
@@ -37,6 +37,7 @@ class Replay:
     ranks: Ranks
     judge: Judge
     gives_out: bool = False
+    has_loss: bool = True  # the plain model's loss is known
     unasked: list[str] = field(default_factory=list)  # failed comparisons, with reasons
     random: set[str] = field(default_factory=set)  # units with another result in each run
     _held: tuple[str, dict[str, Tensor]] | None = None  # the last owner and its whole weights
@@ -62,9 +63,11 @@ class Replay:
             self._run_own()
             found = loss_of(output)
             if found is None:
-                self.unasked.append("the loss, which communicates itself")
-                return
-            self.judge.compare("the loss", loss, found.detach())
+                found = self._stand_for_loss(output)
+                if found is None:
+                    return
+            else:
+                self.judge.compare("the loss", loss, found.detach())
             trained = [weight for weight in weights.values() if weight.requires_grad]
             penalised = self._add_penalties(found)
             self._add_beside(found)
@@ -74,6 +77,17 @@ class Replay:
                 self._add(name, weight.grad)
         for owner in ("", *self.plain.units):
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
+
+    def _stand_for_loss(self, output: Any) -> Tensor | None:
+        """Return a zero for a loss that communicates, since units need only the ranks' gradients.
+
+        Gradients that the root itself makes of the loss are not known then. None if the output
+        has no gradient.
+        """
+        self.has_loss = False
+        self.unasked.append("the loss, which communicates itself, and gradients outside of layers")
+        trained = [x for x in tensors_in(output) if x.requires_grad]
+        return torch.stack([x.real.sum() * 0 for x in trained]).sum() if trained else None
 
     def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
         """Return the whole weights of a unit or the root, cached for one owner."""
@@ -117,6 +131,8 @@ class Replay:
         for (call, index, name), gradient in zip(held, found, strict=True):
             if gradient is None:
                 continue
+            if not self.has_loss:  # this part of the unit's gradients is not known
+                self.random.add(call.name)
             if name:
                 self._add(name, gradient)
                 self._beside.add(name)
@@ -268,7 +284,7 @@ class Replay:
             name
             for name in holders[owner]
             if self.ranks.trains(name) and (last or name not in shared)
-            if name not in self.ranks.compared
+            if name not in self.ranks.compared and (self.has_loss or name not in holders[""])
         ]
         if not names:
             return
