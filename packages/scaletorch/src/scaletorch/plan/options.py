@@ -111,7 +111,7 @@ def _layouts(description: Description, grid: Grid, rows: int, options: Options) 
 
 
 def ladder(grid: Grid, options: Options) -> list[tuple[tuple[int, int], Recompute, int]]:
-    """Return recomputations and ZeRO stages with their indices, those that save the least first."""
+    """Return recomputations and ZeRO stages with their indices, by increasing memory saved."""
     zeros = _zeros(grid, options)
     steps = product(range(len(options.recompute)), range(len(zeros)))
     return [

@@ -123,7 +123,7 @@ class Plan:
 
     @cached_property
     def reasons(self) -> list[tuple[int, Refused]]:
-        """Refused grids, and one layout of those that do not fit, each with their number."""
+        """Refused grids, and one layout that does not fit as an example, each with a count."""
         large = [(len(self._large), self._too_large(self._large[0]))] if self._large else []
         return [*((1, each) for each in self._illegal), *large]
 

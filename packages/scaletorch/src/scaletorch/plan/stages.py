@@ -31,8 +31,8 @@ class Moment(NamedTuple):
     chunk: int  # of the action
     whole: tuple[int, ...]  # live micro-batches by chunk, without halves
     halves: tuple[int, ...]  # first halves of backwards that wait for their second, by chunk
-    # Numbers of chunks whose earlier backwards began with a whole one, with a first half, and of
-    # the latter those that have also ended a second half or a whole one.
+    # Numbers of chunks: whose earlier backwards began with a whole one; with a first half; and,
+    # among the latter, that have also ended a second half or a whole one.
     begun: tuple[int, int, int]
 
 

@@ -143,12 +143,12 @@ def _mask_scores(scores: Tensor, band: Band, shift: int) -> None:
     """Write −inf into a tile's scores; `shift` is its first row minus its first key."""
     lower, upper = band
     if upper is not None:
-        # Keys from `first` on lie beyond those that the first row sees.
+        # The first row sees no key from `first` on.
         first = max(0, shift + upper + 1)
         edge = scores[..., first:]
         edge.masked_fill_(_ones(edge).triu_(shift + upper + 1 - first), -torch.inf)
     if lower is not None:
-        # Keys of this edge lie before those that the last row sees.
+        # The last row sees no key of this edge.
         edge = scores[..., : max(0, shift + lower + scores.shape[-2] - 1)]
         edge.masked_fill_(_ones(edge).tril_(shift + lower - 1), -torch.inf)
 

@@ -45,7 +45,7 @@ class Bucket:
         self.reset()
 
     def _begin(self) -> None:
-        """Expect the gradients of another backward; those that have arrived already stay."""
+        """Prepare for another backward; keep gradients that have already arrived."""
         self.launched = False
         self._missing = set(self._places)
         self._used: dict[int, int] = {}

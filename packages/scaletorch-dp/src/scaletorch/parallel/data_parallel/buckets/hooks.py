@@ -40,7 +40,7 @@ class GradientSync:
         self.enabled = True
         self.completed = 0  # synchronisations so far
         self.failed: list[ScaletorchError] = []  # errors of the last one, until they are raised
-        self.held: list[NonFiniteError] | None = None  # receives those that the caller raises
+        self.held: list[NonFiniteError] | None = None  # collects errors for the caller
         self.managers = tuple(managers)
         self.groups = tuple(manager.reduction.group for manager in self.managers)
         self._overlap = overlap
@@ -259,7 +259,7 @@ def remove_hooks(handles: Iterable[Any]) -> None:
 
 
 def raise_failed(syncs: Iterable[GradientSync]) -> None:
-    """Raise the first error of the last synchronisations, except those that their caller holds."""
+    """Raise the first error of the last synchronisations that the caller does not collect."""
     found: list[ScaletorchError] = []
     for sync in syncs:
         found += sync.failed

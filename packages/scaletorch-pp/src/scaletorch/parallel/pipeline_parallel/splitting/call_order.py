@@ -1,7 +1,7 @@
 """The order in which a module's forward calls its children, read from its source.
 
 Most modules are registered in the order of their calls, but some are not: a final norm before the
-layers, a norm of embeddings after them. The inferred order only decides the stage of such
+layers, a norm of embeddings after them. The inferred order decides only the stage of these
 modules. If it is wrong, the first forward raises.
 """
 

@@ -190,7 +190,7 @@ def find_lengths(
     named: Mapping[str, nn.Module],
     tp_size: int,
 ) -> tuple[list[Length], list[Length]]:
-    """Return the lengths that tp must divide, and those that must be at least tp."""
+    """Return the lengths that tp must divide, and the lengths that must be at least tp."""
     by_heads = {layer for attention in attentions.values() for layer in attention.lengths}
     # Layers with heads of unknown length: an uneven division might split a head.
     attending = [module for module in view.names if has_heads(module)]
