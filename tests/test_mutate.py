@@ -15,6 +15,7 @@ from mutation.draw import all_places, draw
 from mutation.hunt import Hunt, go, read
 from mutation.places import changed, places
 from mutation.show import latest, show
+from mutation.verdict import _read
 from repositories import commit
 from sweeps import today
 
@@ -147,6 +148,12 @@ def test_a_hunt_goes_on_where_it_was_ended(toy, monkeypatch):
     assert TOY in [(p / "packages/toy/src/toy.py").read_text() for p in toy.out.glob("tree-*")]
     with pytest.raises(ValueError, match="name another folder"):
         go(replace(toy, seed=2), said.append)
+
+
+def test_a_mutant_that_keeps_tests_from_loading_is_caught():
+    unloaded = [{"status": pytest.ExitCode.USAGE_ERROR, "seconds": 1.0}]
+    found = _read(unloaded, True, {"test_toy.py::test_add": 1.0})
+    assert (found.verdict, found.how) == ("caught", "dies")
 
 
 PLANT = planted.Plant(

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .choose import limits
 from .draw import Mutant
 from .measure import Measured
@@ -90,7 +92,9 @@ def _read(events: list[dict[str, Any]], ended: bool, tests: dict[str, float]) ->
             by = event["failed"] if event["failed"] in tests or not late else last
             how = "hangs" if late else "failed"
             return Verdict("caught", by, how, len(began), event["text"])
-    if not ended or not any("status" in event for event in events):
+    statuses = [event["status"] for event in events if "status" in event]
+    unloaded = not began and statuses == [pytest.ExitCode.USAGE_ERROR]  # a conftest cannot import
+    if not ended or not statuses or unloaded:
         return Verdict("caught", last, "hangs" if not ended else "dies", len(began))
     if len(began) < len(tests):
         raise RuntimeError(f"{len(tests) - len(began)} of {len(tests)} tests were not found")
