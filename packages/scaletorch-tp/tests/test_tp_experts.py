@@ -136,12 +136,12 @@ class InTurn(nn.Module):
 class Batched(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH))
+        self.gate_up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * WIDTH))
         self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN))
 
     def forward(self, hidden):
-        rows = hidden.view(EXPERTS, -1, HIDDEN)
-        return torch.bmm(torch.bmm(rows, self.up).sigmoid(), self.down).view(-1, HIDDEN)
+        gate, up = torch.bmm(hidden.view(EXPERTS, -1, HIDDEN), self.gate_up).chunk(2, -1)
+        return torch.bmm(gate.sigmoid() * up, self.down).view(-1, HIDDEN)
 
 
 def in_turn():
@@ -151,11 +151,21 @@ def in_turn():
 
 @distributed_test(world_size=2)
 def test_tokens_of_one_expert_after_another():
-    plan = {**PLAN, "block.experts": Stacked({"up": 2, "down": 1})}
+    plan = {**PLAN, "block.experts": Stacked({"gate_up": Slices(2, packed=2), "down": 1})}
     shares = apply_tensor_parallel(in_turn(), plan, group.WORLD, sequence_parallel=True)
     with pytest.raises(InvalidArgumentError, match=r"Batched must be called with rows, a token"):
         compare(in_turn(), shares, IDS)
     compare(in_turn(), apply_tensor_parallel(in_turn(), plan, group.WORLD), IDS)
+
+
+@distributed_test(world_size=2)
+def test_a_plan_of_transformers_for_transposed_weights():
+    model = in_turn()
+    styles = {"": "moe_tp_experts", ".gate_up": "packed_rowwise", ".down": "colwise"}
+    model._tp_plan = {f"block.experts{name}": style for name, style in styles.items()}
+    model = apply_tensor_parallel(model, None, group.WORLD)
+    assert model.block.experts.gate_up.shape[2] == (6, 4)[get_rank()]
+    compare(in_turn(), model, IDS)
 
 
 @distributed_test(world_size=2)
