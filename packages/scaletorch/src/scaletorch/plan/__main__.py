@@ -18,9 +18,8 @@ from ..parallel.pipeline_parallel import SCHEDULES
 from .clusters import DEVICES, Cluster, cluster_named, read_cluster, write_cluster
 from .description import CHUNKS, Description, Kernels
 from .estimate import bytes_in
-from .options import Options
-from .search import Plan, plan
-from .tables import explained, fits, named, page, table
+from .search import Options, Plan, plan
+from .tables import explained, fits, named, table
 
 DEFAULT = "A100-SXM-80GB"
 AXES = ("dp", "pp", "cp", "tp", "ep")
@@ -53,8 +52,6 @@ def _plan(arguments: Any) -> int:
         print(*(f"\n{explained(found, best)}" for best in found.top(1)))
     if arguments.json:
         arguments.json.write_text(json.dumps(_content(found, notes), indent=1) + "\n")
-    if arguments.html:
-        arguments.html.write_text(page(found, arguments.top, notes), encoding="utf-8")
     return 0 if found.fitting else 1
 
 
@@ -108,8 +105,7 @@ def _planning(prog: str) -> argparse.ArgumentParser:
     say("--sequence-parallel", nargs="+", choices=("off", "on"))
     say("--cp-method", dest="cp_methods", nargs="+", metavar="NAME", help="as for `parallelize`")
     say("--top", type=_count, default=10, metavar="N", help="layouts in the table (10)")
-    for name in ("json", "html"):
-        say(f"--{name}", type=Path, metavar="FILE", help=f"write the plan as {name.upper()}")
+    say("--json", type=Path, metavar="FILE", help="write every number of the plan as JSON")
     return parser
 
 
@@ -143,9 +139,8 @@ def _cluster_of(arguments: Any) -> Cluster:
 
 def _options_of(arguments: Any) -> Options:
     names = ("micro_rows", "zero", "recompute", "cp_methods")
-    found: dict[str, Any] = {
-        name: tuple(values) for name in names if (values := getattr(arguments, name))
-    }
+    given = {name: getattr(arguments, name) for name in names}
+    found: dict[str, Any] = {name: tuple(values) for name, values in given.items() if values}
     if arguments.schedule:
         found["schedules"] = tuple((name, CHUNKS.get(name, 1)) for name in arguments.schedule)
     if arguments.sequence_parallel:
@@ -156,9 +151,9 @@ def _options_of(arguments: Any) -> Options:
 
 def _description_of(arguments: Any, kernels: Kernels) -> Description:
     """Return the description of the model; imports torch, which other arguments do without."""
-    from .describing import describe, model_named, usual_cuts
+    from .describing import describe, usual_cuts
 
-    name, build, experts = model_named(arguments.model, arguments.dtype)
+    name, build, experts = _model_named(arguments.model, arguments.dtype)
     recompute = arguments.recompute or ["none"]
     cuts = usual_cuts(
         arguments.ranks, tp=arguments.tp, cp=arguments.cp, ep=arguments.ep, experts=experts,
@@ -169,6 +164,58 @@ def _description_of(arguments: Any, kernels: Kernels) -> Description:
         build, arguments.length, cuts=cuts, batch=_loaded(arguments.batch, Callable, "batch"),
         plan=_loaded(arguments.plan, Mapping, "plan"), name=name, kernels=kernels,
     )  # fmt: skip
+
+
+def _model_named(given: str, dtype: str | None) -> tuple[str, Callable[[], Any], int]:
+    """Return name, builder and experts in a layer of a config's folder or `package.module:name`."""
+    import torch
+
+    from ..compose.experts import count_experts
+    from ..compose.naming import load
+    from .describing import built
+
+    kind = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise InvalidArgumentError(
+            f"dtype {dtype!r} is not a floating-point dtype of torch, such as bfloat16"
+        )
+    folder = Path(given)  # with a config.json of transformers
+    if (folder / "config.json").exists():
+        name, make = folder.resolve().name, _of_config(folder)
+    elif ":" in given:
+        name, make = "", load(given)
+        if not callable(make):
+            made = type(make).__name__
+            raise InvalidArgumentError(f"{given!r} must be a function of the model, got {made}")
+    else:
+        raise InvalidArgumentError(
+            f"{given!r} is neither a folder with a config.json of transformers nor "
+            "package.module:function; nothing is downloaded: get its config.json first"
+        )
+
+    def build() -> Any:
+        module = make()
+        for parameter in module.parameters() if kind else ():
+            parameter.data = parameter.data.to(kind)
+        return module
+
+    return name, build, count_experts(built(build))
+
+
+def _of_config(folder: Path) -> Callable[[], Any]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InvalidArgumentError(
+            'a config of transformers needs it: pip install "scaletorch[transformers]"'
+        ) from error
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(folder)
+    except Exception as error:  # validators raise other types than ValueError
+        why = " ".join(str(error).split("\n")[:2])
+        raise InvalidArgumentError(f"{folder} has no config of transformers: {why}") from error
+    config.use_cache = False  # training does not need a cache
+    return lambda: transformers.AutoModelForCausalLM.from_config(config)
 
 
 def _loaded(given: str | None, kind: Any, option: str) -> Any:
