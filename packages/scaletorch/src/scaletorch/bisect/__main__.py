@@ -16,8 +16,7 @@ from ..compose.naming import parse_layout
 from ..verify.__main__ import add_training, problem_of, report_of, training_of
 from ..verify.cases import KNOWN_DTYPES, OPTIONS
 from ..verify.problem import STEPS
-from .compare import compare
-from .findings import Report
+from .compare import Report, compare
 from .locate import bisect
 
 
@@ -39,8 +38,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         shown = f"of {', '.join(map(str, values))}; {values[0]} by default"
         flag, kind = f"--{name.replace('_', '-')}", type(values[0])
         one.add_argument(flag, type=kind, default=values[0], help=shown)
-    for command in (one, two):
-        command.add_argument("--out", type=Path, help="folder for report.json")
     return parser.parse_args(words)
 
 
@@ -76,9 +73,6 @@ def main(given: Sequence[str] | None = None) -> int:
         return 2
     report = replace(report, command=f"again: python -m {__package__} {shlex.join(words)}")
     print(report)
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "report.json").write_text(report.to_json())
     return 1 if report.found else 3 * bool(report.unjudged)
 
 
