@@ -170,7 +170,10 @@ def add_a_rank_of_another_run(folder):
 INCOMPLETE = {
     "none": (shutil.rmtree, "has no recording"),
     "torn": (lambda f: truncate(f, "*.bin", -64), r"is incomplete: it has \d+ bytes, and \d+ were"),
-    "a rank": (lambda f: replace(f, '"world_size": 1', '"world_size": 2'), r"of ranks \[0\], recorded by \[2\] ranks"),
+    "a rank": (
+        lambda f: replace(f, '"world_size": 1', '"world_size": 2'),
+        r"\[0\], recorded by \[2\] ranks",
+    ),
     "two runs": (add_a_rank_of_another_run, r"recorded by \[1, 2\] ranks: record"),
     "half an index": (lambda f: truncate(f, "*.json", 500), "is not the index of a recording"),
     "no index": (lambda f: next(f.glob("*.json")).unlink(), "ended before the recording"),

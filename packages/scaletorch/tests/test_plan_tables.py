@@ -5,14 +5,12 @@ import re
 import pytest
 from plan_sketches import model
 
-from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import (
     Affine,
     Behaviour,
     Cluster,
     Cut,
     Device,
-    Layout,
     Link,
     Options,
     Parameter,
@@ -20,7 +18,7 @@ from scaletorch.plan import (
     plan,
 )
 from scaletorch.plan.estimate import in_bytes, in_seconds, in_short
-from scaletorch.plan.tables import explained, table, words_of
+from scaletorch.plan.tables import explained, table
 
 GIB = 2**30
 
@@ -77,21 +75,3 @@ def test_a_layout_in_full(found):
     said = r" +".join(f"{size / GIB:.2f}" for size in figures)
     assert re.search(rf"\n{best.fullest} +{said}", text)
     assert f"step {in_seconds(best.time.step)} ({in_seconds(best.time.low)} to" in text
-
-
-def test_options_are_those_that_matter():
-    assert words_of(Layout(Grid(), True, cp_method="ulysses")) == ["1 x 1 row"]
-    many = Layout(Grid(tp=2, cp=2, pp=2), True, "offload", 2, "zb_v", 2, "ulysses", 4, 8)
-    assert words_of(many) == [
-        "sp", "ulysses", "zero 2", "recompute offload", "zb_v", "2 chunks", "8 x 4 rows",
-    ]  # fmt: skip
-
-
-def test_numbers_in_words():
-    assert [in_bytes(size) for size in (0, 1023, 1024, 80 * GIB, 1023 * GIB)] == [
-        "0 B", "1,023 B", "1 KiB", "80 GiB", "1,023 GiB",
-    ]  # fmt: skip
-    assert [in_seconds(each) for each in (2e-6, 0.0125, 3, 2000)] == [
-        "2 µs", "12.5 ms", "3 s", "2,000 s",
-    ]  # fmt: skip
-    assert [in_short(each) for each in (12, 1500, 2.5e9)] == ["12", "1.5k", "2.5B"]

@@ -24,7 +24,6 @@ from .meter import Meter
 
 aten = torch.ops.aten
 _SMALL = 2**20  # largest tensor in bytes that is filled for real
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Hollow(TorchDispatchMode):
@@ -215,7 +214,7 @@ def _attention(
 
     float32 goes to the memory-efficient operator, the rest to plain matmuls.
     """
-    half = query.dtype in _HALF and query.shape[-1] == value.shape[-1]
+    half = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] == value.shape[-1]
     learned = attn_mask is not None and attn_mask.requires_grad
     grouped = enable_gqa and query.shape[1] != key.shape[1]
     mask = attn_mask
