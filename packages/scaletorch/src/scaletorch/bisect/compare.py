@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
 from ..verify.differences import LARGEST
@@ -211,18 +209,10 @@ def _factor(key: Key, run: Run, reference: Run) -> float:
     for dims in shardings([*theirs, *ours]):
         whole = assemble(pieces_of(theirs, dims), dims)
         pieces = [p for p in pieces_of(ours, dims) if p.tensor.any()]  # zeros have no factor
-        found = {_multiple(p.tensor, shard_at(whole, p)) for p in pieces} - {1.0}
-        if len(found) == 1 and (factor := found.pop()) is not None:
-            return factor
+        pairs = [(p.tensor.double(), shard_at(whole, p).double()) for p in pieces]
+        ratio = next((norm(a) / norm(b) for a, b in pairs if norm(b)), 1.0)
+        if NEAR < ratio < 1 / NEAR:  # not NaN or infinite
+            factor = round(ratio) if ratio > 1 else 1 / round(1 / ratio)
+            if all(norm(a - factor * b) <= NEAR * factor * norm(b) for a, b in pairs):
+                return factor
     return 1.0
-
-
-def _multiple(ours: Tensor, theirs: Tensor) -> float | None:
-    """Return `ours` over `theirs` if it is an integer or its inverse, else None; 1 for zeros."""
-    ours, theirs = ours.double(), theirs.double()
-    size = norm(theirs)
-    if not size:
-        return None if ours.any() else 1.0
-    ratio = float((ours * theirs).sum()) / size**2
-    factor = float(max(round(ratio), 1) if ratio > 1 else 1 / max(round(1 / max(ratio, NEAR)), 1))
-    return factor if norm(ours - factor * theirs) <= NEAR * factor * size else None
