@@ -39,6 +39,7 @@ MOST = 8  # largest size of tp, cp and ep that is tried by default
 ROWS = (2, 3)  # two row counts determine an affine function of rows
 REPLICAS = 2  # replicas of sharded parameters, so that no two axes have the same groups
 Batch = Mapping[str, Tensor]
+IDS = ("input_ids", "labels")  # entries of the default batch
 
 
 def describe(
@@ -83,14 +84,10 @@ def describe(
     blocks, chosen = blocks_of(model, split)
     known: dict[Cut, tuple[Behaviour, ...]] = {}
     refused: dict[Cut, str] = {}
-    dims = {"row_dims": row_dims, "sequence_dims": sequence_dims}
-
-    def tokens(rows: int) -> Batch:
-        return dict.fromkeys(("input_ids", "labels"), torch.zeros(rows, length, dtype=torch.long))
-
     job = _Job(
-        partial(built, build), model, blocks, chosen, batch or tokens, plan, split, dims, loss_fn,
-        kernels,
+        partial(built, build), model, blocks, chosen,
+        batch or (lambda rows: dict.fromkeys(IDS, torch.zeros(rows, length, dtype=torch.long))),
+        plan, split, {"row_dims": row_dims, "sequence_dims": sequence_dims}, loss_fn, kernels,
     )  # fmt: skip
     for cut in dict.fromkeys((Cut(), *(usual_cuts(8) if cuts is None else cuts))):
         try:
