@@ -1,4 +1,4 @@
-"""`python -m scaletorch.bisect run --layout 1x1x1x2`: how does a layout differ from one process?
+"""`python -m scaletorch.bisect run --layout 1x1x1x2` compares a layout with one process.
 
 `python -m scaletorch.bisect compare ONE OTHER` compares two recorded runs.
 """
@@ -24,11 +24,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    two = commands.add_parser("compare", help="two folders that `record` wrote")
-    two.add_argument("reference", type=Path, help="what is right: best one process in float64")
-    two.add_argument("run", type=Path, help="what is in question")
+    two = commands.add_parser("compare", help="compare two folders that `record` wrote")
+    two.add_argument("reference", type=Path, help="the correct run, best one process in float64")
+    two.add_argument("run", type=Path, help="the run to check")
     two.add_argument("--noise", type=Path, help="the reference in the run's lower dtype")
-    one = commands.add_parser("run", help="a model on a layout beside one process")
+    one = commands.add_parser("run", help="train a model on a layout and in one process")
     one.add_argument("--layout", required=True, help="DPxPPxCPxTP, as 2x1x2x2 or 2x1x2x2-ep4")
     add_training(one)
     one.add_argument("--dtype", default="float64", choices=KNOWN_DTYPES)

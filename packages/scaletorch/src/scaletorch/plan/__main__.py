@@ -81,7 +81,7 @@ def _content(found: Plan, notes: Sequence[str]) -> dict[str, Any]:
 
 def _planning(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog, description="Which layout to train with: how much memory, how long.",
+        prog, description="List the layouts of a training, with their memory and step time.",
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     say = parser.add_argument
@@ -91,13 +91,13 @@ def _planning(prog: str) -> argparse.ArgumentParser:
     say("--ranks", type=_count, required=True, metavar="N", help="how many devices")
     say("--rows", type=_count, required=True, metavar="N", help="sequences of a global batch")
     say("--device", choices=DEVICES, metavar="NAME", help=", ".join(DEVICES))
-    say("--cluster", type=Path, metavar="FILE", help="as `calibrate` or you wrote it")
+    say("--cluster", type=Path, metavar="FILE", help="written by `calibrate` or by hand")
     say("--memory", metavar="SIZE", help="of a device, such as 80GiB; else as the device has")
     say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
     say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
     say("--plan", help="package.module:name of a tensor parallel plan")
     for axis in AXES:
-        say(f"--{axis}", type=_count, nargs="+", metavar="N", help="these sizes alone")
+        say(f"--{axis}", type=_count, nargs="+", metavar="N", help="allowed sizes")
     say("--micro-rows", type=_count, nargs="+", metavar="N", help="rows of a micro-batch")
     say("--zero", type=int, nargs="+", choices=range(4), help="stages of ZeRO")
     say("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
