@@ -248,9 +248,9 @@ def once_for(key: Callable[..., object]) -> Callable[[F], F]:
         @wraps(work_out)
         def find(*given: Any) -> Any:
             found, own = given[0].found, (work_out, key(*given))
-            if own not in found:
-                found[own] = work_out(*given)
-            return found[own]
+            if (result := found.get(own)) is None:
+                result = found[own] = work_out(*given)
+            return result
 
         return cast(F, find)
 
