@@ -72,6 +72,16 @@ SENTENCES = {
      f"{TP} partial sums: a sum over tp is missing"),
     "no mean": (None, lambda r, x, i: x + (1 if r % 2 else -1) * SPLIT[0],
      f"{TP} terms of a mean: a mean over tp is missing"),
+    "the shard of another rank": (1, of_rank(1, lambda x: WHOLE[:, :4]),
+     "rank 1 has positions from elsewhere: at 4-7 is what 0-3 should have"),
+    "shifted": (None, lambda r, x, i: x.roll(3, 1), "every rank has positions in another order: "
+     "at 0-2 is what 13-15 should have, at 3-15 what 0-12 should have"),
+    "reversed": (None, lambda r, x, i: x.flip(1),
+     "every rank has positions in another order: at 0 is what 15 should have, "
+     "at 1 what 14 should have, at 2 what 13 should have ..."),
+    "one slice for all": (1, of_rank(1, lambda x: x[:, :1].expand_as(x)),
+     "rank 1 has positions from elsewhere: "
+     "at 5 is what 4 should have, at 6 what 4 should have, at 7 what 4 should have"),
     "few elements": (1,
      of_rank(3, lambda x: filled(x, torch.tensor([7.0, 8.0]).double(), [0, 3], [1, 2], [3, 9])),
      "rank 3 has values that differ at columns 3 and 9 of positions 13 and 14 of rows 0 and 3, "),
@@ -113,6 +123,8 @@ def test_two_faults_are_two_sentences_and_nan_comes_first():
         (lambda r, m, x: 0 * x if m else x, "every rank (micro-batch 1) has all zeros"),
         (lambda r, m, x: x if (r, m) != (1, 0) else 0 * x,
          "rank 1 (micro-batch 0) has all zeros at rows 0 and 1"),
+        (lambda r, m, x: WHOLE[:2], "every rank (micro-batch 1) has rows from elsewhere: "
+         "at 2 and 3 is what 0 and 1 should have"),
     ],
 )  # fmt: skip
 def test_micro_batches_are_named(change, sentence):

@@ -99,7 +99,7 @@ def run(folder, monkeypatch, capsys):
 
 
 def test_a_plan_in_all_its_forms(run, folder):
-    said = run(f"{SMALL} --memory 2GiB --json p.json")
+    said = run(f"{SMALL} --memory 2GiB --json p.json --html p.html")
     assert "Llama: 8 rows of 16 tokens a step on 4 x A100-SXM-80GB, 2 GiB each" in said
     assert "note: No --device and no --cluster: figures are those of A100-SXM-80GB." in said
     content = json.loads((folder / "p.json").read_text())
@@ -108,6 +108,7 @@ def test_a_plan_in_all_its_forms(run, folder):
     assert {(4, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 1)} <= grids
     assert all(each["fits"] and each["peak"] < 2**31 for each in content["estimates"])
     assert "1x4x1x1" in str(content["refused"])  # it has 2 layers
+    assert (folder / "p.html").read_text().startswith("<!doctype html>")
     run(f"{SMALL} --tp 2 --pp 1 2 --zero 2 --recompute full --dtype bfloat16 --json p.json")
     layouts = [e["layout"] for e in json.loads((folder / "p.json").read_text())["estimates"]]
     assert {(each["grid"]["tp"], each["recompute"]) for each in layouts} == {(2, "full")}

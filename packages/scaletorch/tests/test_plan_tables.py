@@ -1,6 +1,7 @@
-"""A plan as tables says what its estimates say."""
+"""A plan as tables and a page says what its estimates say."""
 
 import re
+from html import escape
 
 import pytest
 from plan_sketches import model
@@ -18,7 +19,7 @@ from scaletorch.plan import (
     plan,
 )
 from scaletorch.plan.estimate import in_bytes, in_seconds, in_short
-from scaletorch.plan.tables import explained, table
+from scaletorch.plan.tables import explained, page, table
 
 GIB = 2**30
 
@@ -31,7 +32,7 @@ def planned(memory=80 * GIB, cuts=(1, 2)):
         ),)
         for tp in cuts
     }  # fmt: skip
-    device = Device("A quick one", memory, {"float32": 1e14}, 1e12, group_memory=GIB)
+    device = Device("A <quick> one", memory, {"float32": 1e14}, 1e12, group_memory=GIB)
     cluster = Cluster(4, device, (Link(2, 3e-6, 300e9), Link(4, 8e-6, 25e9)))
     options = Options(schedules=(("1f1b", 1),), micro_rows=(1, 2))
     return plan(model(kinds, 4, "a & b", 4096), 16, cluster, options=options)
@@ -75,3 +76,11 @@ def test_a_layout_in_full(found):
     said = r" +".join(f"{size / GIB:.2f}" for size in figures)
     assert re.search(rf"\n{best.fullest} +{said}", text)
     assert f"step {in_seconds(best.time.step)} ({in_seconds(best.time.low)} to" in text
+
+
+def test_the_page_stands_alone(found):
+    text = page(found, notes=["So it is."])
+    assert not any(each in text for each in ("<script", "href", "url(", "http:", "https:"))
+    assert escape(table(found, notes=["So it is."])) in text
+    assert escape(explained(found, found.best())) in text
+    assert "Plan for a &amp; b on 4 x A &lt;quick&gt; one" in text

@@ -19,7 +19,7 @@ from .clusters import DEVICES, Cluster, cluster_named, read_cluster, write_clust
 from .description import CHUNKS, Description, Kernels
 from .estimate import bytes_in
 from .search import Options, Plan, plan
-from .tables import explained, fits, named, table
+from .tables import explained, fits, named, page, table
 
 DEFAULT = "A100-SXM-80GB"
 AXES = ("dp", "pp", "cp", "tp", "ep")
@@ -52,6 +52,8 @@ def _plan(arguments: Any) -> int:
         print(*(f"\n{explained(found, best)}" for best in found.top(1)))
     if arguments.json:
         arguments.json.write_text(json.dumps(_content(found, notes), indent=1) + "\n")
+    if arguments.html:
+        arguments.html.write_text(page(found, arguments.top, notes), encoding="utf-8")
     return 0 if found.fitting else 1
 
 
@@ -105,7 +107,8 @@ def _planning(prog: str) -> argparse.ArgumentParser:
     say("--sequence-parallel", nargs="+", choices=("off", "on"))
     say("--cp-method", dest="cp_methods", nargs="+", metavar="NAME", help="as for `parallelize`")
     say("--top", type=_count, default=10, metavar="N", help="layouts in the table (10)")
-    say("--json", type=Path, metavar="FILE", help="write every number of the plan as JSON")
+    for name in ("json", "html"):
+        say(f"--{name}", type=Path, metavar="FILE", help=f"write the plan as {name.upper()}")
     return parser
 
 

@@ -28,5 +28,6 @@ from .search import Options as Options
 from .search import Plan as Plan
 from .search import Refused as Refused
 from .search import plan as plan
+from .tables import page as page
 from .tables import table as table
 from .timing import time as time

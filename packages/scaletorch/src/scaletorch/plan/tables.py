@@ -1,10 +1,11 @@
-"""A plan as text: a table, and a layout in full."""
+"""A plan as text: a table, a layout in full, and both on an HTML page."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 
 from ..parallel.pg_manager import layout_name
 from .description import Layout
@@ -14,6 +15,17 @@ from .search import Plan, Refused
 GIB, WIDTH = 2**30, 120
 SORTS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers", "total")
 REASONS = 6  # refusal reasons in the table
+IN_FULL = 3  # layouts that the page shows in full
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{title}</title>
+<style>:root {{ color-scheme: light dark; }} pre {{ overflow-x: auto; }}</style>
+<body>
+{body}
+</body>
+</html>
+"""
 
 
 def table(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
@@ -69,6 +81,21 @@ def explained(plan: Plan, estimate: Estimate) -> str:
         for rank, held in enumerate(estimate.memory)
     ]
     return "\n".join([*lines, "", *_columns(("GiB of rank", *SORTS), rows, 1)])
+
+
+def page(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
+    """Return a plan as an HTML page without external resources and JavaScript.
+
+    Args:
+        plan: The plan.
+        top: Number of layouts in the table; the first three are shown in full.
+        notes: Assumptions, one sentence each.
+    """
+    title = f"Plan for {plan.description.name} on {plan.cluster.ranks} x {plan.cluster.device.name}"
+    notes = [*notes, f"figures of the device: {plan.cluster.device.source or 'as given'}"]
+    texts = [table(plan, top, notes), *(explained(plan, e) for e in plan.top(IN_FULL))]
+    body = "\n".join(f"<pre>{escape(text)}</pre>" for text in texts)
+    return PAGE.format(title=escape(title), body=body)
 
 
 def _columns(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> Iterator[str]:

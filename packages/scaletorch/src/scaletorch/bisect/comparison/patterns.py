@@ -1,10 +1,11 @@
-"""Explanations of a wrong tensor: zeros, a wrong factor, or a missing sum."""
+"""Explanations of a wrong tensor: a wrong factor, a missing sum, or slices in wrong places."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ FINEST = 1e-14  # smallest bound: float64 itself rounds
 CANDIDATES = 8  # largest number of factors to try
 NEAR = 0.05  # relative distance within which an integer, or 1/k, is tried before the fit itself
 EXACT = 1e-6  # relative distance within which a factor is called 1/k
+LARGEST = 2**20  # largest number of pairs of slices to compare
+WIDTH = 16  # size of the random projection of slices, to find the nearest one
+SHOWN = 3  # ranges of a new order to name in a sentence
 BATCHES = "micro-batches"
 
 
@@ -55,13 +59,16 @@ class Case:
         share = self.scale * math.sqrt(elements / max(self.whole.numel(), 1))
         return self.bound * max([share, *norms])
 
-    def agrees(self, have: Tensor, guess: Tensor, want: Tensor, fitted: int = 0) -> bool:
+    def agrees(
+        self, have: Tensor, guess: Tensor, want: Tensor, fitted: int = 0, choices: float = 0.0
+    ) -> bool:
         """Return whether a guess explains the values, and not by accident.
 
-        `fitted` is the number of parameters of the guess that were fitted to the values.
+        `fitted` is the number of parameters of the guess that were fitted to the values;
+        `choices` is the logarithm of the number of possible guesses of this kind.
         """
         one = math.log(min(max(4 * self.bound, 1e-8), 0.9))  # chance that one number fits
-        if (have.numel() - fitted) * one > CHANCE:
+        if (have.numel() - fitted) * one + choices > CHANCE:
             return False
         room = ROOM * self.allowed(have.numel(), norm(want), norm(guess))
         return norm(have - guess) <= min(room, UNEXPLAINED * norm(have - want))
@@ -121,6 +128,18 @@ def plain(tensor: Tensor) -> Tensor:
     """Return a tensor in float64 on the CPU; elements whose square overflows become infinite."""
     tensor = tensor.detach().cpu().double()
     return torch.where(tensor.abs() > HUGE, tensor.sign() * math.inf, tensor)
+
+
+def pick(tensor: Tensor, index: Sequence[Tensor]) -> Tensor:
+    """Return the elements of a tensor at the given indices of each dim."""
+    for dim, indices in enumerate(index):
+        tensor = tensor.index_select(dim, indices)
+    return tensor
+
+
+def slices(tensor: Tensor, dim: int) -> Tensor:
+    """Return the slices along a dim, flattened: [size of the dim, elements of a slice]."""
+    return tensor.movedim(dim, 0).unsqueeze(-1).flatten(1)
 
 
 def box_of(mask: Tensor) -> tuple[Tensor, ...]:
@@ -248,6 +267,65 @@ def _times(factor: float, bound: float) -> str:
     return f"{factor:.{digits}g} times the right values"
 
 
+def moved(case: Case) -> Iterator[Finding]:
+    """Find slices that are in the wrong places."""
+    for dim in range(case.whole.ndim):
+        found: dict[str, list[int]] = {}
+        for i, shard in enumerate(case.wrong):
+            if (pairs := _sources(case, shard, dim)) is not None:
+                place, source = pairs.tolist()
+                what = "in another order" if sorted(place) == sorted(source) else "from elsewhere"
+                moves = _moves(list(zip(place, source, strict=True)))
+                found.setdefault(f"{case.plural(dim)} {what}: {moves}", []).append(i)
+        for words, covers in found.items():
+            ranks = case.ranks_of([case.wrong[i] for i in covers])
+            yield Finding(frozenset(covers), f"{has(ranks)} {words}")
+
+
+def _sources(case: Case, shard: Shard, dim: int) -> Tensor | None:
+    """Return the indices of wrong slices and their right indices, [2, n], or None.
+
+    Up to a third of the wrong slices may belong nowhere, e.g. after a shift over an edge.
+    """
+    box = box_of(shard.mask)
+    place, size = shard.piece.index[dim][box[dim]], case.whole.shape[dim]
+    if len(place) * size > LARGEST:
+        return None
+    index = [whole[local] for whole, local in zip(shard.piece.index, box, strict=True)]
+    index[dim] = torch.arange(size)
+    have, want = (slices(pick(tensor, box), dim) for tensor in (shard.have, shard.want))
+    pool = slices(pick(case.whole, index), dim)
+    nearest = _nearest(have, pool, place)
+    guess = pool[nearest]
+    fits = (have - guess).norm(dim=1) <= UNEXPLAINED * (have - want).norm(dim=1)
+    enough, choices = 3 * int(fits.sum()) >= 2 * len(place), len(place) * math.log(size)
+    if enough and case.agrees(have[fits], guess[fits], want[fits], choices=choices):
+        return torch.stack((place, nearest))[:, fits]
+    return None
+
+
+def _nearest(have: Tensor, pool: Tensor, place: Tensor) -> Tensor:
+    """Return, for each slice of [n, elements], the nearest slice of a pool, except at its place."""
+    if have.shape[1] > WIDTH:
+        generator = torch.Generator().manual_seed(0)
+        sketch = torch.randn(have.shape[1], WIDTH, generator=generator, dtype=have.dtype)
+        have, pool = have @ sketch, pool @ sketch
+    mode = "donot_use_mm_for_euclid_dist"  # matmul would lose digits by cancellation
+    distance = torch.cdist(have, pool, compute_mode=mode)
+    distance[torch.arange(len(place)), place] = torch.inf  # known to be wrong at its own place
+    return distance.argmin(1)
+
+
+def _moves(pairs: list[tuple[int, int]]) -> str:
+    """Return text such as 'at 0-3 is what 4-7 should have, at 4-7 what 0-3 should have'."""
+    texts: list[str] = []
+    for _, run in groupby(pairs, key=lambda pair: pair[0] - pair[1]):
+        places, sources = zip(*run, strict=True)
+        verb = "" if texts else " is"
+        texts.append(f"at {ranges(places)}{verb} what {ranges(sources)} should have")
+    return ", ".join(texts[:SHOWN]) + (" ..." if len(texts) > SHOWN else "")
+
+
 def sums(case: Case) -> Iterator[Finding]:
     """Find pieces of ranks, or of micro-batches, whose sum or mean is the right piece."""
     for over, clusters in _clusters(case):
@@ -295,4 +373,4 @@ def _owners(case: Case, clusters: Sequence[Sequence[int]], over: str) -> str:
 # If two guesses explain the same number of pieces, the first of this list is chosen: it is less
 # likely by chance, or more specific. A mean in place of a sum is 1/n of the right values, and n of
 # them add up to these. Pieces that add up may be 0 if another rank's are not (sharded embedding).
-GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (scaled, sums, zeros)
+GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (scaled, sums, zeros, moved)
