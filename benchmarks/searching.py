@@ -103,7 +103,7 @@ def search(known: Description, ranks: int) -> tuple[float, int, int]:
     begin = time.process_time()
     found = plan(known, ROWS * ranks, cluster)
     found.best()
-    counts = len(found.fitting), sum(number for number, _ in found.reasons)
+    counts = len(found.fitting), len(found.refused)
     return time.process_time() - begin, *counts
 
 

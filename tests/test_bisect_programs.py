@@ -127,17 +127,6 @@ def test_sound_programs_train_as_one_process_and_are_sound(runs):
         assert not report.count("unseen"), f"{name}: {report}"
 
 
-def test_a_bug_is_found_where_it_is(runs):
-    folder, plain, ranks = runs
-    for rank, found in enumerate(ranks):
-        assert furthest(found["no-sync"], plain["one"], rank) > 0.1
-    report = compare(folder / "one", folder / "no-sync")
-    (first,) = report.found
-    assert (first.birth.direction, first.birth.modules) == ("synchronisation", [])
-    assert first.birth.judged.key.name == "embed.weight"
-    assert "a mean over all ranks is missing" in " ".join(first.how)
-
-
 def test_parts_of_which_nobody_knows_the_place_are_not_judged(runs, capsys):
     folder, _, _ = runs
     cut_unevenly(folder / "whole")

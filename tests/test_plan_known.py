@@ -10,7 +10,6 @@ from benchmarks.known.rows import llama_flops, rows
 from benchmarks.known.tables import compared, memory_errors, time_errors
 from benchmarks.published_plans import PAGES, TABLE, tables, written
 
-from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import Cut, Layout
 from scaletorch.plan.memory import memory
@@ -80,34 +79,6 @@ def test_operations_are_those_of_the_paper():
     whole = 24 * 4 * s * h * h * (1 + s / (6 * h) + vocab / (12 * h))
     assert forward == pytest.approx(whole / 8, rel=1e-12)
     assert backward == 2 * forward
-
-
-def test_sequence_parallelism_sends_as_much_and_hides_what_is_gathered_twice():
-    sizes = Sizes("small", 64, 2, 4, 256, 32)
-    sent = {}
-    for sequence in (False, True):
-        layout = Layout(Grid(tp=2), sequence, micro_rows=3)
-        own = transformer(sizes, [layout.cut]).behaviours(layout.cut)[1].sent
-        sent[sequence] = [sum(each.bytes.at(3) for each in own if each.awaited is waits)
-                          for waits in (True, False)]  # fmt: skip
-    assert sent[False] == [4 * 3 * 32 * 64 * 2, 0]  # 4 sums of all tokens, each twice its half
-    assert sent[True] == [sent[False][0], sent[False][0] / 4]
-
-
-@pytest.mark.parametrize(
-    ("cut", "why"),
-    [
-        (Cut(tp=3), "heads of small, 4, cannot be shared out over tp 3"),
-        (Cut(ep=2), "small has no experts to share out over ep 2"),
-        (Cut(cp=3, cp_method="ring"), "32 tokens cannot be shared out over cp 3"),
-    ],
-)
-def test_cuts_that_a_model_cannot_have_are_refused(cut, why):
-    described = transformer(Sizes("small", 64, 2, 4, 256, 32), [cut])
-    with pytest.raises(InvalidArgumentError, match=why):
-        described.behaviours(cut)
-    with pytest.raises(InvalidArgumentError, match="hidden 65 is not a multiple of 4 heads"):
-        Sizes("odd", 65, 2, 4, 256, 32)
 
 
 def off(machine, constants):

@@ -1,6 +1,5 @@
 """Where faults are born: in the library, in users' modules, and nowhere on sound runs."""
 
-import json
 import shutil
 
 import pytest
@@ -170,10 +169,12 @@ def add_a_rank_of_another_run(folder):
 
 INCOMPLETE = {
     "none": (shutil.rmtree, "has no recording"),
-    "other sizes": (lambda f: step(f, sizes=(8, 12)), "different models"),
     "torn": (lambda f: truncate(f, "*.bin", -64), r"is incomplete: it has \d+ bytes, and \d+ were"),
-    "a rank": (lambda f: replace(f, '"world_size": 1', '"world_size": 2'), r"\[1\] are missing"),
-    "two runs": (add_a_rank_of_another_run, r"two runs: those of ranks \[1\] were made by another"),
+    "a rank": (
+        lambda f: replace(f, '"world_size": 1', '"world_size": 2'),
+        r"\[0\], recorded by \[2\] ranks",
+    ),
+    "two runs": (add_a_rank_of_another_run, r"recorded by \[1, 2\] ranks: record"),
     "half an index": (lambda f: truncate(f, "*.json", 500), "is not the index of a recording"),
     "no index": (lambda f: next(f.glob("*.json")).unlink(), "ended before the recording"),
     "version": (lambda f: replace(f, '"version": ', '"version": 9'), r"has version 9\d, this"),
@@ -189,9 +190,12 @@ def test_what_cannot_be_compared_is_refused(one, tmp_path, kind):
         compare(one, tmp_path / "other")
 
 
-def test_another_batch_is_named(one, tmp_path):
-    step(tmp_path, seed=1)
-    assert compare(one, tmp_path).found[0].birth.direction == "data"
+def test_another_batch_and_other_sizes_are_named(one, tmp_path):
+    step(tmp_path / "batch", seed=1)
+    assert compare(one, tmp_path / "batch").found[0].birth.direction == "data"
+    step(tmp_path / "sizes", sizes=(8, 12))
+    other = str(compare(one, tmp_path / "sizes"))
+    assert "1.weight before the step: shards of [(12, 8)] fit no place in [(8, 8)]" in other
 
 
 @pytest.mark.parametrize(
@@ -215,7 +219,7 @@ def test_bad_arguments(tmp_path, arguments, message):
 def test_a_command_says_where(tmp_path, capsys):
     options = ["--layout", "2x1x1x1", "--steps", "1", "--model", "small_models:UnlikeOnRanks"]
     keep = ["--keep", str(tmp_path / "bad")]
-    assert main(["run", *options, *keep, "--out", str(tmp_path)]) == 1
+    assert main(["run", *options, *keep]) == 1
     text = capsys.readouterr().out
     assert text.startswith("1. output of the model, step 0: off by ")
     assert "born in forward: the model itself" in text
@@ -228,7 +232,5 @@ def test_a_command_says_where(tmp_path, capsys):
     assert main(["compare", *folders]) == 1  # two layouts, of which neither is one process
     other = capsys.readouterr().out
     assert other.splitlines()[1:4] == text.splitlines()[1:4]
-    content = json.loads((tmp_path / "report.json").read_text())
-    assert content["found"][0]["shards"] == [{"rank": 1, "micro_batch": n} for n in (0, 1)]
     assert main(["compare", str(tmp_path / "no"), str(tmp_path)]) == 2
     assert "has no recording" in capsys.readouterr().err

@@ -10,9 +10,8 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.parallel.pipeline_parallel import building, check
 from scaletorch.plan import Affine, Cut, Layout, Optimizer
-from scaletorch.plan.facts import Facts
+from scaletorch.plan.facts import Facts, alive, contents, schedule_of, stages_of
 from scaletorch.plan.memory import IN_FLIGHT, memory, peak
-from scaletorch.plan.stages import alive, places, schedule_of, stages_of
 
 SCHEDULES = [*TRAINING, ("interleaved_1f1b", 1), ("interleaved_1f1b", 3), ("looped_bfs", 3)]
 
@@ -23,15 +22,20 @@ def without_activations(known):
 
 
 def test_blocks_lie_on_stages_as_the_pipeline_spreads_them():
-    found = places(sketch(), "interleaved_1f1b", 3, 2)
-    assert found == (((0, 1, 2), (6,)), ((3, 4), (7,)), ((5,), (8, 9)))
+    found = [rank.chunks for rank in contents(sketch(), "interleaved_1f1b", 3, 2)]  # (kind, number)
+    first, second, third = (
+        (((0, 1), (1, 2)), ((1, 1),)),
+        (((1, 2),), ((1, 1),)),
+        (((1, 1),), ((1, 1), (2, 1))),
+    )
+    assert found == [first, second, third]
     for wrong, message in {
         ("interleaved_1f1b", 6, 2): "8 layers are fewer than 12 stages",
         ("zb_v", 2, 1): "zb_v has 2 chunks",
         ("forward_only", 2, 1): "'forward_only' is not one of afab",
     }.items():
         with pytest.raises(InvalidArgumentError, match=message):
-            places(sketch(), *wrong)
+            contents(sketch(), *wrong)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -165,14 +165,3 @@ def test_what_is_wrong_is_said(run, words):
     assert said.startswith("python -m scaletorch.plan: error: ")
     assert WRONG[words] in said
     assert len(said.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "words",
-    [f"{ONE} a:b --length 0", f"{SMALL} --ranks 0", f"{SMALL} --recompute some", "--ranks 4",
-     f"{SMALL} --device H100"],
-)  # fmt: skip
-def test_what_the_parser_refuses(words):
-    with pytest.raises(SystemExit) as end:
-        main(words.split())
-    assert end.value.code == 2

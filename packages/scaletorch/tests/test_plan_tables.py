@@ -6,23 +6,20 @@ from html import escape
 import pytest
 from plan_sketches import model
 
-from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import (
     Affine,
     Behaviour,
     Cluster,
     Cut,
     Device,
-    Layout,
     Link,
     Options,
     Parameter,
-    Refused,
     Work,
     plan,
 )
 from scaletorch.plan.estimate import in_bytes, in_seconds, in_short
-from scaletorch.plan.tables import explained, grouped, page, table, words_of
+from scaletorch.plan.tables import explained, page, table
 
 GIB = 2**30
 
@@ -66,7 +63,7 @@ def test_one_layout_and_none_at_all():
     assert "no layout fits in 2 GiB: take more ranks" in text
     assert re.search(r"\d! ", text)
     assert "0 layouts fit" in text
-    assert "is not described for tp 1" in page(planned(cuts=()))
+    assert "is not described for tp 1" in table(planned(cuts=()))
 
 
 def test_a_layout_in_full(found):
@@ -79,31 +76,6 @@ def test_a_layout_in_full(found):
     said = r" +".join(f"{size / GIB:.2f}" for size in figures)
     assert re.search(rf"\n{best.fullest} +{said}", text)
     assert f"step {in_seconds(best.time.step)} ({in_seconds(best.time.low)} to" in text
-
-
-def test_options_are_those_that_matter():
-    assert words_of(Layout(Grid(), True, cp_method="ulysses")) == ["1 x 1 row"]
-    many = Layout(Grid(tp=2, cp=2, pp=2), True, "offload", 2, "zb_v", 2, "ulysses", 4, 8)
-    assert words_of(many) == [
-        "sp", "ulysses", "zero 2", "recompute offload", "zb_v", "2 chunks", "8 x 4 rows",
-    ]  # fmt: skip
-
-
-def test_numbers_in_words():
-    assert [in_bytes(size) for size in (0, 1023, 1024, 80 * GIB, 1023 * GIB)] == [
-        "0 B", "1023 B", "1 KiB", "80 GiB", "1,023 GiB",
-    ]  # fmt: skip
-    assert [in_seconds(each) for each in (2e-6, 0.0125, 3, 2000)] == [
-        "2 µs", "12.5 ms", "3 s", "2,000 s",
-    ]  # fmt: skip
-    assert [in_short(each) for each in (12, 1500, 2.5e9)] == ["12", "1.5k", "2.5B"]
-
-
-def test_reasons_that_differ_in_numbers_are_one():
-    refused = [(at, Refused(Grid(dp=at), f"dp = {at} is 0.5 too many")) for at in (2, 3)]
-    assert grouped([(1, Refused(Grid(pp=2), "no")), *refused]) == [
-        (5, "2x1x1x1", "dp = 2 is 0.5 too many"), (1, "1x2x1x1", "no"),
-    ]  # fmt: skip
 
 
 def test_the_page_stands_alone(found):

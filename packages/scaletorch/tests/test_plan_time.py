@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
@@ -33,9 +32,9 @@ from scaletorch.plan import (
     time,
     write_cluster,
 )
-from scaletorch.plan.costs import efficiency, route, seconds
+from scaletorch.plan.costs import route, seconds
 from scaletorch.plan.estimate import bytes_in
-from scaletorch.plan.stages import schedule_of
+from scaletorch.plan.facts import schedule_of
 
 DEVICE = Device("toy", 2**30, {"float32": 1e9}, 1e9)
 EIGHT = Cluster(8, DEVICE, (Link(8, 1e-3, 1e6),))
@@ -77,18 +76,6 @@ def test_a_slow_memory_and_overheads_count():
     assert found.step == pytest.approx((5e-3 + 2e-3) + (6e-3 + 3e-3) * 2)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), TRAINING)
-def test_a_pipeline_without_work_waits_for_its_messages_alone(schedule, chunks):
-    idle = described(4, {Cut(): replace(products(0), work=())})
-    for batches in (4, 400):  # simulated, and in closed form
-        layout = Layout(Grid(pp=2), schedule=schedule, chunks=chunks, micro_batches=batches)
-        found = time(idle, layout, EIGHT)
-        assert found.computing == found.update == found.hidden.get("pp", 0) == 0
-        # There and back again: a message is 1 ms and 4 bytes by 1 MB/s.
-        assert 2 * (1e-3 + 4e-6) - 1e-9 <= found.exposed["pp"] <= found.step + 1e-9
-        assert found.low == found.step == found.high
-
-
 def test_recomputation_runs_forwards_again():
     work = (
         Work("matmul", 1, Affine(1e7), Affine()), Work("attention", 1, Affine(1e7), Affine()),
@@ -104,12 +91,7 @@ def test_recomputation_runs_forwards_again():
 
 
 def test_efficiency_goes_by_size():
-    shares = ((1e6, 0.2), (1e8, 0.6))
-    assert [efficiency(shares, size) for size in (1, 1e6, 1e7, 1e8, 1e12)] == pytest.approx(
-        [0.2, 0.2, 0.4, 0.6, 0.6]
-    )
-    assert efficiency((), 5) == 1
-    share = {"matmul": ((1e6, 0.5),), "matmul backward": ((1e6, 0.25),)}
+    share = {"matmul": ((1e6, 0.3), (1e8, 0.7)), "matmul backward": ((1e6, 0.25),)}
     slower = Cluster(1, replace(DEVICE, efficiency=share), ())
     assert time(ALONE, Layout(Grid()), slower).step == pytest.approx(4 * (0.02 + 0.08))
 
@@ -125,32 +107,12 @@ def test_groups_cross_the_links_of_their_ranks():
     assert seconds("reduce_scatter", 1, 40, both, cluster) == 1 + 10 + max(40 / 100, 40 / 20)
     assert seconds("send", 1, 40, both, cluster) == 10 + 4
     assert seconds("all_to_all", 1, 30, both, cluster) == 1 + 10 + 10 / 100 + 20 / 10
-    assert seconds("receive", 9, 40, both, cluster) == 0
     assert seconds("all_reduce", 1, 40, route(Grid(), "tp", cluster), cluster) == 0
     # Measured calls stand before the plain figures.
     measured = Cluster(8, DEVICE, (Link(8, 1.0, 1.0, {"all_gather": (2.0, 4.0)}),))
     four = route(Grid(tp=4), "tp", measured)
     assert seconds("all_gather", 1, 8, four, measured) == 3 * 2 + 2
     assert seconds("broadcast", 1, 8, four, measured) == 2 + 8
-
-
-@pytest.mark.parametrize(
-    "grid",
-    [Grid(tp=2, cp=2, pp=2, dp=4, ep=4), Grid(tp=4, pp=2, dp=2, ep=4), Grid(pp=2, dp=8, ep=4)],
-    ids=str,
-)
-def test_routes_of_experts_are_those_of_their_groups(grid):
-    links = tuple(Link(2**at, 1.0, 1.0) for at in range(1, 6))
-    cluster = Cluster(grid.world_size, DEVICE, links)
-    for axis in ("ep", "edp", "etp", "tp", "cp", "cp_dp", "dp", "pp"):
-        found = route(grid, axis, cluster)
-        group = grid.group(axis, 0)
-        assert found.ranks == len(group)
-        sizes = [1, *(sum(rank < link.ranks for rank in group) for link in links)]
-        assert [*found.levels] == [
-            (size, before, at)
-            for at, (before, size) in enumerate(pairwise(sizes)) if size > before
-        ]  # fmt: skip
 
 
 def test_messages_of_layers_are_waited_for_or_hide():
@@ -248,18 +210,17 @@ def test_experts_gradients_go_over_their_own_groups():
 def test_a_pipeline_is_its_schedule_simulated():
     cluster = Cluster(4, DEVICE, (Link(4, 1e-3, 1e6),))
     for name, chunks in TRAINING:
-        description = described(8, {Cut(): products(1e7)})
-        layout = Layout(Grid(pp=4), schedule=name, chunks=chunks, micro_batches=6)
-        found = time(description, layout, cluster)
-        each = 8 / 4 / chunks
+        description, each = described(8, {Cut(): products(1e7)}), 8 / 4 / chunks
         costs = Costs(0.01 * each, 0.02 * each, 0.01 * each, 0.01 * each, 1e-3 + 4e-6)
-        whole = simulate(schedule_of(layout), costs).makespan
-        assert found.step - found.exposed["world"] == pytest.approx(whole, rel=0.01), name
-        free = simulate(schedule_of(layout), replace(costs, message=0.0)).makespan
-        assert found.exposed["pp"] == pytest.approx(whole - free, abs=0.01 * whole), name
-        assert found.bubble * found.step == pytest.approx(
-            free - found.computing, abs=0.02 * free
-        ), name
+        for batches in (6, 60):  # simulated as it is, and extrapolated
+            layout = Layout(Grid(pp=4), schedule=name, chunks=chunks, micro_batches=batches)
+            found = time(description, layout, cluster)
+            whole = simulate(schedule_of(layout), costs).makespan
+            assert found.step - found.exposed["world"] == pytest.approx(whole, rel=0.01), layout
+            free = simulate(schedule_of(layout), replace(costs, message=0.0)).makespan
+            assert found.exposed["pp"] == pytest.approx(whole - free, abs=0.01 * whole), layout
+            waits = pytest.approx(free - found.computing, abs=0.02 * free)
+            assert found.bubble * found.step == waits, layout
 
 
 def test_sizes_have_units():
@@ -298,21 +259,16 @@ def test_clusters_are_read_and_written(tmp_path):
 DEVICE_OF_FILE = {"name": "x", "memory": 1, "flops": {"float32": 1}, "moving": 1}
 
 
-def one_link(latency, bandwidth):
-    return {"links": [{"ranks": 16, "latency": latency, "bandwidth": bandwidth}]}
-
-
 NO_CLUSTERS = {
     'lacks \'ranks\': a cluster needs "ranks", "device" and "links"': {"ranks": None},
     "the links join 16 of 32 ranks: add one with": {"ranks": 32},
     "missing .* argument: 'bandwidth'": {"links": [{"ranks": 16, "latency": 3e-6}]},
-    "a latency of at least 0 and a bandwidth above 0, got 3us seconds": one_link("3us", 1),
-    "bandwidth above 0, got 1 seconds and 0 bytes a second": one_link(1, 0),
+    "a latency of at least 0 and a bandwidth above 0, got 3us seconds": {
+        "links": [{"ranks": 16, "latency": "3us", "bandwidth": 1}]
+    },
     "device 'H100-SX' is not one of V100-SXM2-32GB, .*H100-SXM": {"device": "H100-SX"},
-    "missing .* 'memory', 'flops', and 'moving'": {"device": {"name": "x"}},
     "is not a cluster": {"device": 5},
     "device x needs memory, moving and flops above 0": {"device": {**DEVICE_OF_FILE, "memory": 0}},
-    "and numbers alone": {"device": {**DEVICE_OF_FILE, "hides": "all"}},
 }
 
 
@@ -354,14 +310,7 @@ def test_links_are_read_as_the_bench_measured_them(tmp_path):
         read(broadcast=constants["broadcast"])
 
 
-def test_the_table_names_its_sources():
-    for device in DEVICES.values():
-        assert "data sheet" in device.source
-        assert device.peak("float32") < device.peak("float16")
-        assert cluster_named(device.name, 1).links == ()
-        inside, between = cluster_named(device.name, 64).links
-        assert (inside.ranks, between.ranks) == (8, 64)
-        assert between.bandwidth < inside.bandwidth
+def test_a_dtype_without_a_figure_is_refused():
     with pytest.raises(InvalidArgumentError, match="has no flops of float64, only of float16"):
         time(replace(ALONE, dtype="float64"), Layout(Grid()), cluster_named("H100-SXM", 8))
 
@@ -393,5 +342,3 @@ def test_this_machine_is_measured(tmp_path, monkeypatch):
     assert device.kernels == "cpu"
     assert found.links[0].ranks == 2
     assert time(ALONE, Layout(Grid(pp=2)), found).step > 0
-    with pytest.raises(InvalidArgumentError, match="ranks must be at least 1, got 0"):
-        calibrate(0)

@@ -66,8 +66,8 @@ def _described(case: Case, cut: Cut) -> Description:
         return describe(lambda: model_of(case), case.length, cuts=[cut], kernels="cpu")
 
 
-def drawn_wide(seed: int, ranks: int) -> Iterator[Case]:
-    """Yield cases whose activations are most of what ranks hold, without an end; most in stages."""
+def drawn(seed: int, ranks: int) -> Iterator[Case]:
+    """Yield cases without an end, most in stages; those with replicas may shard state over them."""
     random_ = random.Random(seed)
     grids = [grid for grid in legal_layouts(ranks) if grid.tp < 4]
     stages = [grid for grid in grids if grid.pp > 1]
@@ -76,28 +76,15 @@ def drawn_wide(seed: int, ranks: int) -> Iterator[Case]:
         schedule, chunks = random_.choice(SCHEDULES) if grid.pp > 1 else ("1f1b", 1)
         if grid.pp * chunks > 8:
             continue
+        zero = random_.choice((0, 1, 2)) if grid.cp * grid.dp > 1 else 0
+        family = random_.choice(("large", "large mixture")) if zero else "wide"
+        ep = random_.choice((1, 2, 4)) if family == "large mixture" else 1
+        if grid.tp * grid.cp * grid.dp % ep == 0:
+            grid = Grid(grid.tp, grid.cp, grid.pp, grid.dp, ep=ep)
         layout = Layout(
-            grid,
-            sequence_parallel=grid.tp > 1 and random_.random() < 0.5,
-            recompute=random_.choice(("none", "full", "selective")),
-            schedule=schedule,
-            chunks=chunks,
-            micro_rows=random_.choice((2, 3, 4)),
+            grid, sequence_parallel=grid.tp > 1 and random_.random() < 0.5,
+            recompute=random_.choice(("none", "full", "selective")), zero=zero, schedule=schedule,
+            chunks=chunks, micro_rows=random_.choice((2, 3, 4)),
             micro_batches=random_.choice((1, 2, grid.pp + 1, 2 * grid.pp, 3 * grid.pp + 1)),
-        )
-        yield Case("wide", 8, False, "float32", 64, layout)
-
-
-def drawn_shared(seed: int, ranks: int) -> Iterator[Case]:
-    """Yield such cases with an optimizer's state, or gradients too, in shards; of more models."""
-    random_, models = random.Random(seed), random.Random(seed)
-    for case in drawn_wide(seed, ranks):
-        grid = case.layout.grid
-        if grid.cp * grid.dp > 1:
-            family, tied = models.choice(("large", "large mixture")), models.random() < 0.4
-            if family == "large mixture":
-                ep = models.choice((1, 2, 4))
-                fits = grid.tp * grid.cp * grid.dp % ep == 0
-                grid = Grid(grid.tp, grid.cp, grid.pp, grid.dp, ep=ep) if fits else grid
-            layout = replace(case.layout, grid=grid, zero=random_.choice((1, 2)))
-            yield replace(case, family=family, tied=tied, layout=layout)
+        )  # fmt: skip
+        yield Case(family, 8, zero > 0 and random_.random() < 0.4, "float32", 64, layout)

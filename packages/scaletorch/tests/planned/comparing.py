@@ -8,9 +8,8 @@ from operator import mul
 import torch
 
 from scaletorch.plan import Layout, Optimizer
-from scaletorch.plan.facts import Facts
+from scaletorch.plan.facts import Facts, alive
 from scaletorch.plan.memory import memory
-from scaletorch.plan.stages import alive
 
 from .cases import Case, described
 from .peaks import Peak
@@ -57,7 +56,7 @@ def random_states(known: Facts, layout: Layout, place: int) -> int:
     """
     if layout.recompute != "full":
         return 0
-    chunks = known.contents[known.numbers(layout)[place]].chunks
+    chunks = known.contents[known.pipeline(layout)[0][place]].chunks
     layers = [sum(n for kind, n in runs if kind in known.layers) for runs in chunks]
     return torch.get_rng_state().nbytes * max(
         sum(map(mul, moment.whole, layers)) for moment in alive(layout, place)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import warnings
-from collections.abc import Iterator
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,30 +11,18 @@ from torch.distributed.tensor import DTensor
 
 from scaletorch.compose import recompute_layers, token_loss_sum
 from scaletorch.parallel.context_parallel import apply_context_parallel
-from scaletorch.parallel.pg_manager import ProcessGroupManager, legal_layouts
+from scaletorch.parallel.pg_manager import ProcessGroupManager
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
-from scaletorch.plan import Layout
 
 from .cases import Case, model_of
 from .peaks import Peak, batch_of, most_taken, on_grid, storage
 
 
-def drawn_gathering(seed: int, ranks: int) -> Iterator[Case]:
-    """Yield such cases whose activations are much of what ranks hold, without an end."""
-    random_ = random.Random(seed)
-    grids = [g for g in legal_layouts(ranks) if g.pp == 1 and g.tp < 4 and g.cp * g.dp > 1]
-    while True:
-        layout = Layout(
-            random_.choice(grids), recompute=random_.choice(("none", "full", "selective")), zero=3,
-            micro_rows=random_.choice((1, 2, 3)), micro_batches=random_.choice((1, 2, 3)),
-        )  # fmt: skip
-        tied, layers = random_.random() < 0.4, random_.choice((4, 8))
-        # The CPU's products of bfloat16 take memory for themselves.
-        yield Case("wide", layers, tied, random_.choice(("float32", "float64")), 64, layout)
-
-
 def gathering(cases: list[Case]) -> list[Peak]:
-    """Run cases on this rank among others; return what it holds at its peak in each."""
+    """Run cases on this rank among others; return what it holds at its peak in each.
+
+    The CPU's products of bfloat16 take memory for themselves: cases have other dtypes.
+    """
     return [on_grid(case, _peak) for case in cases]
 
 

@@ -1,4 +1,4 @@
-"""`python -m scaletorch.bisect run --layout 1x1x1x2`: how does a layout differ from one process?
+"""`python -m scaletorch.bisect run --layout 1x1x1x2` compares a layout with one process.
 
 `python -m scaletorch.bisect compare ONE OTHER` compares two recorded runs.
 """
@@ -16,8 +16,7 @@ from ..compose.naming import parse_layout
 from ..verify.__main__ import add_training, problem_of, report_of, training_of
 from ..verify.cases import KNOWN_DTYPES, OPTIONS
 from ..verify.problem import STEPS
-from .compare import compare
-from .findings import Report
+from .compare import Report, compare
 from .locate import bisect
 
 
@@ -25,11 +24,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    two = commands.add_parser("compare", help="two folders that `record` wrote")
-    two.add_argument("reference", type=Path, help="what is right: best one process in float64")
-    two.add_argument("run", type=Path, help="what is in question")
+    two = commands.add_parser("compare", help="compare two folders that `record` wrote")
+    two.add_argument("reference", type=Path, help="the correct run, best one process in float64")
+    two.add_argument("run", type=Path, help="the run to check")
     two.add_argument("--noise", type=Path, help="the reference in the run's lower dtype")
-    one = commands.add_parser("run", help="a model on a layout beside one process")
+    one = commands.add_parser("run", help="train a model on a layout and in one process")
     one.add_argument("--layout", required=True, help="DPxPPxCPxTP, as 2x1x2x2 or 2x1x2x2-ep4")
     add_training(one)
     one.add_argument("--dtype", default="float64", choices=KNOWN_DTYPES)
@@ -39,8 +38,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         shown = f"of {', '.join(map(str, values))}; {values[0]} by default"
         flag, kind = f"--{name.replace('_', '-')}", type(values[0])
         one.add_argument(flag, type=kind, default=values[0], help=shown)
-    for command in (one, two):
-        command.add_argument("--out", type=Path, help="folder for report.json")
     return parser.parse_args(words)
 
 
@@ -76,9 +73,6 @@ def main(given: Sequence[str] | None = None) -> int:
         return 2
     report = replace(report, command=f"again: python -m {__package__} {shlex.join(words)}")
     print(report)
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "report.json").write_text(report.to_json())
     return 1 if report.found else 3 * bool(report.unjudged)
 
 

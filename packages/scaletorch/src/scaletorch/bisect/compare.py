@@ -1,23 +1,130 @@
-"""Comparison of two recorded runs."""
+"""Comparison of two recorded runs, and the report of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-from torch import Tensor
+from typing import Any
 
 from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
 from ..verify.differences import LARGEST
-from .comparison.births import explain_birth, find_births
-from .comparison.judge import NEAR, coarsest, judge_all, measure, meet
+from .comparison.births import Birth, explain_birth, find_births
+from .comparison.judge import BAD, NEAR, UNSEEN, Judged, coarsest, judge_all, measure, meet
 from .comparison.places import assemble, norm, pieces_of, shard_at, shardings
 from .comparison.runs import Run, ancestors, load, require_comparable
-from .findings import Found, Report
-from .keys import Key, Kind
+from .keys import FINAL, Key, Kind
+
+SHOWN = 3  # births and inputs that the text names
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The place where a fault begins, with an explanation.
+
+    Attributes:
+        birth: The wrong tensor, and the tensors that it was computed from.
+        how: Sentences that describe the error, surest first.
+    """
+
+    birth: Birth
+    how: list[str]
+
+    def __str__(self) -> str:
+        """Return the finding in a few lines."""
+        own, birth = self.birth.judged, self.birth
+        where = ", ".join(name or "the model itself" for name in birth.modules[:SHOWN])
+        more = f" and {len(birth.modules) - SHOWN} more" if len(birth.modules) > SHOWN else ""
+        came = f"in {birth.direction}"
+        if birth.direction == Kind.START:
+            came = "before the step, where weights are made, loaded or divided"
+        lines = [
+            f"{own.key}, step {own.key.step}: off by {_figure(own.error)}, and rounding explains "
+            f"{_figure(own.bound)}",
+            f"  born {came}" + (f": {where}{more}" if where else ""),
+        ]
+        if own.wrong:
+            ranks = sorted({rank for rank, _ in own.wrong})
+            micro_batches = sorted({number for _, number in own.wrong})
+            lines.append(f"  on ranks {ranks}, in micro-batches {micro_batches}")
+        elif own.why:
+            lines.append(f"  {own.why}")
+        lines += [f"  {sentence}" for sentence in self.how]
+        if birth.inputs:
+            worst = max(birth.inputs, key=lambda each: each.error)
+            count = f"{len(birth.inputs)} right tensor{'s' * (len(birth.inputs) > 1)}"
+            error = f"the largest error is {_figure(worst.error)}, in {worst.key}"
+            lines.append(f"  it was computed from {count}; {error}")
+        if birth.others:
+            named = ", ".join(str(each.key) for each in birth.others[:SHOWN]) + _dots(birth.others)
+            lines.append(f"  wrong in the same way, {len(birth.others)} more: {named}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of comparing two runs.
+
+    Attributes:
+        found: The places where faults begin, in the order of the computation; none if it is sound.
+        judged: The verdict on each tensor.
+        command: The command that repeats the comparison.
+        notes: Further remarks, one a line.
+    """
+
+    found: list[Found]
+    judged: Mapping[Key, Judged]
+    command: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        """True if every result of the training was compared and agrees up to rounding."""
+        return not self.found and not self.unjudged
+
+    @property
+    def unjudged(self) -> list[str]:
+        """The results of the training that were not compared, each with the reason."""
+        results = [each for each in self.judged.values() if each.key.kind in FINAL]
+        if not any(each.key.kind == Kind.GRADIENT for each in results):
+            return ["no gradient was recorded: record a backward, and the model that it trains"]
+        return [f"{each.key}: {each.why}" for each in results if each.state == UNSEEN]
+
+    def count(self, state: str) -> int:
+        """Return the number of tensors in a state: GOOD, BAD or UNSEEN."""
+        return sum(each.state == state for each in self.judged.values())
+
+    def __str__(self) -> str:
+        """Return the findings, the summary, the notes and the command."""
+        lines = [f"{number + 1}. {each}" for number, each in enumerate(self.found[:SHOWN])]
+        if len(self.found) > SHOWN:
+            lines.append(f"and {len(self.found) - SHOWN} more in the same step")
+        if not self.found and (unjudged := self.unjudged):
+            first = "; ".join(unjudged[:SHOWN]) + _dots(unjudged)
+            lines = [f"not judged, {len(unjudged)} of the training's results: {first}"]
+        return "\n".join([*lines, self.summary(), *self.notes, self.command]).rstrip()
+
+    def summary(self) -> str:
+        """Return one line with the numbers of tensors that were compared and that are wrong."""
+        total, unseen = len(self.judged), self.count(UNSEEN)
+        text = f"{total - unseen} tensors compared"
+        if unseen:
+            reason = next(e for e in self.judged.values() if e.state == UNSEEN)
+            text += f", {unseen} not ({reason.key}: {reason.why}{', …' if unseen > 1 else ''})"
+        if not self.found:
+            text += f" ({len(self.unjudged)} results among them)" * bool(self.unjudged)
+            return f"{text}: no result of the training differs by more than rounding explains"
+        return f"{text}; {self.count(BAD)} are wrong: born wrong, or computed from a wrong one"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.1e}" if math.isfinite(value) else "all of it"
+
+
+def _dots(items: Sequence[Any]) -> str:
+    return ", …" if len(items) > SHOWN else ""
 
 
 def compare(reference: str | Path, run: str | Path, *, noise: str | Path | None = None) -> Report:
@@ -102,18 +209,10 @@ def _factor(key: Key, run: Run, reference: Run) -> float:
     for dims in shardings([*theirs, *ours]):
         whole = assemble(pieces_of(theirs, dims), dims)
         pieces = [p for p in pieces_of(ours, dims) if p.tensor.any()]  # zeros have no factor
-        found = {_multiple(p.tensor, shard_at(whole, p)) for p in pieces} - {1.0}
-        if len(found) == 1 and (factor := found.pop()) is not None:
-            return factor
+        pairs = [(p.tensor.double(), shard_at(whole, p).double()) for p in pieces]
+        ratio = next((norm(a) / norm(b) for a, b in pairs if norm(b)), 1.0)
+        if NEAR < ratio < 1 / NEAR:  # not NaN or infinite
+            factor = round(ratio) if ratio > 1 else 1 / round(1 / ratio)
+            if all(norm(a - factor * b) <= NEAR * factor * norm(b) for a, b in pairs):
+                return factor
     return 1.0
-
-
-def _multiple(ours: Tensor, theirs: Tensor) -> float | None:
-    """Return `ours` over `theirs` if it is an integer or its inverse, else None; 1 for zeros."""
-    ours, theirs = ours.double(), theirs.double()
-    size = norm(theirs)
-    if not size:
-        return None if ours.any() else 1.0
-    ratio = float((ours * theirs).sum()) / size**2
-    factor = float(max(round(ratio), 1) if ratio > 1 else 1 / max(round(1 / max(ratio, NEAR)), 1))
-    return factor if norm(ours - factor * theirs) <= NEAR * factor * size else None

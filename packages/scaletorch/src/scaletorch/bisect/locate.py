@@ -30,14 +30,12 @@ from ..verify.device import choose_where, moved, rank_device
 from ..verify.differences import score_error
 from ..verify.precision import model_precision
 from ..verify.problem import STEPS, Batch, BatchFn, ModelFn, Subject, default_batch, default_model
-from .compare import compare_runs
+from .compare import Found, Report, compare_runs
 from .comparison.births import Birth
 from .comparison.judge import BAD, INFINITE, Judged, measure
 from .comparison.runs import Run, load
-from .findings import Found, Report
 from .keys import Key, Kind
-from .recording.descriptions import Description
-from .recording.grid_description import describe_grid, places_of
+from .recording.descriptions import Description, describe_grid, places_of
 from .recording.tape import record
 
 EXACT, LOW = "float64", "float32"

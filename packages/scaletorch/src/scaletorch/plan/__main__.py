@@ -18,8 +18,7 @@ from ..parallel.pipeline_parallel import SCHEDULES
 from .clusters import DEVICES, Cluster, cluster_named, read_cluster, write_cluster
 from .description import CHUNKS, Description, Kernels
 from .estimate import bytes_in
-from .options import Options
-from .search import Plan, plan
+from .search import Options, Plan, plan
 from .tables import explained, fits, named, page, table
 
 DEFAULT = "A100-SXM-80GB"
@@ -84,7 +83,7 @@ def _content(found: Plan, notes: Sequence[str]) -> dict[str, Any]:
 
 def _planning(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog, description="Which layout to train with: how much memory, how long.",
+        prog, description="List the layouts of a training, with their memory and step time.",
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     say = parser.add_argument
@@ -94,13 +93,13 @@ def _planning(prog: str) -> argparse.ArgumentParser:
     say("--ranks", type=_count, required=True, metavar="N", help="how many devices")
     say("--rows", type=_count, required=True, metavar="N", help="sequences of a global batch")
     say("--device", choices=DEVICES, metavar="NAME", help=", ".join(DEVICES))
-    say("--cluster", type=Path, metavar="FILE", help="as `calibrate` or you wrote it")
+    say("--cluster", type=Path, metavar="FILE", help="written by `calibrate` or by hand")
     say("--memory", metavar="SIZE", help="of a device, such as 80GiB; else as the device has")
     say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
     say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
     say("--plan", help="package.module:name of a tensor parallel plan")
     for axis in AXES:
-        say(f"--{axis}", type=_count, nargs="+", metavar="N", help="these sizes alone")
+        say(f"--{axis}", type=_count, nargs="+", metavar="N", help="allowed sizes")
     say("--micro-rows", type=_count, nargs="+", metavar="N", help="rows of a micro-batch")
     say("--zero", type=int, nargs="+", choices=range(4), help="stages of ZeRO")
     say("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
@@ -143,9 +142,8 @@ def _cluster_of(arguments: Any) -> Cluster:
 
 def _options_of(arguments: Any) -> Options:
     names = ("micro_rows", "zero", "recompute", "cp_methods")
-    found: dict[str, Any] = {
-        name: tuple(values) for name in names if (values := getattr(arguments, name))
-    }
+    given = {name: getattr(arguments, name) for name in names}
+    found: dict[str, Any] = {name: tuple(values) for name, values in given.items() if values}
     if arguments.schedule:
         found["schedules"] = tuple((name, CHUNKS.get(name, 1)) for name in arguments.schedule)
     if arguments.sequence_parallel:
@@ -156,9 +154,9 @@ def _options_of(arguments: Any) -> Options:
 
 def _description_of(arguments: Any, kernels: Kernels) -> Description:
     """Return the description of the model; imports torch, which other arguments do without."""
-    from .describing import describe, model_named, usual_cuts
+    from .describing import describe, usual_cuts
 
-    name, build, experts = model_named(arguments.model, arguments.dtype)
+    name, build, experts = _model_named(arguments.model, arguments.dtype)
     recompute = arguments.recompute or ["none"]
     cuts = usual_cuts(
         arguments.ranks, tp=arguments.tp, cp=arguments.cp, ep=arguments.ep, experts=experts,
@@ -169,6 +167,58 @@ def _description_of(arguments: Any, kernels: Kernels) -> Description:
         build, arguments.length, cuts=cuts, batch=_loaded(arguments.batch, Callable, "batch"),
         plan=_loaded(arguments.plan, Mapping, "plan"), name=name, kernels=kernels,
     )  # fmt: skip
+
+
+def _model_named(given: str, dtype: str | None) -> tuple[str, Callable[[], Any], int]:
+    """Return name, builder and experts in a layer of a config's folder or `package.module:name`."""
+    import torch
+
+    from ..compose.experts import count_experts
+    from ..compose.naming import load
+    from .describing import built
+
+    kind = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+        raise InvalidArgumentError(
+            f"dtype {dtype!r} is not a floating-point dtype of torch, such as bfloat16"
+        )
+    folder = Path(given)  # with a config.json of transformers
+    if (folder / "config.json").exists():
+        name, make = folder.resolve().name, _of_config(folder)
+    elif ":" in given:
+        name, make = "", load(given)
+        if not callable(make):
+            made = type(make).__name__
+            raise InvalidArgumentError(f"{given!r} must be a function of the model, got {made}")
+    else:
+        raise InvalidArgumentError(
+            f"{given!r} is neither a folder with a config.json of transformers nor "
+            "package.module:function; nothing is downloaded: get its config.json first"
+        )
+
+    def build() -> Any:
+        module = make()
+        for parameter in module.parameters() if kind else ():
+            parameter.data = parameter.data.to(kind)
+        return module
+
+    return name, build, count_experts(built(build))
+
+
+def _of_config(folder: Path) -> Callable[[], Any]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InvalidArgumentError(
+            'a config of transformers needs it: pip install "scaletorch[transformers]"'
+        ) from error
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(folder)
+    except Exception as error:  # validators raise other types than ValueError
+        why = " ".join(str(error).split("\n")[:2])
+        raise InvalidArgumentError(f"{folder} has no config of transformers: {why}") from error
+    config.use_cache = False  # training does not need a cache
+    return lambda: transformers.AutoModelForCausalLM.from_config(config)
 
 
 def _loaded(given: str | None, kind: Any, option: str) -> Any:

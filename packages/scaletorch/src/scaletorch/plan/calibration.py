@@ -52,8 +52,6 @@ def calibrate(
         InvalidArgumentError: `ranks` is below 1.
         RankFailedError: A rank failed.
     """
-    if ranks < 1:
-        raise InvalidArgumentError(f"ranks must be at least 1, got {ranks}")
     device = launch(_measure, ranks, seconds, dtype, backend, backend=backend)[0]
     return Cluster(ranks, device, (_link(ranks, seconds, backend),) if ranks > 1 else ())
 

@@ -18,7 +18,6 @@ from ..dist.errors import InvalidArgumentError
 from .description import Kernels
 
 Shares = tuple[tuple[float, float], ...]
-FIELDS = '"ranks", "device" and "links"'  # of a file with a cluster
 _DOUBTFUL = 1.0  # constants of a bench with a larger relative error are ignored as noise
 
 
@@ -232,7 +231,8 @@ def read_cluster(path: Path, ranks: int | None = None) -> Cluster:
         made = cluster_named(device, 1).device if isinstance(device, str) else _device(**device)
         found = Cluster(size, made, links)
     except KeyError as error:
-        raise InvalidArgumentError(f"{path} lacks {error}: a cluster needs {FIELDS}") from None
+        needed = '"ranks", "device" and "links"'
+        raise InvalidArgumentError(f"{path} lacks {error}: a cluster needs {needed}") from None
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidArgumentError(f"{path} is not a cluster: {error}") from None
     if ranks is not None and ranks > found.ranks:
@@ -275,13 +275,11 @@ def read_bench(path: Path) -> Link:
     return Link(ranks, *plain, calls=calls)
 
 
-def _json_of(path: Path) -> dict[str, Any]:
+def _json_of(path: Path) -> Any:
     try:
         content = json.loads(path.read_text())
     except OSError as error:
         raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise InvalidArgumentError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise InvalidArgumentError(f"{path} must be a JSON object")
     return content

@@ -13,8 +13,6 @@ from .description import Behaviour, Work
 
 SORTS = ("matmul", "attention", "other")
 WORLD = "tp_cp_pp_dp"  # all ranks
-_ONE = ("send", "exchange")  # one message to one other rank
-_NONE = ("receive", "barrier")  # counted at the sender; not in a step
 
 
 class Level(NamedTuple):
@@ -50,34 +48,26 @@ def seconds(operation: str, count: float, size: float, way: Route, cluster: Clus
 
     Ranks inside the level below share a ring's data over a level; one message takes the slowest.
     """
-    if way.ranks < 2 or operation in _NONE:
+    if way.ranks < 2:
         return 0.0
     links = cluster.links
     latency = spent = 0.0
     for level in way.levels:
         alpha, bandwidth = links[level.at].of(operation)
         hops = level.size // level.inside - 1
-        if operation in _ONE:
+        if operation == "send":  # to one other rank
             latency, spent = alpha, size / bandwidth
         elif operation == "all_to_all":
             share = (level.size - level.inside) / (way.ranks - 1)
             latency += alpha * hops
             spent += size * share / bandwidth
         else:
-            latency += alpha * in_turn(operation, hops)
+            # The sequential steps of a ring, or of a tree if that has fewer.
+            tree = math.ceil(math.log2(hops + 1))
+            steps = {"all_reduce": 2 * min(hops, tree), "broadcast": tree, "reduce": tree}
+            latency += alpha * steps.get(operation, hops)
             spent = max(spent, size / (bandwidth * level.inside))
     return count * latency + spent
-
-
-def in_turn(operation: str, hops: int) -> int:
-    """Return the sequential steps at a level: of a ring, or of a tree if that has fewer."""
-    if operation in _ONE:
-        return 1
-    if operation == "all_reduce":
-        return 2 * min(hops, math.ceil(math.log2(hops + 1)))
-    if operation in ("broadcast", "reduce"):
-        return math.ceil(math.log2(hops + 1))
-    return hops
 
 
 class Seconds(NamedTuple):
@@ -127,8 +117,8 @@ def block_seconds(
     beside: dict[str, float] = {}
     for sent in behaviour.sent:
         if sent.phase == phase:
-            axis = "tp" if sent.axis == "etp" else sent.axis
-            took = seconds(sent.operation, sent.count, sent.bytes.at(rows), routes[axis], cluster)
+            axis, size = sent.axis, sent.bytes.at(rows)
+            took = seconds(sent.operation, sent.count, size, routes[axis], cluster)
             # A ring sends keys and values during the attention on the previous ones.
             passes = not sent.awaited or (axis == "cp" and sent.operation == "send")
             into = beside if passes else exposed

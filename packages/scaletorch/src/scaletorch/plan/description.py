@@ -20,7 +20,6 @@ Recompute = Literal["none", "selective", "full", "offload"]
 # Schedules with any number of chunks (`CHUNKS` has the default); V-shaped ones have two.
 LOOPED = {"interleaved_1f1b": interleaved_1f1b, "looped_bfs": looped_breadth_first}
 V_SHAPED = ("zb_v", "dualpipe_v")
-_RECOMPUTE = {"none": False, "full": True}  # `parallelize` takes the other words as they are
 CHUNKS = dict.fromkeys((*LOOPED, *V_SHAPED), 2)
 
 
@@ -195,7 +194,7 @@ class Layout:
         chunked = LOOPED.get(self.schedule)
         return {
             "sequence_parallel": self.sequence_parallel,
-            "recompute": _RECOMPUTE.get(self.recompute, self.recompute),
+            "recompute": {"none": False, "full": True}.get(self.recompute, self.recompute),
             "schedule": partial(chunked, num_chunks=self.chunks) if chunked else self.schedule,
             "cp_method": self.cp_method,
         }

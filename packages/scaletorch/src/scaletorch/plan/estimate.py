@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
 from ..dist.errors import InvalidArgumentError
 from .description import Layout
 
-_SIZES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
-          "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}  # fmt: skip
+_BINARY = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
+_SIZES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, **_BINARY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +79,21 @@ def bytes_in(given: str) -> int:
 
 def in_bytes(size: float) -> str:
     """Return bytes in a suitable unit."""
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 2**power:
-            return f"{_three(size / 2**power)} {unit}"
-    return f"{size:.0f} B"
+    return _scaled(size, _BINARY)
 
 
 def in_seconds(seconds: float) -> str:
     """Return a time in a suitable unit."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
-            return f"{_three(seconds * scale)} {unit}"
-    return f"{_three(seconds * 1e6)} µs"
+    return _scaled(seconds, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
 
 
 def in_short(count: float) -> str:
     """Return a large number in at most five characters, such as 1.23M."""
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g}{unit}"
-    return f"{count:.3g}"
+    return _scaled(count, {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3, "": 1.0}).replace(" ", "")
 
 
-def _three(number: float) -> str:
-    """Return three significant digits, or all digits before the decimal point."""
-    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
+def _scaled(number: float, units: Mapping[str, float]) -> str:
+    """Return three significant digits, or all before the decimal point, in the largest unit."""
+    unit = next((unit for unit, scale in units.items() if number >= scale), [*units][-1])
+    scaled = number / units[unit]
+    return f"{scaled:.3g} {unit}" if scaled < 999.5 else f"{scaled:,.0f} {unit}"

@@ -8,14 +8,14 @@ flight, and messages between stages. On real ranks the total is within 3 % of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from itertools import chain
+from math import inf
 from operator import mul
 from typing import NamedTuple
 
 from .description import Description, Layout
 from .estimate import Memory
-from .facts import Facts, Group, Optimizer
-from .stages import Runs, alive, begun
+from .facts import Facts, Group, Optimizer, Runs, alive, begun, once_for
 
 IN_FLIGHT = 8  # messages in flight; copied from the pipeline runtime, which imports torch
 OPEN = 2  # buckets that a backward with ZeRO 2 fills before the first one is sent
@@ -50,19 +50,20 @@ class State(NamedTuple):
         return self.brought * whole + self.first * first + self.second * second
 
 
+@once_for(
+    lambda _, layout, number: (
+        layout.grid.tp, layout.grid.ep, layout.grid.etp, layout.grid.cp * layout.grid.dp, number,
+        layout.zero,
+    )
+)  # fmt: skip
 def state(facts: Facts, layout: Layout, number: int) -> State:
     """Return the parameter, gradient and optimizer bytes of ranks with a number."""
-    grid, zero = layout.grid, layout.zero
-    key = "state", grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, number, zero
-
-    def work_out() -> State:
-        each = [
-            _state(facts, layout, group, grid.edp if group.axis == "edp" else grid.cp * grid.dp)
-            for group in facts.groups(layout, number)
-        ]
-        return State(*map(sum, zip(*each, strict=True)))
-
-    return facts.once(key, work_out)
+    grid = layout.grid
+    each = [
+        _state(facts, layout, group, grid.edp if group.axis == "edp" else grid.cp * grid.dp)
+        for group in facts.groups(layout, number)
+    ]
+    return State(*map(sum, zip(*each, strict=True)))
 
 
 def _state(facts: Facts, layout: Layout, group: Group, ranks: int) -> State:
@@ -141,26 +142,23 @@ def memory(
     `zero` 3 is torch's `fully_shard`, one block at a time. `facts` has cached results.
     """
     known, found = facts or Facts(description, optimizer), list[Memory]()
-    for rank, number in enumerate(known.numbers(layout)):
+    for rank, number in enumerate(known.pipeline(layout)[0]):
         own = state(known, layout, number)
         gradients, *rest = max(_peaks(known, layout, own, number, rank), key=sum)
         found.append(Memory(own.parameters, own.gradients + gradients, own.optimizer, *rest))
     return tuple(found)
 
 
-def peak(facts: Facts, layout: Layout, room: int | None = None) -> int:
+def peak(facts: Facts, layout: Layout, room: float = inf) -> int:
     """Return the largest total of `memory`, or the first one found above `room`."""
     found = 0
-    for number, rank in facts.ends(layout):
+    for number, rank in facts.pipeline(layout)[1]:
         own = state(facts, layout, number)
         still = own.parameters + own.gradients + own.optimizer
-        if room is not None and still > room:
-            return still
-        for sizes in _peaks(facts, layout, own, number, rank):
-            if (total := still + sum(sizes)) > found:
-                found = total
-                if room is not None and found > room:
-                    return found
+        for sizes in chain([()], _peaks(facts, layout, own, number, rank)):
+            found = max(found, still + sum(sizes))
+            if found > room:
+                return found
     return found
 
 
@@ -247,21 +245,15 @@ def _messages(facts: Facts, layout: Layout, number: int, size: int) -> Callable[
     return message
 
 
+@once_for(lambda _, layout, number: (layout.cut, layout.recompute, layout.micro_rows, number))
 def chunks_of(facts: Facts, layout: Layout, number: int) -> tuple[list[Chunk], int]:
     """Return the memory needs of a rank's chunks for a micro-batch, and the bytes of a message."""
-    way = layout.cut, layout.recompute, layout.micro_rows
-
-    def work_out() -> tuple[list[Chunk], int]:
-        found = [
-            facts.once(("chunk", *way, runs), partial(_chunk, facts, layout, runs))
-            for runs in facts.contents[number].chunks
-        ]
-        all_ = sum(group.elements for group in facts.groups(layout, number)) or 1
-        return [own._replace(ahead=own.ahead / all_) for own in found], facts.handed(layout)
-
-    return facts.once(("chunks", *way, number), work_out)
+    found = [_chunk(facts, layout, runs) for runs in facts.contents[number].chunks]
+    all_ = sum(group.elements for group in facts.groups(layout, number)) or 1
+    return [own._replace(ahead=own.ahead / all_) for own in found], facts.handed(layout)
 
 
+@once_for(lambda _, layout, runs: (layout.cut, layout.recompute, layout.micro_rows, runs))
 def _chunk(facts: Facts, layout: Layout, runs: Runs) -> Chunk:
     """Return a chunk's bytes; blocks after the running one keep `left` and an output gradient."""
     rows = layout.micro_rows

@@ -24,10 +24,9 @@ from .estimate import Estimate as Estimate
 from .estimate import Memory as Memory
 from .estimate import Time as Time
 from .facts import Optimizer as Optimizer
-from .options import Options as Options
-from .options import Refused as Refused
-from .options import legal as legal
+from .search import Options as Options
 from .search import Plan as Plan
+from .search import Refused as Refused
 from .search import plan as plan
 from .tables import page as page
 from .tables import table as table

@@ -1,24 +1,134 @@
-"""The search for the best layout of a job."""
+"""The layouts of a job to try, the reasons to refuse others, and the search for the best one."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import count, islice, product
 
 from ..dist.errors import InvalidArgumentError
-from ..parallel.pg_manager import count_communicators
+from ..parallel.pg_manager import Grid, count_communicators, legal_layouts
 from .clusters import Cluster
-from .description import Description, Layout
+from .description import Cut, Description, Layout, Recompute
 from .estimate import Estimate, in_bytes
 from .facts import Facts, Optimizer
 from .memory import memory, peak
-from .options import Options, Refused, ladder, legal
 from .timing import Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The choices of a search; the first value of each is preferred, unless all are tried.
+
+    Attributes:
+        sequence_parallel: If tp is above 1, the first value that the model supports is taken;
+            sequence shards send as many bytes and keep less.
+        recompute: Later values only if memory requires them; "selective" only for models described
+            with it (`usual_cuts(selective=...)`).
+        zero: Later values only if memory requires them; 0 if no other rank has the same
+            parameters. 3 is torch's `fully_shard`.
+        schedules: Names and chunks; all are tried. The default leaves out `afab` and `looped_bfs`,
+            which need more memory than `1f1b` and are not faster.
+        cp_methods: All are tried if cp is above 1.
+        micro_rows: Rows of a micro-batch; all values that divide a rank's rows are tried.
+        sizes: Allowed sizes by axis: "dp", "pp", "cp", "tp" and "ep".
+    """
+
+    sequence_parallel: tuple[bool, ...] = (True, False)
+    recompute: tuple[Recompute, ...] = ("none", "full")
+    zero: tuple[int, ...] = (1, 2)
+    schedules: tuple[tuple[str, int], ...] = (
+        ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2),
+    )  # fmt: skip
+    cp_methods: tuple[str, ...] = ("ring",)
+    micro_rows: tuple[int, ...] = (1, 2, 4)
+    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A grid or a layout that is refused."""
+
+    grid: Grid
+    why: str
+    layout: Layout | None = None  # None if the grid itself is refused
+
+
+def legal(
+    description: Description, rows: int, ranks: int, options: Options
+) -> tuple[list[Layout], list[Refused]]:
+    """Return layouts, each with the first `zero` and `recompute` values, and refused grids."""
+    found, refused = list[Layout](), list[Refused]()
+    if rows < 1 or ranks < 1:
+        raise InvalidArgumentError(f"rows and ranks must be at least 1, got {rows} and {ranks}")
+    experts = sorted({cut.ep for cut in (*description.cuts, *description.refused)}) or [1]
+    for plain, ep in product(legal_layouts(ranks), experts):
+        if ep > 1 and (plain.tp * plain.cp * plain.dp) % ep:
+            continue
+        grid = plain if ep == 1 else Grid(plain.tp, plain.cp, plain.pp, plain.dp, ep=ep)
+        if all(getattr(grid, axis) in allowed for axis, allowed in options.sizes.items()):
+            try:
+                found += _layouts(description, grid, rows, options)
+            except InvalidArgumentError as error:
+                refused.append(Refused(grid, str(error)))
+    return found, refused
+
+
+def _layouts(description: Description, grid: Grid, rows: int, options: Options) -> Iterator[Layout]:
+    """Yield the layouts of a grid, or raise the reason why it has none."""
+    batches = [(each, rows // (grid.dp * each)) for each in options.micro_rows
+               if rows % (grid.dp * each) == 0]  # fmt: skip
+    if not batches:
+        least = min(options.micro_rows)
+        raise InvalidArgumentError(
+            f"{rows} rows are no multiple of dp {grid.dp} x {least} rows of a micro-batch"
+        )
+    zeros = _zeros(grid, options)
+    if not zeros:
+        raise InvalidArgumentError(
+            f"zero 3, torch's fully_shard, does not combine with pp {grid.pp}: try zero 2"
+        )
+    layers = sum(block.place == "layer" for block in description.blocks)
+    schedules = [("1f1b", 1)] if grid.pp == 1 else options.schedules
+    fitting = [each for each in schedules if grid.pp * each[1] <= layers]
+    if not fitting:
+        least = min((chunks for _, chunks in schedules), default=1)
+        raise InvalidArgumentError(
+            f"{layers} layers are fewer than pp {grid.pp} x {least} chunks: each stage needs one"
+        )
+    cuts = list(_cuts(description, grid, options))
+    for (sequence, method), (schedule, chunks), batch in product(cuts, fitting, batches):
+        yield Layout(
+            grid, sequence, options.recompute[0], zeros[0], schedule, chunks, method, *batch
+        )
+
+
+def _zeros(grid: Grid, options: Options) -> list[int]:
+    """Return the ZeRO stages to try: only 0 if no ranks share parameters; 3 has no pipeline."""
+    stages = options.zero if grid.cp * grid.dp > 1 else (0,)
+    return [zero for zero in stages if zero < 3 or grid.pp == 1]
+
+
+def _cuts(description: Description, grid: Grid, options: Options) -> Iterator[tuple[bool, str]]:
+    """Yield each cp method with the sequence parallelism that the model supports."""
+    methods = options.cp_methods if grid.cp > 1 else options.cp_methods[:1]
+    why, found = "", False
+    for method in methods:
+        for sequence in options.sequence_parallel if grid.tp > 1 else (False,):
+            again = options.recompute[0] == "selective"
+            cut = Cut(grid.tp, grid.cp, grid.ep, sequence, method if grid.cp > 1 else "", again)
+            if cut in description.cuts:
+                yield sequence, method
+                found = True
+                break
+            why = why or description.refused.get(cut, "")
+    if not found:
+        sizes = f"tp {grid.tp}, cp {grid.cp}" + (f", ep {grid.ep}" if grid.ep > 1 else "")
+        raise InvalidArgumentError(why or f"{description.name} is not described for {sizes}")
 
 
 class Plan:
@@ -38,9 +148,7 @@ class Plan:
         )
         self._search, self._found = self._in_order(), list[Estimate]()
         self._options, self._fitted = options, cache(self._fit)
-        found = list(legal(description, rows, cluster.ranks, options))
-        self._illegal = [each for each in found if isinstance(each, Refused)]
-        self._legal = [each for each in found if isinstance(each, Layout)]
+        self._legal, self._illegal = legal(description, rows, cluster.ranks, options)
 
     def _fit(self, layout: Layout) -> tuple[list[Layout], list[Layout]]:
         """Return the variants of a layout that fit with the least savings, and all variants."""
@@ -48,10 +156,12 @@ class Plan:
         enough: list[tuple[int, int]] = []
         fitting: list[Layout] = []
         tried: list[Layout] = []
-        for (first, second), recompute, zero in ladder(layout.grid, self._options):
+        zeros, recompute = _zeros(layout.grid, self._options), self._options.recompute
+        steps = product(range(len(recompute)), range(len(zeros)))
+        for first, second in sorted(steps, key=lambda step: (sum(step), step)):
             if any(a <= first and b <= second for a, b in enough):  # fewer savings fit already
                 continue
-            variant = replace(layout, recompute=recompute, zero=zero)
+            variant = replace(layout, recompute=recompute[first], zero=zeros[second])
             if variant.cut not in self.description.cuts:  # not described with this recomputation
                 continue
             tried.append(variant)
@@ -70,14 +180,13 @@ class Plan:
         """Yield the estimates that fit, fastest first."""
         for number in count():
             if number == len(self._found):
-                following = next(self._search, None)
-                if following is None:
-                    return
-                self._found.append(self.estimate(following))
+                self._found += islice(self._search, 1)
+            if number == len(self._found):
+                return
             yield self._found[number]
 
-    def _in_order(self) -> Iterator[Layout]:
-        """Yield the layouts that fit, fastest first, from a queue by lower bounds of step times."""
+    def _in_order(self) -> Iterator[Estimate]:
+        """Yield the estimates that fit, fastest first, from a queue by lower bounds of times."""
         # At the front, a layout is fitted into memory, then bounded more closely, then simulated.
         floor, close = -2, -1  # kind of lower bound; peak bytes follow an exact time
         queue = [
@@ -93,7 +202,7 @@ class Plan:
             elif known == close:
                 heappush(queue, (self._steps.step(layout), self._peak(layout), number, layout))
             else:
-                yield layout
+                yield self.estimate(layout)
 
     def top(self, count: int) -> list[Estimate]:
         """Return the best layouts that fit, or the ones nearest to fitting if none does."""
@@ -119,19 +228,9 @@ class Plan:
     @cached_property
     def refused(self) -> tuple[Refused, ...]:
         """Refused grids and layouts, and why."""
-        return (*self._illegal, *map(self._too_large, self._large))
-
-    @cached_property
-    def reasons(self) -> list[tuple[int, Refused]]:
-        """Refused grids, and one layout that does not fit as an example, each with a count."""
-        large = [(len(self._large), self._too_large(self._large[0]))] if self._large else []
-        return [*((1, each) for each in self._illegal), *large]
-
-    def _too_large(self, tried: list[Layout]) -> Refused:
-        layout = min(tried, key=self._peak)
-        needed, room = in_bytes(self._peak(layout)), in_bytes(self.cluster.device.memory)
-        saved = f"zero {layout.zero} and recompute {layout.recompute}"
-        return Refused(layout.grid, f"needs {needed} of {room}, with {saved}", layout)
+        last, room = [tried[-1] for tried in self._large], in_bytes(self.cluster.device.memory)
+        why = f"does not fit in {room}, even with zero {{0.zero}} and recompute {{0.recompute}}"
+        return (*self._illegal, *(Refused(each.grid, why.format(each), each) for each in last))
 
     def estimate(self, layout: Layout) -> Estimate:
         """Return the cost of a layout.
@@ -142,19 +241,14 @@ class Plan:
         held = memory(self.description, layout, facts=self._facts)
         return Estimate(layout, held, self._steps.exact(layout), self._communicators(layout.grid))
 
-    @cached_property
-    def first(self) -> Estimate | None:
-        """The fastest estimate that fits, or None."""
-        return next(self.ranked(), None)
-
     def best(self) -> Estimate:
         """Return the fastest estimate that fits.
 
         Raises:
             InvalidArgumentError: No layout is legal and fits; the message has up to three reasons.
         """
-        if self.first is not None:
-            return self.first
+        if (first := next(self.ranked(), None)) is not None:
+            return first
         reasons = [*dict.fromkeys(f"{each.grid}: {each.why}" for each in self.refused)]
         raise InvalidArgumentError(
             f"no layout of {self.cluster.ranks} ranks can train {self.description.name}: "
@@ -188,7 +282,7 @@ def plan(
     """
     with _uncollected():
         found = Plan(description, rows, cluster, options or Options(), optimizer)
-        _ = found.first  # compute it now
+        next(found.ranked(), None)  # compute the best one now
     return found
 
 

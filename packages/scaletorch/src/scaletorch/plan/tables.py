@@ -10,8 +10,7 @@ from html import escape
 from ..parallel.pg_manager import layout_name
 from .description import Layout
 from .estimate import Estimate, in_bytes, in_seconds, in_short
-from .options import Refused
-from .search import Plan
+from .search import Plan, Refused
 
 GIB, WIDTH = 2**30, 120
 SORTS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers", "total")
@@ -42,7 +41,7 @@ def table(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
     head = [
         f"{known.name}: {plan.rows} rows of {known.length} tokens a step on {plan.cluster.ranks} x "
         f"{device.name}, {memory} each",
-        f"{len(plan.fitting)} layouts fit; {sum(n for n, _ in plan.reasons)} are refused",
+        f"{len(plan.fitting)} layouts fit; {len(plan.refused)} are refused",
     ]
     ranking, foot = list[str](), list[str]()
     if listed := plan.top(top):
@@ -52,7 +51,7 @@ def table(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
             foot.append(f"! no layout fits in {memory}: {cures}")
         low, high = in_seconds(listed[0].time.low), in_seconds(listed[0].time.high)
         foot += [f"steps are estimates: the first takes {low} to {high}", ""]
-    elif not plan.reasons:
+    elif not plan.refused:
         foot.append(
             "no layout is possible: dp x pp x cp x tp must be the number of ranks, and ep must "
             "divide dp x cp x tp and the experts"
@@ -132,12 +131,15 @@ def _ranking(plan: Plan, listed: Sequence[Estimate]) -> Iterator[str]:
 
 
 def _refusals(plan: Plan) -> Iterator[str]:
-    """Yield the reasons for refused layouts, most frequent first."""
-    reasons = grouped(plan.reasons)
-    for count, example, why in reasons[:REASONS]:
-        others = f" and {count - 1} like it" if count > 1 else ""
-        yield f"refused: {example}{others}: {why}"
-    if left := sum(count for count, _, _ in reasons[REASONS:]):
+    """Yield the reasons for refusals, up to their numbers, with an example; most frequent first."""
+    alike: dict[str, list[Refused]] = {}
+    for each in plan.refused:
+        alike.setdefault(re.sub(r"\d+(\.\d+)?", "0", each.why), []).append(each)
+    reasons = sorted(alike.values(), key=len, reverse=True)
+    for first, *others in reasons[:REASONS]:
+        more = f" and {len(others)} like it" if others else ""
+        yield f"refused: {named(first)}{more}: {first.why}"
+    if left := sum(map(len, reasons[REASONS:])):
         yield f"refused: {left} others for other reasons"
 
 
@@ -156,23 +158,10 @@ def words_of(layout: Layout) -> list[str]:
     return [word for word, matters in said.items() if matters]
 
 
-def grouped(refused: Iterable[tuple[int, Refused]]) -> list[tuple[int, str, str]]:
-    """Join refusals, each with its number of layouts, by reason without numbers; most first."""
-    found: dict[str, tuple[int, str, str]] = {}
-    for number, each in refused:
-        key = re.sub(r"\d+(\.\d+)?", "0", each.why)
-        before, example, why = found.get(key, (0, named(each), each.why))
-        found[key] = before + number, example, why
-    return sorted(found.values(), key=lambda reason: -reason[0])
-
-
 def named(refused: Refused) -> str:
-    """Return the name of a refused grid or layout."""
-    name, layout = layout_name(refused.grid), refused.layout
-    if layout is None:
-        return name
-    pipeline = f", {layout.schedule}" * (refused.grid.pp > 1)
-    return f"{name}{pipeline}, micro-rows {layout.micro_rows}"
+    """Return the name of a refused grid, or of a layout with its options."""
+    options = words_of(refused.layout) if refused.layout else []
+    return ", ".join([layout_name(refused.grid), *options])
 
 
 def fits(plan: Plan, estimate: Estimate) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Costs
@@ -19,8 +19,7 @@ from .clusters import Cluster
 from .costs import WORLD, Route, Seconds, block_seconds, route, seconds, summed
 from .description import Description, Layout
 from .estimate import Time
-from .facts import Facts, Group, Once
-from .stages import SPLIT, schedule_of, stages_of
+from .facts import SPLIT, Facts, Group, once_for, schedule_of, stages_of
 
 INNER = ("tp", "cp", "ep")  # axes of communication inside blocks
 OUTER = ("pp", "cp_dp", "edp")  # axes of communication between blocks and of gradients
@@ -69,13 +68,13 @@ def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
     return Steps(description, cluster).exact(layout)
 
 
-class Steps(Once):
+class Steps:
     """Step times of one model's layouts on a cluster, with a cache of what layouts share."""
 
     def __init__(
         self, description: Description, cluster: Cluster, facts: Facts | None = None
     ) -> None:
-        super().__init__()
+        self.found: dict[Any, Any] = {}
         self._description, self._cluster = description, cluster
         self._facts = facts or Facts(description)
         self._routes = cache(
@@ -87,31 +86,16 @@ class Steps(Once):
         ways = self._routes(layout.grid)
         rounds = layout.micro_batches if layout.zero >= 2 else 1
         own = (
-            "rank", layout.cut, layout.micro_rows, layout.recompute, layout.zero, rounds,
+            layout.cut, layout.micro_rows, layout.recompute, layout.zero, rounds,
             *(ways[axis] for axis in (*INNER, *OUTER)),
         )  # fmt: skip
-        numbers = self._facts.numbers(layout)
-        each = {
-            number: self.once((number, *own), partial(self._rank, layout, number, ways))
-            for number in {*numbers}
-        }
+        numbers, _ = self._facts.pipeline(layout)
+        each = {number: self._rank(layout, number, ways, own) for number in {*numbers}}
         return [each[number] for number in numbers]
 
     def _of_kinds(self, layout: Layout, ways: Mapping[str, Route]) -> list[Stage]:
         """Return the seconds of a block of each kind; full recomputation runs layers twice."""
-        known, rows = self._description, layout.micro_rows
-
-        def work_out() -> list[Stage]:
-            forward, backward = (
-                [
-                    block_seconds(own, phase, rows, known.dtype, self._cluster, ways)
-                    for own in known.behaviours(layout.cut)
-                ]
-                for phase in ("forward", "backward")
-            )
-            return [*zip(forward, backward, strict=True)]
-
-        found = self.once(("kinds", layout.cut, rows, *(ways[axis] for axis in INNER)), work_out)
+        found = self._once_each(layout, ways)
         if layout.recompute != "full":
             return found
         return [
@@ -119,7 +103,20 @@ class Steps(Once):
             for kind, (once, back) in enumerate(found)
         ]
 
-    def _rank(self, layout: Layout, number: int, ways: Mapping[str, Route]) -> Rank:
+    @once_for(lambda _, layout, ways: (layout.cut, layout.micro_rows, *(ways[a] for a in INNER)))
+    def _once_each(self, layout: Layout, ways: Mapping[str, Route]) -> list[Stage]:
+        known, rows = self._description, layout.micro_rows
+        return [
+            (
+                block_seconds(own, "forward", rows, known.dtype, self._cluster, ways),
+                block_seconds(own, "backward", rows, known.dtype, self._cluster, ways),
+            )
+            for own in known.behaviours(layout.cut)
+        ]
+
+    @once_for(lambda _, layout, number, ways, own: (number, own))
+    def _rank(self, layout: Layout, number: int, ways: Mapping[str, Route], own: Any) -> Rank:
+        """Return the seconds of a pipeline rank, which depend on its number and `own` alone."""
         kinds, chunks = self._of_kinds(layout, ways), self._facts.contents[number].chunks
         forward, backward = (
             [summed((kinds[kind][way], n) for kind, n in chunk) for chunk in chunks]
@@ -132,17 +129,15 @@ class Steps(Once):
 
     def floor(self, layout: Layout) -> float:
         """Return a cheaper lower bound than `least`: the mean computing time, for all savings."""
+        return SURE * self._computing(layout) * layout.micro_batches / layout.grid.pp
 
-        def work_out() -> float:
-            plain = replace(layout, recompute="none", zero=0)
-            described = plain.cut in self._description.cuts
-            kinds = self._of_kinds(plain if described else layout, self._routes(layout.grid))
-            each = (kinds[block.kind] for block in self._description.blocks)
-            return sum(way.computing for pair in each for way in pair)
-
-        # Computing does not depend on the placement of ranks.
-        computing = self.once(("floor", layout.cut, layout.micro_rows), work_out)
-        return SURE * computing * layout.micro_batches / layout.grid.pp
+    @once_for(lambda _, layout: (layout.cut, layout.micro_rows))  # wherever the ranks are placed
+    def _computing(self, layout: Layout) -> float:
+        plain = replace(layout, recompute="none", zero=0)
+        described = plain.cut in self._description.cuts
+        kinds = self._of_kinds(plain if described else layout, self._routes(layout.grid))
+        each = (kinds[block.kind] for block in self._description.blocks)
+        return sum(way.computing for pair in each for way in pair)
 
     def least(self, layout: Layout) -> float:
         """Return a lower bound of the step time without a simulation; `SURE` allows for rounding.
@@ -157,7 +152,7 @@ class Steps(Once):
             coming.append(coming[-1] + forward.total)
             going.append(going[-1] + backward.total)
         found = 0.0
-        for _, at in self._facts.ends(layout):
+        for _, at in self._facts.pipeline(layout)[1]:
             own = ranks[at]
             done = SURE * (coming[at] + number * own.batch.total)
             found = max(found, done + own.after)
@@ -167,13 +162,13 @@ class Steps(Once):
 
     def step(self, layout: Layout) -> float:
         """Return the seconds of a step alone, by one simulation."""
-        return self._last(layout)[0] + self._control(layout)
+        return self._last(layout)[0]
 
     def exact(self, layout: Layout) -> Time:
         """Return the time of a step, on the rank that ends last."""
-        _, rank, pipeline = self._last(layout)
-        step, number, control = self.step(layout), layout.micro_batches, self._control(layout)
-        passing = pipeline - max(self._ends(layout, 0.0)) if self._message(layout) else 0.0
+        step, rank, pipeline = self._last(layout)
+        number, control = layout.micro_batches, self._control(layout)
+        passing = pipeline - max(self._ends(layout, 0.0))
         others = Seconds(exposed={"pp": passing, "world": control})
         whole = summed([(rank.batch, number), (rank.end, 1), (others, 1)])
         busy = number * rank.batch.total + passing
@@ -187,24 +182,42 @@ class Steps(Once):
 
     def _last(self, layout: Layout) -> tuple[float, Rank, float]:
         """Return when the last rank ends, that rank, and when the pipeline ends."""
-        done, ranks = self._ends(layout, self._message(layout)), self.ranks(layout)
-        each = ((end + rank.after, rank) for end, rank in zip(done, ranks, strict=True))
-        return *max(each, key=lambda pair: pair[0]), max(done)
+        way, size = self._routes(layout.grid)["pp"], self._facts.handed(layout)
+        done = self._ends(layout, seconds("send", 1, size, way, self._cluster))
+        ends = [end + rank.after for end, rank in zip(done, self.ranks(layout), strict=True)]
+        last = ends.index(max(ends))
+        return ends[last] + self._control(layout), self.ranks(layout)[last], max(done)
 
     def _control(self, layout: Layout) -> float:
         """Return the seconds of the small all-reduces of a step."""
         ways, cluster = self._routes(layout.grid), self._cluster
         return sum(seconds("all_reduce", n, 0, ways[axis], cluster) for axis, n in CONTROL.items())
 
-    def _message(self, layout: Layout) -> float:
-        """Return the seconds of a message between stages, which has the largest output's size."""
-        way = self._routes(layout.grid)["pp"]
-        return seconds("send", 1, self._facts.handed(layout), way, self._cluster)
-
     def _ends(self, layout: Layout, message: float) -> list[float]:
         """Return when each pipeline rank ends its last action, with messages that take so long."""
-        ranks, order = self.ranks(layout), _order(layout.schedule, layout.grid.pp, layout.chunks)
-        return ends(layout, [ranks[rank].stages[chunk] for rank, chunk in order], message)
+        number, pp = layout.micro_batches, layout.grid.pp
+        ranks, order = self.ranks(layout), _order(layout.schedule, pp, layout.chunks)
+        if pp == 1:
+            return [number * sum(each.total for stage in ranks[0].stages for each in stage)]
+        stages = [ranks[rank].stages[chunk] for rank, chunk in order]
+        costs = _costs(stages, message)
+        unit = (costs.forward + costs.backward) / len(stages)
+
+        def share(seconds: float, scale: int = 1) -> float:
+            return max(round(seconds / unit * scale, DIGITS) / scale, 1e-12)
+
+        alike = (
+            layout.schedule, layout.chunks, pp, share(costs.forward), share(costs.backward),
+            share(costs.backward_input), share(costs.backward_weight),
+            round(message / unit, DIGITS + 1),
+            tuple(share(each * unit, len(stages)) for each in costs.stages),
+        )  # fmt: skip
+        few = (2 if layout.chunks > 1 else 1) * pp + number % pp
+        if number <= few + pp:
+            return [end * unit for end in _ends(*alike, number)]
+        near, far = _ends(*alike, few), _ends(*alike, few + pp)
+        rounds = (number - few) // pp
+        return [(a + (b - a) * rounds) * unit for a, b in zip(near, far, strict=True)]
 
 
 def _ended(
@@ -248,31 +261,6 @@ def _ended(
             waited = seconds("send", calls, size, routes["pp"], cluster)
             exposed["pp"] = exposed.get("pp", 0.0) + waited
     return Seconds(0.0, 0.0, exposed, hidden), update
-
-
-def ends(layout: Layout, stages: Sequence[Stage], message: float) -> list[float]:
-    """Return the time at which each pipeline rank ends its last action."""
-    number, ranks = layout.micro_batches, layout.grid.pp
-    if ranks == 1:
-        return [number * sum(each.total for stage in stages for each in stage)]
-    costs = _costs(stages, message)
-    unit = (costs.forward + costs.backward) / len(stages)
-
-    def share(seconds: float, scale: int = 1) -> float:
-        return max(round(seconds / unit * scale, DIGITS) / scale, 1e-12)
-
-    alike = (
-        layout.schedule, layout.chunks, ranks, share(costs.forward), share(costs.backward),
-        share(costs.backward_input), share(costs.backward_weight),
-        round(message / unit, DIGITS + 1),
-        tuple(share(each * unit, len(stages)) for each in costs.stages),
-    )  # fmt: skip
-    few = (2 if layout.chunks > 1 else 1) * ranks + number % ranks
-    if number <= few + ranks:
-        return [end * unit for end in _ends(*alike, number)]
-    near, far = _ends(*alike, few), _ends(*alike, few + ranks)
-    rounds = (number - few) // ranks
-    return [(a + (b - a) * rounds) * unit for a, b in zip(near, far, strict=True)]
 
 
 @lru_cache(maxsize=4096)

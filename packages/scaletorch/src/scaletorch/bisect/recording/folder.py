@@ -139,16 +139,11 @@ def read(folder: Path) -> dict[int, list[Recording]]:
         steps.setdefault(int(recording.header["step"]), []).append(recording)
     for step, recordings in steps.items():
         recordings.sort(key=lambda each: each.rank)
-        ranks, size = [each.rank for each in recordings], recordings[0].header["world_size"]
-        if others := [each.rank for each in recordings if each.header["world_size"] != size]:
+        ranks = [each.rank for each in recordings]
+        if (sizes := {each.header["world_size"] for each in recordings}) != {len(ranks)}:
             raise InvalidArgumentError(
-                f"{folder} has recordings of two runs: those of ranks {others} were made by "
-                f"another number of ranks than {size}; record each run into a new folder"
-            )
-        if missing := sorted(set(range(size)) - set(ranks)):
-            raise InvalidArgumentError(
-                f"{folder}: step {step} was recorded by {size} ranks, and the recordings of ranks "
-                f"{missing} are missing"
+                f"{folder} has step {step} of ranks {ranks}, recorded by {sorted(sizes)} ranks: "
+                "record on all ranks, and each run into a new folder"
             )
     return dict(sorted(steps.items()))
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 
 from ...compose import parallelize, shard_global_batch, train_step
 from ...compose.entries import RowDims
-from ...compose.experts import count_experts, expert_names
+from ...compose.experts import expert_names
 from ...compose.forward import terms_of
-from ...compose.naming import load
 from ...compose.own_loss import LossFunction
 from ...dist.errors import InvalidArgumentError, ScaletorchError
 from ...parallel.context_parallel.building import expect_attention
@@ -32,15 +30,16 @@ from ...parallel.pg_manager import (
     setup_process_group_manager,
 )
 from ...parallel.pipeline_parallel import Split, meta_parameters
+from ...parallel.pipeline_parallel.building import PassThrough, sections_of
 from ..description import Behaviour, Block, Cut, Description, Kernels, Parameter
-from .hollow import Hollow, kernels_of
-from .kinds import block_of, blocks_of, fill, inner, thin_out
+from .hollow import Hollow, OfCuda
 from .meter import Meter, behaviour, is_put_off
 
 MOST = 8  # largest size of tp, cp and ep that is tried by default
 ROWS = (2, 3)  # two row counts determine an affine function of rows
 REPLICAS = 2  # replicas of sharded parameters, so that no two axes have the same groups
 Batch = Mapping[str, Tensor]
+IDS = ("input_ids", "labels")  # entries of the default batch
 
 
 def describe(
@@ -85,10 +84,10 @@ def describe(
     blocks, chosen = blocks_of(model, split)
     known: dict[Cut, tuple[Behaviour, ...]] = {}
     refused: dict[Cut, str] = {}
-    dims = {"row_dims": row_dims, "sequence_dims": sequence_dims}
     job = _Job(
-        partial(built, build), model, blocks, chosen, batch or partial(_tokens, length), plan,
-        split, dims, loss_fn, kernels,
+        partial(built, build), model, blocks, chosen,
+        batch or (lambda rows: dict.fromkeys(IDS, torch.zeros(rows, length, dtype=torch.long))),
+        plan, split, {"row_dims": row_dims, "sequence_dims": sequence_dims}, loss_fn, kernels,
     )  # fmt: skip
     for cut in dict.fromkeys((Cut(), *(usual_cuts(8) if cuts is None else cuts))):
         try:
@@ -173,8 +172,7 @@ class _Job:
                 f"the model cannot run on the batch: {why}; a model that takes something else "
                 "than input_ids and labels needs a function of its batch (--batch)"
             ) from error
-        kinds = range(self.blocks[-1].kind + 1)
-        return tuple(behaviour(kind, ROWS, pair, parameters[kind]) for kind in kinds)
+        return tuple(behaviour(kind, ROWS, pair, own) for kind, own in sorted(parameters.items()))
 
     def _run(self, cut: Cut, manager: ProcessGroupManager, rows: int) -> tuple[Meter, nn.Module]:
         model, loss, function = self.build(), dict[str, Any](), self.loss_fn
@@ -197,7 +195,8 @@ class _Job:
             terms_of(parallel).seen = 2
             batch = self.batch(rows * manager.dp_size)
             watched = meter.watch(model, self.chosen, latest)
-            with parallel.no_sync(), watched, kernels_of(self.kernels):
+            kernels = OfCuda() if self.kernels == "cuda" else nullcontext()
+            with parallel.no_sync(), watched, kernels:
                 shares = shard_global_batch(batch, 1, manager, model=parallel, **self.dims)
                 train_step(parallel, shares, manager, **loss)
         return meter, model
@@ -208,14 +207,10 @@ class _Job:
         experts = expert_names(model)
         deferred = {f"{name}.weight" for name, each in model.named_modules() if is_put_off(each)}
         found: dict[int, list[Parameter]] = {block.kind: [] for block in self.blocks}
-        for name, tensor in model.named_parameters(remove_duplicate=False):
-            block = block_of(name, self.blocks)
-            if block is not None and name in whole:
-                elements, item = whole[name].numel(), tensor.element_size()
-                found[block.kind].append(Parameter(
-                    inner(name, block), elements, item, tensor.numel(), name in experts,
-                    name in deferred,
-                ))  # fmt: skip
+        for kind, inner, name, tensor in parameters_of(model, self.blocks):
+            if name in whole:
+                sizes = whole[name].numel(), tensor.element_size(), tensor.numel()
+                found[kind].append(Parameter(inner, *sizes, name in experts, name in deferred))
         return found
 
 
@@ -239,17 +234,11 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def _tokens(length: int, rows: int) -> Batch:
-    ids = torch.zeros(rows, length, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids}
-
-
 def _tied(model: nn.Module, blocks: Sequence[Block]) -> tuple[tuple[str, ...], ...]:
     """Return groups of tied parameter names, as "kind.parameter"."""
     users: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (block := block_of(name, blocks)) is not None:
-            users.setdefault(id(parameter), []).append(f"{block.kind}.{inner(name, block)}")
+    for kind, inner, _, parameter in parameters_of(model, blocks):
+        users.setdefault(id(parameter), []).append(f"{kind}.{inner}")
     return tuple(tuple(names) for names in users.values() if len(names) > 1)
 
 
@@ -275,47 +264,96 @@ def _simulated(grid: Grid) -> Iterator[ProcessGroupManager]:
             c10d.destroy_process_group()
 
 
-def model_named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Module], int]:
-    """Return name, builder and experts in a layer of a config's folder or `package.module:name`."""
-    kind = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
+class _Skipped(PassThrough):
+    """A stand-in for a layer: returns its input, with the latest layer's other outputs."""
+
+    def __init__(self, replaced: nn.Module, latest: list[Any]) -> None:
+        super().__init__(replaced, "a layer like another")
+        self._latest = latest
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value = args[0] if args else next(iter(kwargs.values()), None)
+        latest = self._latest[0]
+        return (value, *latest[1:]) if isinstance(latest, tuple) else value
+
+    forward = __call__
+
+
+def kinds_of(layers: Sequence[nn.Module]) -> list[int]:
+    """Return the kind of each layer; a kind has the same classes, shapes and settings."""
+    forms = [dict(_form(layer)) for layer in layers]
+    # Ignore attributes that hold the layer's index.
+    places = {
+        key for key in set().union(*forms)
+        if len(forms) > 1 and all(form.get(key) == index for index, form in enumerate(forms))
+    }  # fmt: skip
+    known: dict[tuple[Any, ...], int] = {}
+    seen = [tuple(item for item in form.items() if item[0] not in places) for form in forms]
+    return [known.setdefault(form, len(known)) for form in seen]
+
+
+def _form(layer: nn.Module) -> Iterator[tuple[tuple[str, str], Any]]:
+    for name, module in layer.named_modules():
+        yield (name, ""), type(module)
+        for own, value in vars(module).items():
+            if isinstance(value, str | bool | float | int) and not own.startswith("_"):
+                yield (name, own), value
+        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield (name, own), (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def blocks_of(model: nn.Module, split: Split | None) -> tuple[tuple[Block, ...], dict[int, str]]:
+    """Return the blocks, first and last the modules around layers, and each kind's first layer."""
+    first, *layers, last = sections_of(model, split)
+    if any(len(layer) > 1 for layer in layers):
         raise InvalidArgumentError(
-            f"dtype {dtype!r} is not a floating-point dtype of torch, such as bfloat16"
+            f"a plan needs layers that are one module each, and a layer of {type(model).__name__} "
+            f"is {' and '.join(layers[0])}: put them into one module, or try layouts with "
+            "`python -m scaletorch.verify`"
         )
-    folder = Path(given)  # with a config.json of transformers
-    if (folder / "config.json").exists():
-        name, make = folder.resolve().name, _of_config(folder)
-    elif ":" in given:
-        name, make = "", load(given)
-        if not callable(make):
-            made = type(make).__name__
-            raise InvalidArgumentError(f"{given!r} must be a function of the model, got {made}")
-    else:
-        raise InvalidArgumentError(
-            f"{given!r} is neither a folder with a config.json of transformers nor "
-            "package.module:function; nothing is downloaded: get its config.json first"
-        )
-
-    def build() -> nn.Module:
-        module: nn.Module = make()
-        for parameter in module.parameters() if kind else ():
-            parameter.data = parameter.data.to(kind)
-        return module
-
-    return name, build, count_experts(built(build))
+    names = [name for (name,) in layers]
+    kinds = kinds_of([model.get_submodule(name) for name in names])
+    behind = max(kinds, default=-1) + 2
+    line = [Block("+".join(first), 0, "first")]
+    line += [Block(name, kind + 1, "layer") for name, kind in zip(names, kinds, strict=True)]
+    chosen = {kind + 1: names[kinds.index(kind)] for kind in dict.fromkeys(kinds)}
+    return (*line, Block("+".join(last), behind, "last")), chosen
 
 
-def _of_config(folder: Path) -> Callable[[], nn.Module]:
-    try:
-        import transformers
-    except ImportError as error:
-        raise InvalidArgumentError(
-            'a config of transformers needs it: pip install "scaletorch[transformers]"'
-        ) from error
-    try:
-        config: Any = transformers.AutoConfig.from_pretrained(folder)
-    except Exception as error:  # validators raise other types than ValueError
-        why = " ".join(str(error).split("\n")[:2])
-        raise InvalidArgumentError(f"{folder} has no config of transformers: {why}") from error
-    config.use_cache = False  # training does not need a cache
-    return lambda: transformers.AutoModelForCausalLM.from_config(config)
+def thin_out(model: nn.Module, blocks: Sequence[Block], chosen: Mapping[int, str]) -> list[Any]:
+    """Replace, in place, all layers but the chosen ones; return the list for the latest output."""
+    latest: list[Any] = [None]
+    for block in blocks:
+        if block.place == "layer" and chosen[block.kind] != block.name:
+            parent, _, own = block.name.rpartition(".")
+            skipped = _Skipped(model.get_submodule(block.name), latest)
+            setattr(model.get_submodule(parent), own, skipped)
+    return latest
+
+
+def fill(model: nn.Module, make: Any) -> None:
+    """Allocate every parameter of the meta device, in place; tied parameters stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    fresh = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
+                    made[id(parameter)] = fresh
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, Tensor) and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+
+
+def parameters_of(
+    model: nn.Module, blocks: Sequence[Block]
+) -> Iterator[tuple[int, str, str, nn.Parameter]]:
+    """Yield the parameters of blocks: kind, name in all layers of the kind, full name, tensor."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for block in blocks:
+            if any(f"{name}.".startswith(f"{own}.") for own in block.name.split("+")):
+                inner = name.removeprefix(f"{block.name}.") if block.place == "layer" else name
+                yield block.kind, inner, name, parameter
+                break

@@ -3,14 +3,13 @@
 A hollow tensor is a plain CPU tensor whose memory is never touched, so the system never commits it.
 Kernels are chosen, storages shared and messages sent as for any other tensor, and a model with a
 trillion parameters fits on a laptop. Small data from which indices are computed (ids, positions,
-token counts) stays real. Kernels that keep more on the CPU can run as on GPUs (`kernels_of`).
+token counts) stays real. Kernels that keep more on the CPU can run as on GPUs (`OfCuda`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -25,7 +24,6 @@ from .meter import Meter
 
 aten = torch.ops.aten
 _SMALL = 2**20  # largest tensor in bytes that is filled for real
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class Hollow(TorchDispatchMode):
@@ -109,12 +107,18 @@ class Hollow(TorchDispatchMode):
                 return torch.full(args[2].shape, 1 / args[0].shape[args[1]], dtype=args[0].dtype)
         result = self._shapes(func, args, kwargs)
         scores, index = args[0], result[1] if isinstance(result, tuple) else result
-        dim = _dim_of(func, args, kwargs)
+        names = [argument.name for argument in func._schema.arguments]
+        given = (dict(zip(names, args, strict=False)) | dict(kwargs)).get("dim")
+        dim = -1 if given is None else int(given)
         size = max(scores.shape[dim], 1) if scores.ndim else 1
+        count, top = index.numel(), func is aten.topk.default
         with _disable_current_modes():
-            count = index.numel()
-            top = func is aten.topk.default
-            turn = _shared_out(count, size) if top else torch.arange(count) % size
+            if top:  # in random order
+                seeded = torch.Generator().manual_seed(0)
+                blocks = torch.rand(-(-count // size), size, generator=seeded)
+                turn = blocks.argsort(-1).flatten()[:count]
+            else:
+                turn = torch.arange(count) % size
             last = index.movedim(dim, -1) if index.ndim else index
             chosen = turn.view(last.shape)
             chosen = (chosen.movedim(-1, dim) if index.ndim else chosen).contiguous()
@@ -126,7 +130,8 @@ class Hollow(TorchDispatchMode):
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor], *, sends: bool,
     ) -> Any:  # fmt: skip
-        group = next(leaf for leaf in tree_leaves((args, kwargs)) if _is_group(leaf))
+        objects = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.ScriptObject))
+        group = next(each for each in objects if "ProcessGroup" in str(each._type()))
         members = torch.distributed.ProcessGroup.unbox(group)
         self._meter.collective(func, members, tensors)
         if sends:
@@ -171,27 +176,10 @@ def _form(value: Any) -> Any:
     return torch.device("meta") if isinstance(value, torch.device) else value
 
 
-def _is_group(value: Any) -> bool:
-    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
-
-
-def _dim_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    dim = given.get("dim", -1)
-    return -1 if dim is None else int(dim)
-
-
 def _grouped(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
     """Return the shape of a grouped matmul; torch's own shape formula takes only bfloat16."""
     form = aten._grouped_mm.default(a.bfloat16(), b.bfloat16(), *rest, **options)
     return cast(Tensor, form).to(a.dtype)
-
-
-def _shared_out(count: int, size: int) -> Tensor:
-    """Return `count` choices of `size` items, all equally often, in random order."""
-    blocks = torch.rand(-(-count // size), size, generator=torch.Generator().manual_seed(0))
-    return blocks.argsort(-1).flatten()[:count]
 
 
 def _number(_: Any, args: Sequence[Any], __: Any) -> Any:
@@ -209,13 +197,8 @@ _CHOICES = frozenset((
 ))  # fmt: skip
 
 
-def kernels_of(device: str) -> AbstractContextManager[Any]:
-    """Run hollow tensors, which are on the CPU, by the kernels of "cpu" or "cuda"."""
-    return _OfCuda() if device == "cuda" else nullcontext()
-
-
-class _OfCuda(TorchFunctionMode):
-    """Call CUDA's fused operator where torch would run several for CPU tensors."""
+class OfCuda(TorchFunctionMode):
+    """Run hollow tensors, which are on the CPU, by CUDA's kernels: fused operators in one call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the fused replacement of a torch function, if there is one."""
@@ -231,10 +214,12 @@ def _attention(
 
     float32 goes to the memory-efficient operator, the rest to plain matmuls.
     """
-    half = query.dtype in _HALF and query.shape[-1] == value.shape[-1]
+    half = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] == value.shape[-1]
     learned = attn_mask is not None and attn_mask.requires_grad
     grouped = enable_gqa and query.shape[1] != key.shape[1]
-    mask = None if attn_mask is None else _added(attn_mask, query)
+    mask = attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # it is added to the scores
+        mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
     options: dict[str, Any] = {"scale": scale}
     call: Any = aten._scaled_dot_product_efficient_attention
     more: tuple[Any, ...] = (mask, True, dropout_p, is_causal)
@@ -247,13 +232,6 @@ def _attention(
         options["enable_gqa"] = grouped
     out: Tensor = call(query, key, value, *more, **options)[0]
     return out
-
-
-def _added(mask: Tensor, query: Tensor) -> Tensor:
-    """Return a mask in the additive form."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
 
 
 def _rms_norm(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,14 +21,9 @@ from ...dist.building import tensors_in
 from ..description import Affine, Behaviour, Parameter, Sent, Work
 
 aten = torch.ops.aten
-# Names of c10d's operations in `scaletorch.dist`.
-_OPERATIONS = {
-    "allreduce": "all_reduce", "allgather": "all_gather", "_allgather_base": "all_gather",
-    "reduce_scatter": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter",
-    "alltoall": "all_to_all", "alltoall_base": "all_to_all", "send": "send", "recv_": "receive",
-    "broadcast": "broadcast", "gather": "gather", "scatter": "scatter", "reduce": "reduce",
-    "barrier": "barrier",
-}  # fmt: skip
+# Operations of c10d that have another name in `scaletorch.dist`.
+_OPERATIONS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+HELD = ("kept", "shared", "left", "entered", "handed")  # bytes of a block; see `Behaviour`
 
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, Phase] = ("forward", "backward")
@@ -51,17 +46,6 @@ class Seen:
         return max(self.peak - self.base, 0)
 
 
-@dataclass(slots=True)
-class Held:
-    """Bytes of a block; see `Behaviour`."""
-
-    kept: int = 0
-    shared: int = 0
-    left: int = 0
-    entered: int = 0
-    handed: int = 0
-
-
 class Meter:
     """Measures a step; block 0 is everything before the layers, block `last` everything after them.
 
@@ -74,7 +58,7 @@ class Meter:
     ) -> None:
         self._last, self._selective = last, selective
         self.seen: dict[tuple[int, Phase], Seen] = defaultdict(Seen)
-        self.held: dict[int, Held] = defaultdict(Held)
+        self.held: dict[int, Counter[str]] = defaultdict(Counter)  # of `HELD`
         self._axes: dict[str, str] = {}
         for axis, group in axes.items():
             if group is not None:  # if several axes have the same group, count for the first
@@ -83,7 +67,7 @@ class Meter:
         self._events: list[tuple[Seen, int, int]] = []  # phase, storage, change of bytes
         self._born: dict[int, int] = {}  # storage -> block
         self._inputs: dict[int, int] = {}  # block -> storage
-        self._multiplied: set[tuple[int, int]] = set()  # (block, storage of a linear layer's input)
+        self._multiplied: dict[int, int] = {}  # storage of a linear layer's input -> block
         self._counted: set[int] = set()  # storages of parameters, and those already counted as kept
         self._added: tuple[int, int] | None = None  # (storage of an operand, its event)
 
@@ -111,7 +95,7 @@ class Meter:
             latest[0] = output
             hidden = next(tensors_in(output), None)
             if hidden is not None:
-                self.held[kind].handed = bytes_of([hidden])
+                self.held[kind]["handed"] = bytes_of([hidden])
                 self._come_in(self._last, hidden)
                 self._when_gradient(hidden, kind)
             if kind == final:
@@ -152,7 +136,7 @@ class Meter:
 
     def _come_in(self, block: int, hidden: Tensor) -> None:
         storage = hidden.untyped_storage()
-        self.held[block].entered, self._inputs[block] = storage.nbytes(), storage._cdata
+        self.held[block]["entered"], self._inputs[block] = storage.nbytes(), storage._cdata
 
     def _when_gradient(self, tensor: Tensor, block: int) -> None:
         """Switch to the backward of a block when a tensor's gradient arrives."""
@@ -163,10 +147,10 @@ class Meter:
         """Count input and output gradient of a linear layer with a deferrable weight gradient."""
         storage, block = args[0].untyped_storage(), self._block
         if self._on and self._phase == FORWARD and output.requires_grad:
-            if (block, storage._cdata) not in self._multiplied:
-                self._multiplied.add((block, storage._cdata))
-                self.held[block].left += storage.nbytes()
-            self.held[block].left += bytes_of([output])
+            if self._multiplied.get(storage._cdata) != block:
+                self._multiplied[storage._cdata] = block
+                self.held[block]["left"] += storage.nbytes()
+            self.held[block]["left"] += bytes_of([output])
 
     def operation(
         self, func: Any, args: Any, ins: Sequence[Tensor], outs: Sequence[Tensor]
@@ -180,16 +164,21 @@ class Meter:
             if self._selective and in_layer and is_selected(func):
                 for each in outs:
                     self._keep(each)
-            moved, sort = float(bytes_of(ins) + bytes_of(outs)), sort_of(func)
-            self._now.work.append((sort, flops_of(func, args, ins, outs), moved))
+            moved = float(bytes_of(ins) + bytes_of(outs))
+            self.seen[self._block, self._phase].work.append(
+                (*flops_of(func, args, ins, outs), moved)
+            )
             if self._phase == BACKWARD and func is aten.add.Tensor and self._events:
                 self._added = ins[0].untyped_storage()._cdata, len(self._events) - 1
 
     def collective(self, func: Any, group: ProcessGroup, tensors: Sequence[Tensor]) -> None:
         """Count a collective for the running block."""
-        axis = self._axes.get(group.group_name)
-        if self._on and group.size() > 1 and axis is not None:
-            self._now.sent.append((axis, *sent_by(func, tensors, group.size())))
+        axis, raw = self._axes.get(group.group_name), func._schema.name.removeprefix("c10d::")
+        received = raw.startswith(("recv", "barrier"))  # counted at the sender; not in a step
+        if self._on and group.size() > 1 and axis is not None and not received:
+            self.seen[self._block, self._phase].sent.append(
+                (axis, *sent_by(raw.strip("_"), tensors, group.size()))
+            )
 
     def memory(self, key: int, change: int) -> None:
         """Record an allocation or, with a negative change, a release."""
@@ -199,12 +188,10 @@ class Meter:
                 # The operand was autograd's alone: without a dispatch mode it would add in place.
                 # Without this, plans of mixtures of experts are 1 to 4 % too large.
                 at = self._added[1]
-            self._events.insert(at, (self._now, key, change))
+            seen = self.seen[self._block, self._phase]
+            self._events.insert(at, (seen, key, change))
         self._born[key] = self._block if self._on and change > 0 else -1
-
-    @property
-    def _now(self) -> Seen:
-        return self.seen[self._block, self._phase]
+        self._multiplied.pop(key, None)  # another storage may have its address
 
     def _keep(self, tensor: Tensor) -> Tensor:
         """Count a tensor that autograd keeps; it is shared if it was made before the layers."""
@@ -213,10 +200,8 @@ class Meter:
         if self._on and key not in self._counted:
             self._counted.add(key)
             early = self._born.get(key, -1) < 1 and self._inputs.get(block) != key
-            if early and 0 < block < self._last:  # such as rotary angles or a mask
-                self.held[block].shared += storage.nbytes()
-            else:
-                self.held[block].kept += storage.nbytes()
+            shared = early and 0 < block < self._last  # such as rotary angles or a mask
+            self.held[block]["shared" if shared else "kept"] += storage.nbytes()
         return tensor
 
 
@@ -240,12 +225,9 @@ def behaviour(
         low, high = figures
         return Affine(low - slope * (high - low) * rows[0], slope * (high - low))
 
-    def held(figure: Callable[[Held], int]) -> Affine:
-        return line(figure(each.held[kind]) for each in pair)
-
     def peak(meter: Meter) -> int:
         own = meter.held[kind]
-        return max(meter.seen[kind, FORWARD].taken - own.kept - own.shared, 0)
+        return max(meter.seen[kind, FORWARD].taken - own["kept"] - own["shared"], 0)
 
     sent: list[Sent] = []
     work: list[Work] = []
@@ -263,12 +245,12 @@ def behaviour(
                 work.append(Work(sort, max(map(len, pairs)), flops, moved, phase))
     return Behaviour(
         tuple(parameters),
-        kept=held(lambda own: own.kept), shared=held(lambda own: own.shared),
-        left=held(lambda own: own.left), entered=held(lambda own: own.entered),
         forward_peak=line(peak(each) for each in pair),
         backward_peak=line(each.seen[kind, BACKWARD].taken for each in pair),
-        handed=held(lambda own: own.handed), sent=tuple(sent), work=tuple(work),
-    )  # fmt: skip
+        sent=tuple(sent),
+        work=tuple(work),
+        **{name: line(each.held[kind][name] for each in pair) for name in HELD},
+    )
 
 
 def _alike(low: list[Operation], high: list[Operation]) -> Iterator[list[list[Operation]]]:
@@ -290,30 +272,24 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def sort_of(func: Any) -> str:
-    """Return an operation's kind, as in `Work.operation`."""
-    name = func._schema.name
-    if "attention" in name:
-        return "attention"
-    known = func._overloadpacket in flop_registry or func is aten._grouped_mm.default
-    return "matmul" if known else "other"
-
-
-def flops_of(func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
-    """Return the flops of an operation; a causal attention counts half."""
-    name = func._schema.name
-    if "attention" in name:
-        return _attention(func, inputs, args)
+def flops_of(
+    func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> tuple[str, float]:
+    """Return an operation's kind, as in `Work.operation`, and its flops."""
+    if "attention" in func._schema.name:
+        return "attention", _attention(func, inputs, args)
     if func is aten._grouped_mm.default:  # each token with its expert
         a, b = inputs[:2]
-        return 2.0 * a.numel() * b.shape[-1]
+        return "matmul", 2.0 * a.numel() * b.shape[-1]
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
-        return 0.0
-    return float(formula(*args, out_val=outputs[0] if len(outputs) == 1 else tuple(outputs)))
+        return "other", 0.0
+    output = outputs[0] if len(outputs) == 1 else tuple(outputs)
+    return "matmul", float(formula(*args, out_val=output))
 
 
 def _attention(func: Any, inputs: Sequence[Tensor], args: Any) -> float:
+    """Return the flops of an attention; a causal one counts half."""
     backward = "backward" in func._schema.name
     query, key, value = inputs[1:4] if backward else inputs[:3]
     rows = query.shape[:-1].numel()
@@ -323,17 +299,13 @@ def _attention(func: Any, inputs: Sequence[Tensor], args: Any) -> float:
     return products * (2.5 if backward else 1.0) * (0.5 if causal else 1.0)
 
 
-def sent_by(func: Any, tensors: Sequence[Tensor], size: int) -> tuple[str, float]:
-    """Return the name of a collective and the bytes that a rank sends, with ring algorithms."""
-    raw = func._schema.name.removeprefix("c10d::").rstrip("_")
-    operation = next(
-        (mine for theirs, mine in _OPERATIONS.items() if raw == theirs.rstrip("_")), raw
-    )
-    whole = max((bytes_of([tensor]) for tensor in tensors), default=0)
+def sent_by(raw: str, tensors: Sequence[Tensor], size: int) -> tuple[str, float]:
+    """Return a collective's name in `scaletorch.dist` and the bytes that a rank of a ring sends."""
+    operation = raw.removesuffix("_base")
+    operation = _OPERATIONS.get(operation, operation)
     if operation == "send":
         return operation, float(bytes_of(tensors[:1]))
-    if operation in {"receive", "barrier"}:
-        return operation, 0.0
+    whole = max((bytes_of([tensor]) for tensor in tensors), default=0)
     if raw in {"allgather", "reduce_scatter", "alltoall"}:  # lists with one tensor for each rank
         whole = max(bytes_of(tensors) // 2, bytes_of(tensors) * size // (size + 1))
     turns = 2 if operation == "all_reduce" else 1
