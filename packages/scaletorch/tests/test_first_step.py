@@ -230,7 +230,7 @@ CASES = {  # of two ranks: the model, the layout, what is said, and what else `s
     "frozen later": (models.Plain, DP, "of the parameters of this rank", {"put": frozen_later}),
     "broadcast over dp alone": (OnesOnOne, TP, VALUES + "norm.weight", ONE_SYNC),
     "beside sharded layers": (Sharded, TP, r"norm.weight .* has values"),
-    "labels by hand": (models.Plain, TP, r"labels on rank 1 \(.*\) is not that of rank 0", BY_HAND),
+    "labels by hand": (models.Plain, TP, r"labels: on rank 1 \(.*\) not as on rank 0", BY_HAND),
     "a fixed width": (FixedWidth, TP, WHOLE_WIDTH),
     "attention on shares": (with_own_attention, TP, REPLACED, UNCUT | {"sequence_parallel": True}),
     "second output": (Beside, CP, FOUND, {"loss": own_loss}),

@@ -97,7 +97,7 @@ def halved(backward):
 
 
 BOUNDARY = "parallel.pipeline_parallel.stages.stage:PipelineParallel.backward"
-SUMS = "compose.partial_gradients:_sum"
+SUMS = "compose.gradients:_sum"
 # Of an axis: the model, a fault of the library, and what the message names.
 FAULTS = {
     "tp": (Features, None, r"output of layers\.0 is off by .*tp div"),

@@ -15,11 +15,11 @@ from ..parallel.context_parallel.building import note_padding, note_shards, requ
 from ..parallel.data_parallel import DataParallelBucket, parameter_shards
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel.building import read
-from .balance import require_one_micro_batch
 from .batches import Batch, Called, MicroBatch, counts_nothing, size_of, token_count
 from .checks.buffers import require_whole_batches
 from .checks.initial import require_one_batch
 from .entries import LABELS, OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
+from .experts import require_one_micro_batch
 from .forward import Terms, pipeline_of, rehearses
 from .own_loss import Number, OwnLoss
 from .samples import Samples, samples_of

@@ -22,15 +22,14 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.data_parallel.building import scale_gradients
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
-from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens
 from .checks.buffers import refuse_changes
 from .checks.initial import explain_failures
+from .experts import router_loss
 from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
+from .gradients import sum_partial_gradients
 from .loss import find_sharded_head, loss_of_tokens, require_logits_alone, token_loss_sum
-from .loss_reads import keep_gradients
-from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss
-from .partial_gradients import sum_partial_gradients
+from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss, keep_gradients
 from .preparation import compare_first_batch, has_gradients, prepare_step
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample

@@ -25,7 +25,7 @@ from ...dist.errors import InvalidArgumentError
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pg_manager.building import digest, divided_modules, eagerly
 from ...parallel.tensor_parallel import TensorParallelLayer
-from ..digests import as_numbers
+from ..digests import ABSENT, Key, as_numbers, differing_sides
 from ..experts import expert_names
 from ..forward import pipeline_of, wait_for_parameters
 
@@ -157,20 +157,18 @@ def _differing_buffers(
     looks: Looks, shards: Set[str], experts: Set[str], manager: ProcessGroupManager
 ) -> dict[str, str]:
     """Return the buffers that differ between ranks that should agree, and these ranks as text."""
-    everyone = all_gather_object((looks, {*shards}, {*experts}), manager.world_group)
-    names = dict.fromkeys(name for theirs, *_ in everyone for name in theirs)
-    found: dict[str, str] = {}
+    own = manager.grid.coordinates(manager.global_rank)
+    changed = all_gather_object([*looks], manager.world_group)
+    names = dict.fromkeys(name for theirs in changed for name in theirs)
+    digests: list[tuple[Key, Tensor | int]] = []
     for axes, whose in _ALIKE.items():
-        for name in names:
-            held: dict[Any, set[int | None]] = {}
-            for rank, (theirs, divided, own) in enumerate(everyone):
-                elsewhere = axes == ("pp",) and name not in theirs
-                if elsewhere or name in own or (axes == ("tp",) and name in divided):
-                    continue
-                place = manager.grid.coordinates(rank)._replace(**dict.fromkeys(axes, 0))
-                held.setdefault(place, set()).add(theirs.get(name))
-            if any(len(each) > 1 for each in held.values()):
-                found.setdefault(name, whose)
+        place = tuple(own._replace(**dict.fromkeys(axes, 0)))
+        left_out = experts | shards if axes == ("tp",) else experts
+        held = looks if axes == ("pp",) else names  # other stages may not have the buffer
+        digests += [(Key(whose, n, place), looks.get(n, ABSENT)) for n in held if n not in left_out]
+    found: dict[str, str] = {}
+    for key in differing_sides(digests, manager):
+        found.setdefault(key.name, key.kind)
     return found
 
 

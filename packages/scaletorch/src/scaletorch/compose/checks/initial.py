@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from ...dist.building import agree, caught, map_tensors
-from ...dist.errors import InvalidArgumentError, MismatchError, ScaletorchError
+from ...dist.errors import InvalidArgumentError, ScaletorchError
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pg_manager.building import digest_text, divided_modules
 from ...parallel.pipeline_parallel import StageError
 from ...parallel.tensor_parallel import TensorParallelLayer
 from ..batches import Batch, MicroBatch
-from ..digests import Key, differing_sides, text_hash
+from ..digests import Key, differing_sides, refuse, text_hash
 from ..entries import OF_LOSS
 from ..forward import pipeline_of
 from ..naming import names_sizes
@@ -27,6 +27,7 @@ _SUBJECT = (
     "the values of the plain model that parallelize shards (build it from one seed, or load one "
     "checkpoint into it, on all ranks)"
 )
+_ONE_BATCH = "Let every rank read the same batch, and give random choices the same seed."
 
 
 def require_one_model(
@@ -87,16 +88,11 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
     looks = [*_looks(read, [cut.whole for cut in cuts.values()]), *_looks(place, called)]
     whole = read if cuts else place  # its entries must be equal on all ranks
     names = [key.name for key, _ in looks if key.kind == whole]
-    looks.append((Key(whole, "the list of entries"), text_hash(str(names))))
+    looks.append((Key(whole, "list of entries"), text_hash(str(names))))
     parted = differing_sides(looks, manager)
-    for (where, name, _), (usual, *others) in parted.items():
-        odd = sorted(rank for side in others for rank in side)
-        shown = ", ".join(f"rank {rank} ({manager.grid.coordinates(rank)})" for rank in odd[:4])
-        raise MismatchError(
-            f"ranks have different first batches where they need the same one ({where}): {name} "
-            f"on {shown} is not that of rank {usual[0]}; let every rank read the same batch, "
-            "and give random choices the same seed"
-        )
+    if parted:
+        what = "ranks have different first batches where they need the same one"
+        refuse(parted, {}, manager, what, _ONE_BATCH)
 
 
 def _looks(where: str, batches: Sequence[Batch]) -> list[tuple[Key, int]]:
