@@ -352,8 +352,7 @@ def read_loss(loss: Tensor, outputs: Iterable[Node | None], first: int, model: n
             inputs = [under[n] for n, _ in node.next_functions if n]
             leaves = [leaf for _, theirs in inputs for leaf in theirs]
             computes = any(each for each, _ in inputs)
-            results = (each for each in node._input_metadata if each is not None)
-            is_number = all(math.prod(each.shape) == 1 for each in results)
+            is_number = all(math.prod(x.shape) == 1 for x in node._input_metadata if x is not None)
             if (is_number and not computes) or node.name().startswith("CompiledFunction"):
                 penalized, leaves = penalized + leaves, []
             under[node] = computes, leaves

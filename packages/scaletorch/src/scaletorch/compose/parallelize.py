@@ -126,7 +126,8 @@ def _in_buckets(
     parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **options)
     expect_attention(stage.module, terms.plain is None)
     keep_terms(parallel, terms)
-    watch(parallel, manager)
+    if manager.world_size > 1:
+        watch(parallel, manager)
     return parallel
 
 

@@ -22,8 +22,7 @@ from .entries import LABELS, OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_s
 from .experts import require_one_micro_batch
 from .forward import Terms, pipeline_of, rehearses
 from .own_loss import Number, OwnLoss
-from .samples import Samples, samples_of
-from .scaling import FACTS, scalings
+from .samples import FACTS, Samples, samples_of
 
 _ASKS = 2**20  # a rank that wants a rehearsal adds this to the count of ranks with a loss_fn
 _OTHERWISE = (
@@ -58,7 +57,6 @@ def prepare_step(
     )
     counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
     alone, on_device = not model.require_backward_grad_sync, isinstance(count, Tensor)
-    scaling, residue = (scalings.get(model), samples.residue) if samples else (None, None)
     facts = {
         "count": 0.0 if isinstance(count, Tensor) or not counts else count,
         "on device": on_device,
@@ -66,11 +64,9 @@ def prepare_step(
         "alone": alone,
         "own loss": (own_loss is not None) + _ASKS * (trains and terms.rehearses),
         "several": len(micro_batches) > 1,
-        "unsettled": samples is not None and not samples.settled,
         "counts later": own_loss is not None and own_loss.counts_later,
         "padded": any(_has_padding(batch.micro_batch) for batch in called),
-        "residue": 0.0 if residue is None or scaling else float(residue),
-        **(scaling.facts(residue) if scaling else dict.fromkeys(FACTS, 0.0)),
+        **(dict.fromkeys(FACTS, 0.0) if samples is None else samples.facts()),
     }
     told = torch.tensor([*facts.values()], dtype=torch.float64)  # a loss_fn may count in fractions
     all_reduce(told, group=manager.world_group)
@@ -83,10 +79,8 @@ def prepare_step(
     _require_agreement(sums, manager, alone=alone, has_own=own_loss is not None)
     if sums["padded"]:  # attention that cannot ignore padding refuses the step on all ranks
         note_padding(pipeline_of(model).module)
-    if scaling is not None:
-        scaling.refuse_different(sums)
     if samples is not None:
-        samples.compare(sums["residue"], sums["unsettled"])
+        samples.compare(sums)
     total: Number = int(sums["count"]) if sums["count"].is_integer() else sums["count"]
     if sums["on device"]:
         total = _add_device_counts(total, count if counts else 0, manager)
@@ -113,8 +107,6 @@ def _prepare_rank(
             count = _counted(called, own_loss, pipeline_of(model).is_last_stage)
         if samples is not None:
             samples.look()
-        if samples is not None and model in scalings:
-            scalings[model].require_own()
     except Exception as error:  # raised after the all-reduce, in which the other ranks wait
         return called, count, [error]
     return called, count, []

@@ -42,7 +42,7 @@ FEWEST = 16  # a tensor with fewer elements is not sampled
 LOOKS = 4  # comparisons over tp; each costs a message, and faults show early or never
 # The numbers of `Scaling.facts`: whether all gradients have one factor, its value, square and
 # tolerance; whether tp shards changed; whether all rates have one ratio, its value and square.
-FACTS = (
+SCALES = (
     "scaled", "factor", "factor²", "tolerance", "shards changed", "rated", "ratio", "ratio²"
 )  # fmt: skip
 SAME = 1e-6  # relative tolerance; an eighth of the dtype's epsilon, if that is larger
@@ -153,7 +153,7 @@ class Scaling:
             self._weights = others + self._kept(cut, _weight)
 
     def facts(self, residue: Tensor | None) -> dict[str, float]:
-        """Return this rank's numbers by the names of `FACTS`; `residue` is fetched with them."""
+        """Return this rank's numbers by the names of `SCALES`; `residue` is fetched with them."""
         self._fit("weight", self._weights, _weight)
         self._weights = []
         facts = {"residue": self._read(residue)}
@@ -166,7 +166,7 @@ class Scaling:
         )
         suspicious = self.manager.tp_size > 1 and self._looks > 0 and changed
         ratio, self._steered, self._ratios = self._ratio(), self._ratio(), []
-        facts |= dict.fromkeys(FACTS, 0.0) | {"shards changed": suspicious}
+        facts |= dict.fromkeys(SCALES, 0.0) | {"shards changed": suspicious}
         if factor is not None:
             facts |= {"scaled": 1, "factor": factor, "factor²": factor**2, "tolerance": tolerance}
         if ratio is not None:
@@ -175,7 +175,7 @@ class Scaling:
 
     def refuse_different(self, sums: Mapping[str, float]) -> None:
         """Refuse factors and rates that differ, by the sums of `facts`; all ranks call it."""
-        factors, ratios = ([sums[name] for name in names] for names in (FACTS[:3], FACTS[-3:]))
+        factors, ratios = ([sums[name] for name in names] for names in (SCALES[:3], SCALES[-3:]))
         self._require_one(CLIPPED, self._factor(), factors, sums["tolerance"] / max(factors[0], 1))
         self._require_one(STEERED, self._steered, ratios, SAME)
         if sums["shards changed"]:
@@ -310,14 +310,12 @@ _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # -> its numb
 _hooks: list[Any] = []
 
 
-def watch(model: nn.Module, manager: ProcessGroupManager) -> None:
-    """Check optimizers of a model's parameters at their steps, if there are several ranks."""
-    if manager.world_size == 1:
-        return
-    scalings[model] = Scaling(manager)
+def watch(model: nn.Module, manager: ProcessGroupManager) -> Scaling:
+    """Check optimizers of a model's parameters at their steps, and return its comparisons."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
+    return scalings.setdefault(model, Scaling(manager))
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:

@@ -33,7 +33,6 @@ from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLo
 from .preparation import compare_first_batch, has_gradients, prepare_step
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample
-from .scaling import scalings
 
 
 def train_step(
@@ -259,10 +258,7 @@ def _step(
             terms.counted = float(known)
         divisor = float(count) * (terms.counted or 1.0)
         corrected = _correct_gradients(model, divisor, own_loss, manager)
-    take_sample(model)
-    if model in scalings:
-        beside = [] if own_loss is None else [p for p, _ in own_loss.beside.values()]
-        scalings[model].sample(model, beside)
+    take_sample(model, [] if own_loss is None else [p for p, _ in own_loss.beside.values()])
     if own_loss is not None:
         own_loss.settle(loss)
     total = _summed(loss, manager)
