@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -47,55 +46,6 @@ _ALIKE = {
 Looks = dict[str, int]  # digests of values, by name
 
 
-class _Changes:
-    """Digests of a model before its forwards, and of its buffers after each."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._parameters, self._before = _looks(model.named_parameters()), self._buffers()
-        self._after_each: list[Looks] = []
-        self._numbers = [self._whole_numbers()]
-
-    def _buffers(self) -> Looks:
-        return _looks(self._model.named_buffers())
-
-    def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a forward, and record the digests of buffers and the integer attributes after it."""
-        output = forward(*args, **kwargs)
-        self._after_each.append(self._buffers())
-        self._numbers.append(self._whole_numbers())
-        return output
-
-    def _whole_numbers(self) -> Looks:
-        """Return the integer attributes of modules, by full name."""
-        return {
-            f"{name}.{own}".lstrip("."): value
-            for name, module in self._model.named_modules()
-            for own, value in vars(module).items()
-            if type(value) is int
-        }
-
-    def counters(self) -> list[str]:
-        """Return the attributes that every one of several forwards changed by the same number."""
-        found, pairs = self._numbers[0], [*itertools.pairwise(self._numbers)]
-        steps = [{n: b[n] - a[n] for n in found if n in a and n in b} for a, b in pairs]
-        moves = [name for name in found if len(steps) > 1 and steps[0].get(name)]
-        return [name for name in moves if {each.get(name) for each in steps} == {steps[0][name]}]
-
-    def of_buffers(self) -> tuple[Looks, list[str]]:
-        """Return the digests of changed buffers, and the names of those that changed again."""
-        last, first = self._buffers(), Looks()
-        for looks in (*self._after_each, last):
-            first = {name: x for name, x in looks.items() if self._before.get(name) != x} | first
-        changed = {name: last[name] for name in first if name in last}
-        return changed, [name for name, look in changed.items() if first[name] != look]
-
-    def of_parameters(self) -> list[str]:
-        """Return the names of parameters whose values have changed."""
-        now = _looks(self._model.named_parameters())
-        return [name for name, look in now.items() if self._parameters.get(name) != look]
-
-
 def _looks(named: Iterable[tuple[str, Tensor]]) -> Looks:
     """Return the digests of tensors, except meta tensors, tensor subclasses and sparse ones."""
     plain = {
@@ -112,23 +62,32 @@ def refuse_changes(
 ) -> Iterator[None]:
     """Refuse a step's forward if it changes parameters, or buffers differently from one process."""
     wait_for_parameters(model)  # a sharded optimizer may still be fetching them
-    changes = _Changes(model)
+    before, run = _looks(model.named_parameters()), model.forward
+    buffers, numbers = [_looks(model.named_buffers())], [_whole_numbers(model)]
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        output = run(*args, **kwargs)
+        buffers.append(_looks(model.named_buffers()))
+        numbers.append(_whole_numbers(model))
+        return output
+
     # Not a hook: the wrapper would register it on the wrapped module.
-    model.forward = partial(changes.around, model.forward)
+    model.forward = noted
     try:
         with eagerly():
             yield
     finally:
         del model.forward
+    runs = _runs(model, num_micro_batches)
     one = manager.dp_rank == manager.cp_rank == manager.tp_rank == 0
-    if one and (counters := changes.counters()):
+    if one and (counters := _counters(numbers)):
         warnings.warn(
-            f"the forward counts in attribute {counters[0]}, and {_runs(model, num_micro_batches)} "
-            "it several times for one batch: count steps in the training loop",
+            f"the forward counts in attribute {counters[0]}, and {runs} it several times for one "
+            "batch: count steps in the training loop",
             RuntimeWarning,
             stacklevel=4,
         )
-    looks, again = changes.of_buffers()
+    looks, again = _changed([*buffers, _looks(model.named_buffers())])
     divided = {*divided_modules(model)}
     shards = {
         f"{name}.{own}"
@@ -137,8 +96,8 @@ def refuse_changes(
         for own in module._buffers
     }
     unlike = _differing_buffers(looks, shards, expert_names(model), manager)
-    runs = _runs(model, num_micro_batches)
-    wrong = [f"parameter {name}. {_PARAMETER}" for name in changes.of_parameters()]
+    after = _looks(model.named_parameters())
+    wrong = [f"parameter {n}. {_PARAMETER}" for n, x in after.items() if before.get(n) != x]
     wrong += [
         f"buffer {name} from its inputs, and ranks with {whose} now hold other values of it. "
         f"{_BUFFER}"
@@ -151,6 +110,33 @@ def refuse_changes(
     said = f"{describe_rank()}: the forward changes {wrong[0]}" if wrong else ""
     error = InvalidArgumentError(said) if wrong else None
     agree("what the first step has changed", [], manager.world_group, error=error)
+
+
+def _whole_numbers(model: nn.Module) -> Looks:
+    """Return the integer attributes of modules, by full name."""
+    return {
+        f"{name}.{own}".lstrip("."): value
+        for name, module in model.named_modules()
+        for own, value in vars(module).items()
+        if type(value) is int
+    }
+
+
+def _counters(numbers: Sequence[Looks]) -> list[str]:
+    """Return the attributes that every one of several forwards changed by the same number."""
+    found, pairs = numbers[0], [*itertools.pairwise(numbers)]
+    steps = [{n: b[n] - a[n] for n in found if n in a and n in b} for a, b in pairs]
+    moves = [name for name in found if len(steps) > 1 and steps[0].get(name)]
+    return [name for name in moves if {each.get(name) for each in steps} == {steps[0][name]}]
+
+
+def _changed(looks: Sequence[Looks]) -> tuple[Looks, list[str]]:
+    """Return the last digests of changed buffers, and the names of those that changed again."""
+    before, last, first = looks[0], looks[-1], Looks()
+    for each in looks[1:]:
+        first = {name: x for name, x in each.items() if before.get(name) != x} | first
+    changed = {name: last[name] for name in first if name in last}
+    return changed, [name for name, look in changed.items() if first[name] != look]
 
 
 def _differing_buffers(
