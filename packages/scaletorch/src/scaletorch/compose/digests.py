@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..dist import all_gather_object, group_ranks
+from ..dist.building import map_tensors
 from ..dist.errors import MismatchError, NonFiniteError
 from ..parallel.data_parallel.building import ShardedGradient
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
-from ..parallel.pg_manager.building import digest
+from ..parallel.pg_manager.building import digest, digest_text
 from ..parallel.tensor_parallel import split_by_owner
 from .experts import expert_names
 from .forward import manager_of, wait_for_parameters
@@ -77,7 +78,10 @@ def check_replicas(
     groups = [] if optimizer is None else optimizer.param_groups
     line = "; ".join(map(_group_line, groups))
     texts = {Key("optimizer", "optimizer", (manager.pp_rank,)): line}
-    texts |= {Key("value", name): _value_text(each) for name, each in (values or {}).items()}
+    texts |= {
+        Key("value", name): value_text(each) if isinstance(each, Tensor) else repr(each)
+        for name, each in (values or {}).items()
+    }
     digests = [*tensor_digests(model, manager), *((k, text_hash(t)) for k, t in texts.items())]
     infinite = all_gather_object(nonfinite_parameters(model), manager.world_group)
     at_step = "" if step is None else f"step {step}: "
@@ -233,8 +237,8 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | str | None) else ""
 
 
-def _value_text(value: Any) -> str:
-    """Return a value as text, a tensor as its shape, dtype and digest."""
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {value.dtype} {int(digest(value))}"
-    return repr(value)
+def value_text(value: Any) -> str:
+    """Return a value as text: tensors by shape, dtype and digest, other objects by their type."""
+    found = map_tensors(lambda x: f"{tuple(x.shape)} {x.dtype} {digest_text(x)}", value)
+    plain = isinstance(found, str | int | float | complex | Mapping | list | tuple | None)
+    return repr(found) if plain else type(found).__name__

@@ -20,7 +20,7 @@ from .checks.buffers import require_whole_batches
 from .checks.initial import require_one_batch
 from .entries import LABELS, OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
 from .experts import require_one_micro_batch
-from .forward import Terms, pipeline_of, rehearses
+from .forward import Terms, pipeline_of
 from .own_loss import Number, OwnLoss
 from .samples import FACTS, Samples, samples_of
 
@@ -117,8 +117,7 @@ def compare_first_batch(
 ) -> None:
     """Compare, in the first step only, the batch over ranks that must hold the same one."""
     if not terms.looked:
-        if not rehearses():  # a rehearsal has compared the batch already
-            require_one_batch(micro_batches, manager)
+        require_one_batch(micro_batches, manager)
         terms.looked = True
 
 

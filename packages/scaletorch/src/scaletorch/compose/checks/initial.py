@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...dist.building import agree, caught, map_tensors
+from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError, ScaletorchError
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pg_manager.building import digest_text, divided_modules
 from ...parallel.pipeline_parallel import StageError
 from ...parallel.tensor_parallel import TensorParallelLayer
 from ..batches import Batch, MicroBatch
-from ..digests import Key, differing_sides, refuse, text_hash
+from ..digests import Key, differing_sides, refuse, text_hash, value_text
 from ..entries import OF_LOSS
 from ..forward import pipeline_of
 from ..naming import names_sizes
@@ -99,16 +99,9 @@ def _looks(where: str, batches: Sequence[Batch]) -> list[tuple[Key, int]]:
     """Return a digest of each entry over all batches."""
     names = sorted({name for batch in batches for name in batch})
     return [
-        (Key(where, name), text_hash(str([_text(b[name]) for b in batches if name in b])))
+        (Key(where, name), text_hash(str([value_text(b[name]) for b in batches if name in b])))
         for name in names
     ]
-
-
-def _text(entry: Any) -> str:
-    """Return an entry as text, tensors as digests; objects by their type, as texts may differ."""
-    found = map_tensors(digest_text, entry)
-    plain = isinstance(found, str | int | float | complex | Mapping | list | tuple | None)
-    return repr(found) if plain else type(found).__name__
 
 
 # Errors that code raises for an unexpected shape, type or attribute.

@@ -63,6 +63,7 @@ def rehearse_step(
     """Train a small batch of rows by `step(micro_batches)`, and compare with the plain model."""
     began, plain = time.perf_counter(), cast(Plain, terms.plain)
     require_one_batch(micro_batches, manager)
+    terms.looked = True
     pipeline = pipeline_of(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     added, narrow = _agree_on_entries(micro_batches, model, device, terms, manager)
