@@ -101,8 +101,15 @@ class Samples:
         if model is None or not self.settled:
             return
         wait_for_parameters(model)  # no forward may have waited for some of them
+        held, weights = self._turns[self._turn % PERIOD]
+        self._turn += 1
+        if not held:
+            return
         try:
-            self._take()
+            self.taken = [(each.key, digest(each.values())) for each in held]
+            numbers = torch.stack([number.to(weights.device) for _, number in self.taken])
+            folded = numbers ^ (numbers >> 32)  # products modulo 2**32 depend on low halves only
+            self.residue = (folded * weights).sum() % MODULUS
         except RuntimeError as error:  # a device without such a kernel, or without memory for it
             self._left |= {each.key for each in self._held}
             self.settled, self.taken, self.residue = False, [], None
@@ -110,16 +117,6 @@ class Samples:
                 f"{describe_rank()}: train_step cannot compare parameters between ranks: {error}",
                 stacklevel=2,
             )
-        self._turn += 1
-
-    def _take(self) -> None:
-        held, weights = self._turns[self._turn % PERIOD]
-        if not held:
-            return
-        self.taken = [(each.key, digest(each.values())) for each in held]
-        numbers = torch.stack([number.to(weights.device) for _, number in self.taken])
-        folded = numbers ^ (numbers >> 32)  # the product modulo 2**32 depends on low halves only
-        self.residue = (folded * weights).sum() % MODULUS
 
     def facts(self) -> dict[str, float]:
         """Return this rank's numbers, by the names of `FACTS`."""
