@@ -91,7 +91,7 @@ def train_step(
         compare_first_batch(micro_batches, manager, terms)
         tokens = partial(loss_of_tokens, with_router_loss=terms.router_loss is not None)
         own_loss = own_loss or OwnLoss(tokens, None, model, manager, trains=True)
-        with refuse_changes(model, len(called), manager):
+        with refuse_changes(model, manager):
             loss = _step(model, called, count, manager, terms, scaler, own_loss)
         terms.seen = 1 + terms.several
         return loss

@@ -26,7 +26,7 @@ from ...parallel.pg_manager.building import digest, divided_modules, eagerly
 from ...parallel.tensor_parallel import TensorParallelLayer
 from ..digests import ABSENT, Key, as_numbers, differing_sides
 from ..experts import expert_names
-from ..forward import pipeline_of, wait_for_parameters
+from ..forward import wait_for_parameters
 
 _BUFFER = (
     "In one process it would follow the whole batch. Update such a buffer after the step, from the "
@@ -37,6 +37,7 @@ _PARAMETER = (
     "differently. Change it after optimizer.step(), in the same way on all ranks, or let forward "
     "compute another tensor from it (weight.clamp(...), torch.nn.utils.parametrize)"
 )
+_AGAIN = "micro-batches, stages or recomputation run it several times for one batch"
 # Axes whose ranks should hold the same values -> the difference between these ranks.
 _ALIKE = {
     ("dp", "cp"): "other rows or positions",
@@ -57,9 +58,7 @@ def _looks(named: Iterable[tuple[str, Tensor]]) -> Looks:
 
 
 @contextmanager
-def refuse_changes(
-    model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
-) -> Iterator[None]:
+def refuse_changes(model: nn.Module, manager: ProcessGroupManager) -> Iterator[None]:
     """Refuse a step's forward if it changes parameters, or buffers differently from one process."""
     wait_for_parameters(model)  # a sharded optimizer may still be fetching them
     before, run = _looks(model.named_parameters()), model.forward
@@ -78,12 +77,11 @@ def refuse_changes(
             yield
     finally:
         del model.forward
-    runs = _runs(model, num_micro_batches)
     one = manager.dp_rank == manager.cp_rank == manager.tp_rank == 0
     if one and (counters := _counters(numbers)):
         warnings.warn(
-            f"the forward counts in attribute {counters[0]}, and {runs} it several times for one "
-            "batch: count steps in the training loop",
+            f"the forward counts in attribute {counters[0]}, and {_AGAIN}: count steps in the "
+            "training loop",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -103,10 +101,7 @@ def refuse_changes(
         f"{_BUFFER}"
         for name, whose in unlike.items()
     ]
-    wrong += [
-        f"buffer {name} in each run, and {runs} it several times for one batch. {_BUFFER}"
-        for name in again
-    ]
+    wrong += [f"buffer {name} in each run, and {_AGAIN}. {_BUFFER}" for name in again]
     said = f"{describe_rank()}: the forward changes {wrong[0]}" if wrong else ""
     error = InvalidArgumentError(said) if wrong else None
     agree("what the first step has changed", [], manager.world_group, error=error)
@@ -156,15 +151,6 @@ def _differing_buffers(
     for key in differing_sides(digests, manager):
         found.setdefault(key.name, key.kind)
     return found
-
-
-def _runs(model: nn.Module, num_micro_batches: int) -> str:
-    """Return the reason why a forward runs several times, for a message."""
-    if num_micro_batches > 1:
-        return f"{num_micro_batches} micro-batches run"
-    if len(pipeline_of(model).stages) > 1:
-        return "the stages of a rank run"
-    return "a backward that recomputes runs"
 
 
 _GROUP = "_scaletorch_rows"  # attribute of a norm: the group whose rows its statistics cover
