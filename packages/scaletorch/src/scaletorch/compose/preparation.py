@@ -16,8 +16,7 @@ from ..parallel.data_parallel import DataParallelBucket, parameter_shards
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel.building import read
 from .batches import Batch, Called, MicroBatch, counts_nothing, size_of, token_count
-from .checks.buffers import require_whole_batches
-from .checks.initial import require_one_batch
+from .checks import require_one_batch, require_whole_batches
 from .entries import LABELS, OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
 from .experts import require_one_micro_batch
 from .forward import Terms, pipeline_of

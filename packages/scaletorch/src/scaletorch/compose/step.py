@@ -23,8 +23,7 @@ from ..parallel.data_parallel.building import scale_gradients
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
 from .batches import Batch, Called, real_positions, real_tokens
-from .checks.buffers import refuse_changes
-from .checks.initial import explain_failures
+from .checks import explain_failures, refuse_changes
 from .experts import router_loss
 from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
 from .gradients import sum_partial_gradients

@@ -21,7 +21,7 @@ from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pg_manager.building import restored
 from ..batches import Batch, real_positions, real_tokens
-from ..checks.initial import require_one_batch
+from ..checks import require_one_batch
 from ..experts import router_loss
 from ..forward import Terms, pipeline_of
 from ..loss import LossBatch, token_loss_sum
