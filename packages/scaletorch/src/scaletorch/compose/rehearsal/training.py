@@ -20,7 +20,7 @@ from ...parallel.data_parallel.building import NARROW, widened
 from ...parallel.pg_manager.building import Attributes, eagerly, restored
 from ...parallel.pipeline_parallel import PipelineParallel
 from ...parallel.pipeline_parallel.building import PassThrough, forms_cast, release, surround
-from ..forward import Terms, pipeline_of, rehearses, rehearsing, terms_of, wait_for_parameters
+from ..forward import Terms, pipeline_of, rehearsing, terms_of, wait_for_parameters
 from ..plain import HOOKS, Plain, is_of_library
 from .batch import SmallBatch, is_narrow
 
@@ -236,7 +236,7 @@ class Recorder:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the input, and its gradient by a hook on a view that only this call uses."""
         x = hidden_states_of((args, kwargs))
-        record = self._record(x) if rehearses() else None
+        record = self._record(x)
         self._open.append((record, _traces(module)))
         if record is None or x is None or type(x) is not Tensor:
             return args, kwargs
