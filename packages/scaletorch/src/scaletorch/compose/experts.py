@@ -95,16 +95,12 @@ def settle_tokens(model: nn.Module, manager: ProcessGroupManager) -> None:
     wholes = (each for each in model.modules() if isinstance(each, WholeSequence))
     inside = {each for whole in wholes for each in whole.modules()}
     cuts = find_cuts(model)
-    for name, each in model.named_modules():
-        if not isinstance(each, DividedExperts):
-            continue
-        if each in inside:
-            if manager.etp_size == 1:
-                share_tokens(each, manager.tp_group)
-            continue
+    divided = {name: m for name, m in model.named_modules() if isinstance(m, DividedExperts)}
+    for name, each in divided.items():
         if manager.etp_size == 1:
-            continue
-        if not any(parameter.startswith(f"{name}.") for parameter in cuts):
+            if each in inside:
+                share_tokens(each, manager.tp_group)
+        elif each not in inside and not any(cut.startswith(f"{name}.") for cut in cuts):
             raise InvalidArgumentError(
                 f"the experts '{name}' are not cut over tp, and with sequence parallelism each tp "
                 "rank has tokens of its own: take etp = 1, or do without sequence parallelism"

@@ -188,14 +188,12 @@ def _work_of(
     """Return the kind of a step: the code of its loss, its entries, and the mode."""
     # `prepare_step` refuses batches that are no mappings.
     entries = frozenset(n for batch in micro_batches if isinstance(batch, Mapping) for n in batch)
-    return _code_of(loss_fn), entries, pipeline_of(model).module.training
-
-
-def _code_of(function: Any) -> object:
-    """Return the code object of a function, closure, `partial` or method; else the type."""
+    function: Any = loss_fn
     while isinstance(function, partial):
         function = function.func
-    return getattr(getattr(function, "__func__", function), "__code__", type(function))
+    function = getattr(function, "__func__", function)  # of a method
+    code = getattr(function, "__code__", type(function))
+    return code, entries, pipeline_of(model).module.training
 
 
 def _own_loss(
