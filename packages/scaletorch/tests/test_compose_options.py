@@ -87,16 +87,3 @@ def by_hand():
 def test_a_model_put_together_by_hand_is_on_the_current_grid():
     for first, second in run_ranks(by_hand, 2):
         assert first == second
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: check_replicas(torch.nn.Linear(1, 1), "x"), "a ProcessGroupManager.*a str"),
-        (lambda: check_replicas(None), "model must be what parallelize returned, got NoneType"),
-        (lambda: shard_global_batch(tokens(), 1), "needs the grid: pass the manager, or as model"),
-    ],
-)
-def test_what_is_no_grid_or_no_model_is_refused(call, words):
-    with pytest.raises(InvalidArgumentError, match=words):
-        call()

@@ -395,6 +395,9 @@ BAD = [
     (lambda m: parallelize(3, m), "takes a plain nn.Module, got int"),
     (lambda m: parallelize(parallelize(llama(), m), m), "plain nn.Module, got DataParallelBucket"),
     (lambda m: seed_ranks("a", m), "seed must be a whole number; it is 'a'"),
+    (lambda m: shard_global_batch(tokens(), 1), "needs the grid: pass the manager, or as model"),
+    (lambda m: check_replicas(nn.Linear(1, 1), "x"), "a ProcessGroupManager.*a str"),
+    (lambda m: check_replicas(None), "model must be what parallelize returned, got NoneType"),
 ]
 
 
