@@ -133,7 +133,7 @@ def some(items: Sequence[str], between: str = ", ", last: str = " ") -> str:
 
 
 def as_numbers(digests: Iterable[Tensor | int]) -> list[int]:
-    """Return digests as ints, fetching those on devices in one transfer."""
+    """Return digests, or other tensors of one element, in one transfer from devices."""
     digests = list(digests)
     tensors = [each for each in digests if isinstance(each, Tensor)]
     device = tensors[0].device if tensors else None
@@ -212,13 +212,8 @@ def tensor_digests(
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:
     """Return the names of this rank's parameters that are not all finite."""
-    held = [(n, p.detach()) for n, p in model.named_parameters() if p.numel()]
-    if not held:
-        return []
-    # A sum costs one pass, but may overflow for finite values: check the suspects again.
-    sums = torch.stack([p.sum().isfinite().cpu() for _, p in held]).tolist()
-    suspects = [pair for pair, fine in zip(held, sums, strict=True) if not fine]
-    return [name for name, p in suspects if not p.isfinite().all()]
+    held = {n: p.isfinite().all() for n, p in model.named_parameters() if p.numel()}
+    return [n for n, finite in zip(held, as_numbers(held.values()), strict=True) if not finite]
 
 
 def _group_line(group: Mapping[str, Any]) -> str:
