@@ -159,8 +159,8 @@ class OwnLoss:
         both = torch.tensor([float(count), size_of(batch)], dtype=torch.float32)
         both = both.to(get_comm_device(group))
         all_reduce(both, group=group)
-        ratio = both[0] / both[1]  # in float32, in which it is sent to the other stages
-        return float(ratio) if 0 < float(ratio) < math.inf else 1.0
+        ratio = float(both[0] / both[1])
+        return ratio if 0 < ratio < math.inf else 1.0
 
     def counted(self, device: torch.device) -> Tensor:
         """Return this rank's number of losses without a wait for the device, in float64 or 32."""

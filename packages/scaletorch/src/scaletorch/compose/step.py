@@ -243,44 +243,41 @@ def _step(
             loss.register_hook(scaler.scale)  # scales the gradient with which backward begins
         return loss
 
-    terms.correction, is_first = 1.0, terms.counted is None
+    terms.correction = 1.0
     with sum_partial_gradients(model, manager), _raise_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
     corrected = None
     if own_loss is not None and later:
-        if is_first:  # the last stage has a number, the others None
-            known = torch.tensor(terms.counted or 0.0, dtype=torch.float32)
-            known = known.to(get_comm_device(manager.pp_group))
-            all_reduce(known, group=manager.pp_group)
-            terms.counted = float(known)
-        divisor = float(count) * (terms.counted or 1.0)
-        corrected = _correct_gradients(model, divisor, own_loss, manager)
+        corrected = _correct_gradients(model, float(count), own_loss, manager)
     take_sample(model, [] if own_loss is None else [p for p, _ in own_loss.beside.values()])
     if own_loss is not None:
         own_loss.settle(loss)
     total = _summed(loss, manager)
-    return total if corrected is None else total * _note_count(*corrected, terms)
+    return total if corrected is None else total * _note_count(corrected, float(count), terms)
 
 
 def _correct_gradients(
-    model: DataParallelBucket, divisor: float, own_loss: OwnLoss, manager: ProcessGroupManager
-) -> tuple[float, Tensor]:
-    """Divide gradients by the true count of losses, not the estimate `divisor`; return both."""
-    counted = _summed(own_loss.counted(get_comm_device(manager.world_group)), manager)
-    scale_gradients(model, divisor / counted)
+    model: DataParallelBucket, size: float, own_loss: OwnLoss, manager: ProcessGroupManager
+) -> Tensor:
+    """Divide gradients by the true count of losses, not the estimate; return estimate and count."""
+    counted = own_loss.counted(get_comm_device(manager.world_group))
+    divides = manager.cp_dp_rank == 0 and pipeline_of(model).is_last_stage
+    estimate = size * (terms_of(model).counted or 1.0) if divides else 0.0
+    both = _summed(torch.stack([torch.full_like(counted, estimate), counted]), manager)
+    factor = both[0] / both[1]
+    scale_gradients(model, factor)
     for parameter, is_new in own_loss.beside.values():
         if is_new and parameter.grad is not None:
-            parameter.grad.mul_(divisor / counted)
-    return divisor, counted
+            parameter.grad.mul_(factor)
+    return both
 
 
-def _note_count(divisor: float, counted: Tensor, terms: Terms) -> float:
-    """Return estimate / true count, and keep this step's count for the next estimate."""
-    found = float(counted)  # no extra wait: the host has already waited for the loss
+def _note_count(both: Tensor, size: float, terms: Terms) -> float:
+    """Return estimate / true count, and keep the count per item for the next estimate."""
+    estimate, found = both.tolist()  # no extra wait: the host has already waited for the loss
     if not found:
         raise InvalidArgumentError(NOTHING_COUNTS)
-    terms.correction = divisor / found
-    terms.counted = (terms.counted or 1.0) / terms.correction
+    terms.counted, terms.correction = found / size, estimate / found
     return terms.correction
 
 
