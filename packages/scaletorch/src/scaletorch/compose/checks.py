@@ -1,4 +1,4 @@
-"""Check that ranks begin alike, and what a first step changes; let batch norms see all ranks' rows.
+"""Check how ranks begin, and what a first step changes; let batch norms see all ranks' rows.
 
 Numbers and strings in plain attributes are not compared: the rehearsal shows if they change the
 results. Attributes that count forwards may matter only in later steps, so they cause a warning.
