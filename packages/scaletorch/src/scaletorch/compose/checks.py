@@ -30,7 +30,7 @@ from .batches import Batch, MicroBatch
 from .digests import ABSENT, Key, as_numbers, differing_sides, refuse, text_hash, value_text
 from .entries import OF_LOSS
 from .experts import expert_names
-from .forward import pipeline_of, wait_for_parameters
+from .forward import Terms, pipeline_of, wait_for_parameters
 from .naming import names_sizes
 
 _SUBJECT = (
@@ -326,20 +326,15 @@ def synchronise_batch_norms(model: nn.Module, manager: ProcessGroupManager) -> N
 
 
 def require_whole_batches(
-    model: nn.Module,
-    num_micro_batches: int,
-    manager: ProcessGroupManager,
-    *,
-    recompute: bool,
-    shares: bool,
+    model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager, terms: Terms
 ) -> None:
     """Refuse batch norms whose statistics would not cover the whole batch, except in eval mode."""
     norms = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm) and _of_batch(m)]
     alone = [(name, norm) for name, norm in norms if _GROUP not in vars(norm)]
     own = manager.dp_size > 1 and alone
     refused = {
-        "recompute=True would count them twice": recompute,
-        "sequence_parallel=True divides its tokens": shares,
+        "recompute=True would count them twice": terms.recomputes,
+        "sequence_parallel=True divides its tokens": terms.shares_sequences,
         f"{num_micro_batches} micro-batches would each have their own": num_micro_batches > 1,
         f"cp_size={manager.cp_size} divides its positions": manager.cp_size > 1,
         f"dp_size={manager.dp_size} divides its rows, which parallelize joins only for norms of "

@@ -139,10 +139,7 @@ def _called(
         if terms.router_loss is not None:
             require_one_micro_batch(batches)
         if terms.has_batch_norms:
-            shares = terms.shares_sequences
-            require_whole_batches(
-                model, len(batches), manager, recompute=terms.recomputes, shares=shares
-            )
+            require_whole_batches(model, len(batches), manager, terms)
         if terms.counts_routing and any(map(counts_nothing, batches)):
             raise InvalidArgumentError(
                 "a micro-batch has no row, and count_routing would count the tokens of the made-up "
