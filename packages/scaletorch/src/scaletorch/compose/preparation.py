@@ -76,6 +76,9 @@ def prepare_step(
     if sums["failed"]:  # popped, since the traceback refers to this frame and thus to the list
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
     _require_agreement(sums, manager, alone=alone, has_own=own_loss is not None)
+    if not terms.looked:  # the first step, without a rehearsal
+        require_one_batch(micro_batches, manager)
+        terms.looked = True
     if sums["padded"]:  # attention that cannot ignore padding refuses the step on all ranks
         note_padding(pipeline_of(model).module)
     if samples is not None:
@@ -109,15 +112,6 @@ def _prepare_rank(
     except Exception as error:  # raised after the all-reduce, in which the other ranks wait
         return called, count, [error]
     return called, count, []
-
-
-def compare_first_batch(
-    micro_batches: Sequence[Batch], manager: ProcessGroupManager, terms: Terms
-) -> None:
-    """Compare, in the first step only, the batch over ranks that must hold the same one."""
-    if not terms.looked:
-        require_one_batch(micro_batches, manager)
-        terms.looked = True
 
 
 def _called(

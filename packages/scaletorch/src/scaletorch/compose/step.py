@@ -29,7 +29,7 @@ from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
 from .gradients import sum_partial_gradients
 from .loss import find_sharded_head, loss_of_tokens, require_logits_alone, token_loss_sum
 from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss, keep_gradients
-from .preparation import compare_first_batch, has_gradients, prepare_step
+from .preparation import has_gradients, prepare_step
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample
 
@@ -87,7 +87,6 @@ def train_step(
     if terms.seen > terms.several:
         return _step(model, called, count, manager, terms, scaler, own_loss)
     with explain_failures(model, manager, len(micro_batches)):
-        compare_first_batch(micro_batches, manager, terms)
         tokens = partial(loss_of_tokens, with_router_loss=terms.router_loss is not None)
         own_loss = own_loss or OwnLoss(tokens, None, model, manager, trains=True)
         with refuse_changes(model, manager):
