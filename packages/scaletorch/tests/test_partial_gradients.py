@@ -154,7 +154,7 @@ def uneven():
     with grid({"tp_size": 3, "dp_size": 2}) as manager:
         plan = {n: s for n, s in models.PLAN.items() if "mlp" in n or n == "lm_head"}
         ranges = set()
-        for bucket_size in (400, 2**24):
+        for bucket_size in (800, 2**24):
             model = parallelize(made(), manager, plan=plan, bucket_size=bucket_size, rehearse=False)
             shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, stage=1)
             train_step(model, shard_global_batch(batch(0), 1, model=model))
