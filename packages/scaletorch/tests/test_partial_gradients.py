@@ -257,6 +257,6 @@ def refused(sizes, options, micro_batches, runs_again, words):
 @distributed_test(4, timeout=200)
 def test_functions_that_run_layers_again_or_may_communicate_are_refused():
     for sizes, options, micro_batches, _ in LAYOUTS[::2]:
-        words = r"not show.*layers\.\d\.mlp\.scale.*\.Again"
+        words = r"not show.*layers\.\d\.self_attn\..*\.Again"
         refused(sizes, options, micro_batches, True, words)
     refused(*LAYOUTS[0][:3], False, "Hidden, which holds the process group of tens")
