@@ -15,47 +15,25 @@ from scaletorch.compose import (
     shard_global_batch,
     train_step,
 )
-from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
+from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import shard_batch
 from scaletorch.parallel.data_parallel import DataParallelBucket
 from scaletorch.parallel.pg_manager import ProcessGroupManager, setup_process_group_manager
 from scaletorch.parallel.pipeline_parallel import PipelineParallel
-from scaletorch.parallel.tensor_parallel import ColumnParallelLinear
 
 ORDERS = ("zigzag", "contiguous", "stripe")
-
-
-def made(manager, seed=0, **options):
-    return parallelize(llama(seed).double(), manager, **options, rehearse=False)
 
 
 def long_batch(**how):
     return shard_global_batch(tokens(rows=2, length=16), 1, **how)
 
 
-def over_tp():
-    """Return whether heads gather logits; weights that differ are refused, unless it is asked."""
-    manager = setup_process_group_manager(tp_size=2)
-    gathers = []
-    for loss_parallel in (False, True):
-        model = made(manager, loss_parallel=loss_parallel)
-        columns = {n: m for n, m in model.named_modules() if isinstance(m, ColumnParallelLinear)}
-        gathers += [m.gather_output for n, m in columns.items() if n.endswith("lm_head")]
-    with pytest.raises(MismatchError, match="differ"):
-        made(manager, manager.tp_rank)
-    made(manager, manager.tp_rank, data_parallel={"init_sync": "none"})
-    return gathers
-
-
-def test_logits_stay_sharded_for_a_parallel_loss_and_weights_are_compared():
-    assert run_ranks(over_tp, 2) == [[True, False]] * 2
-
-
 def losses(size):
     """Return the loss of each order, where all models and batches are there at a time."""
     manager = setup_process_group_manager(cp_size=size)
-    models = [made(manager, cp_layout=order) for order in ORDERS]
+    how = [{"cp_layout": order, "rehearse": False} for order in ORDERS]
+    models = [parallelize(llama().double(), manager, **each) for each in how]
     batches = [long_batch(model=model) for model in models]
     again = long_batch(model=models[0])
     found = [train_step(m, b).item() for m, b in zip(models, batches, strict=True)]
@@ -109,16 +87,3 @@ def by_hand():
 def test_a_model_put_together_by_hand_is_on_the_current_grid():
     for first, second in run_ranks(by_hand, 2):
         assert first == second
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: check_replicas(torch.nn.Linear(1, 1), "x"), "a ProcessGroupManager.*a str"),
-        (lambda: check_replicas(None), "model must be what parallelize returned, got NoneType"),
-        (lambda: shard_global_batch(tokens(), 1), "needs the grid: pass the manager, or as model"),
-    ],
-)
-def test_what_is_no_grid_or_no_model_is_refused(call, words):
-    with pytest.raises(InvalidArgumentError, match=words):
-        call()

@@ -7,38 +7,19 @@ import math
 import pytest
 import torch
 import torch.distributed as c10d
-from training import llama, tokens
+from test_samples import Job as Training
+from training import tokens
 
-from scaletorch.compose import (
-    check_replicas,
-    clip_grad_norm_,
-    parallelize,
-    shard_global_batch,
-    train_step,
-)
+from scaletorch.compose import check_replicas, clip_grad_norm_, shard_global_batch, train_step
 from scaletorch.dist.errors import MismatchError, NonFiniteError
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
+from scaletorch.parallel.pg_manager import destroy_process_group_manager
 
-UNCHECKED = {"data_parallel": {"init_sync": "none"}, "rehearse": False}
+UNCHECKED = {"data_parallel": {"init_sync": "none"}}
 
 
-class Job:
-    """A small training on a layout."""
-
-    def __init__(self, layout, zero=0, seed=0, tied=False, **options):
-        self.manager = setup_process_group_manager(**layout)
-        model = llama(seed)
-        if tied:
-            model.lm_head.weight = model.embed_tokens.weight
-        self.model = parallelize(model, self.manager, **options)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        if zero:
-            shard_optimizer(self.optimizer, self.model, stage=zero, overlap=True)
+class Job(Training):
+    """A small training that compares replicas in every step."""
 
     def backward(self, step, seed=0):
         batch = tokens(1000 * seed + step)
@@ -52,9 +33,6 @@ class Job:
     def update(self):
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def parameter(self, name):
-        return dict(self.model.named_parameters())[name]
 
     def __enter__(self):
         return self
@@ -73,8 +51,7 @@ def run_faults(faults):
     """Let one rank go astray at step 2, after two steps in which nothing is found."""
     for fault, layout, guilty, zero, text in faults:
         kind = NonFiniteError if fault == "nan" else MismatchError
-        job = Job(layout, zero, tied="pp_size" in layout)
-        with job, pytest.raises(kind, match=f"(?s){text}"):
+        with Job(layout, zero, lr=0.1) as job, pytest.raises(kind, match=f"(?s){text}"):
             train_with(fault, job, guilty)
 
 
@@ -123,10 +100,14 @@ def test_a_rank_that_goes_astray_is_named(ranks):
     run_ranks(run_faults, ranks, own, timeout=200)
 
 
+def other_on_each(model):
+    torch.nn.init.constant_(model.norm.weight, 1.0 + c10d.get_rank())
+
+
 @distributed_test(2)
 def test_models_that_differ_from_the_start_or_change_later():
     """Begin with other weights, and change the model on one rank."""
-    with Job({"dp_size": 2}, seed=c10d.get_rank(), **UNCHECKED) as job:
+    with Job({"dp_size": 2}, prepare=other_on_each, **UNCHECKED) as job:
         job.backward(0)
         words = r"^rank \d \(.*\): ranks that should .*not\.\n  param"
         with pytest.raises(MismatchError, match=words):

@@ -230,7 +230,7 @@ CASES = {  # of two ranks: the model, the layout, what is said, and what else `s
     "frozen later": (models.Plain, DP, "of the parameters of this rank", {"put": frozen_later}),
     "broadcast over dp alone": (OnesOnOne, TP, VALUES + "norm.weight", ONE_SYNC),
     "beside sharded layers": (Sharded, TP, r"norm.weight .* has values"),
-    "labels by hand": (models.Plain, TP, r"labels on rank 1 \(.*\) is not that of rank 0", BY_HAND),
+    "labels by hand": (models.Plain, TP, r"labels: on rank 1 \(.*\) not as on rank 0", BY_HAND),
     "a fixed width": (FixedWidth, TP, WHOLE_WIDTH),
     "attention on shares": (with_own_attention, TP, REPLACED, UNCUT | {"sequence_parallel": True}),
     "second output": (Beside, CP, FOUND, {"loss": own_loss}),
@@ -395,6 +395,9 @@ BAD = [
     (lambda m: parallelize(3, m), "takes a plain nn.Module, got int"),
     (lambda m: parallelize(parallelize(llama(), m), m), "plain nn.Module, got DataParallelBucket"),
     (lambda m: seed_ranks("a", m), "seed must be a whole number; it is 'a'"),
+    (lambda m: shard_global_batch(tokens(), 1), "needs the grid: pass the manager, or as model"),
+    (lambda m: check_replicas(nn.Linear(1, 1), "x"), "a ProcessGroupManager.*a str"),
+    (lambda m: check_replicas(None), "model must be what parallelize returned, got NoneType"),
 ]
 
 

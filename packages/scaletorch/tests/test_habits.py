@@ -9,7 +9,6 @@ from torch import nn
 from training import grid
 
 from scaletorch.compose import eval_step, parallelize, shard_global_batch, train_step
-from scaletorch.compose.evaluate import evaluating
 from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import relative_error
 from scaletorch.parallel.data_parallel import shard_optimizer
@@ -97,13 +96,3 @@ def called(model, *, pipelined):
 def test_habits(four, layout):
     for errors in four.run(habits, LAYOUTS[layout]):
         assert max(errors.values()) < 1e-12, errors
-
-
-def test_every_module_gets_its_own_mode_back():
-    model = nn.Sequential(nn.Dropout(), nn.Dropout())
-    model[0].eval()
-    with pytest.raises(ZeroDivisionError), evaluating(model):
-        _ = 1 / 0
-    assert [module.training for module in model.modules()] == [True, False, True]
-    with evaluating(model):
-        assert not any(module.training for module in model.modules())

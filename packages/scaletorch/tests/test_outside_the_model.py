@@ -120,7 +120,7 @@ REFUSED = {
     steered: "learning rates of optimizers have changed differently on some ranks: by .*norm",
     kept: "loss_fn takes tensors of the model that its forward did not return",
     states: r"loss_fn fails on this rank's positions of each sequence \(RuntimeError: .*\)\."
-    r" (cp divides .*: name the dim|sequence parallelism divides .*: compute the loss from logits)",
+    r" (cp divides .*: name the dim|sequence parallelism divides .*: compute the loss from whole)",
 }
 CUT = {  # where it is refused; else everywhere
     early: {"tp_size"},

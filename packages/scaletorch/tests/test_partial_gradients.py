@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from refusals import models
 from sweeps import today
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,51 +20,35 @@ from scaletorch.dist.testing import distributed_test, relative_error, run_ranks
 from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 
-HIDDEN, WORDS = 8, 16
-PLAN = {
-    "embed": "vocab", "head": "column_gather",
-    **{f"layers.*.{name}": "column" for name in ("q", "k", "v", "up")},
-    "layers.*.o": "row", "layers.*.down": "row",
-}  # fmt: skip
 SHARED = {"sequence_parallel": True}
 
 
-class Layer(nn.Module):
-    """Norms of heads and a scale in the MLP, which no plan names."""
+class ScaledMLP(models.MLP):
+    """Has a scale of many elements, which no plan names."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
-        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
-        self.norm, self.scale = nn.RMSNorm(2), nn.Parameter(torch.linspace(0.5, 0.9, 300))
+        self.scale = nn.Parameter(torch.linspace(0.5, 0.9, 300))
 
-    def forward(self, x):
-        y = self.first(x)
-        q, k, v = (p(y).unflatten(-1, (-1, 2)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        q, k = self.norm(q), self.norm(k)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.second(x))) * self.scale.square().mean())
+    def inner(self, x):
+        return super().inner(x) * self.scale.square().mean()
 
 
-class Net(nn.Module):
+class Net(models.Plain):
     """With a temperature behind the head, and a gain that `late` turns on."""
 
-    def __init__(self, depth=2):
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, HIDDEN)
-        self.layers = nn.ModuleList(Layer() for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, WORDS)
+    layer = models.layer_of(models.NormedAttention, ScaledMLP)
+
+    def __init__(self, depth):
+        super().__init__(depth)
         self.temperature, self.gain = (nn.Parameter(torch.tensor([0.9])) for _ in range(2))
         self.late = False
 
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
+    def top(self, x):
         for layer in self.layers:
             x = layer(x)
         x = self.norm(x)
-        return self.head(x * self.gain if self.late else x) * self.temperature
+        return self.lm_head(x * self.gain if self.late else x) * self.temperature
 
 
 def made(depth=2):
@@ -88,12 +73,12 @@ class Again(torch.autograd.Function):
         return x.grad, None
 
 
-class LayerRunAgain(Layer):
+class LayerRunAgain(Net.layer):
     def __call__(self, x):
         return Again.apply(x, super().__call__)
 
 
-batch = partial(tokens, rows=8, words=WORDS)
+batch = partial(tokens, rows=8, words=models.VOCAB)
 
 
 def loss_of(model, number, rows=slice(None)):
@@ -142,7 +127,7 @@ def steps_add_up(how, layouts):
             for layer in net.layers:
                 if how == "compiled":
                     layer.compile(backend="eager")
-            model = parallelize(net, manager, plan=PLAN, **options, rehearse=False)
+            model = parallelize(net, manager, plan=models.PLAN, **options, rehearse=False)
             if zero:
                 optimizer = torch.optim.SGD(model.parameters(), 0.1)
                 shard_optimizer(optimizer, model, stage=zero)
@@ -167,9 +152,9 @@ def test_steps_that_add_up_on_four_ranks(how):
 def uneven():
     """Three tp ranks have other shards, and so other ranges of what all of them have."""
     with grid({"tp_size": 3, "dp_size": 2}) as manager:
-        plan = {"layers.*.up": "column", "layers.*.down": "row", "head": "column_gather"}
+        plan = {n: s for n, s in models.PLAN.items() if "mlp" in n or n == "lm_head"}
         ranges = set()
-        for bucket_size in (400, 2**24):
+        for bucket_size in (800, 2**24):
             model = parallelize(made(), manager, plan=plan, bucket_size=bucket_size, rehearse=False)
             shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, stage=1)
             train_step(model, shard_global_batch(batch(0), 1, model=model))
@@ -186,7 +171,7 @@ def test_ranges_that_differ_between_tp_ranks():
 
 def whole_of(model):
     """Return the gradients of parameters that every tp rank has whole."""
-    names = ("norm", "scale", "temperature", "first", "second")
+    names = ("norm", "scale", "temperature")
     return {
         name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
         for name, each in model.named_parameters()
@@ -200,20 +185,20 @@ def test_loops_of_ones_own():
     with grid({"tp_size": 2, "dp_size": 2}) as manager:
         wanted = {n: g for n, g in expected(1).items() if n in whole_of_names()}
         for options in ({}, SHARED):
-            model = apply_tensor_parallel(made(), PLAN, manager.tp_group, **options)
-            model.layers[0].scale.requires_grad_(False)
-            model.layers[1].norm.requires_grad_(False)
+            model = apply_tensor_parallel(made(), models.PLAN, manager.tp_group, **options)
+            model.layers[0].mlp.scale.requires_grad_(False)
+            model.layers[1].self_attn.norm.requires_grad_(False)
             loss_of(model, 1).backward()
             model.zero_grad()
-            model.layers[0].scale.requires_grad_(True)
-            model.layers[1].norm.requires_grad_(True)
+            model.layers[0].mlp.scale.requires_grad_(True)
+            model.layers[1].self_attn.norm.requires_grad_(True)
             loss_of(model, 0).backward()
             assert far(whole_of(model), wanted) < 1e-11, options
         model = made()
-        inner = {"up": "column", "down": "row"}
+        inner = {n.removeprefix("layers.*."): s for n, s in models.PLAN.items() if "mlp" in n}
         apply_tensor_parallel(model.layers[0], inner, manager.tp_group)
-        rest = {n: s for n, s in PLAN.items() if n not in ("layers.*.up", "layers.*.down")}
-        rest |= {"layers.1.up": "column", "layers.1.down": "row"}
+        rest = {n: s for n, s in models.PLAN.items() if "mlp" not in n}
+        rest |= {f"layers.1.{name}": style for name, style in inner.items()}
         apply_tensor_parallel(model, rest, manager.tp_group)
         loss_of(model, 0).backward()
         assert far(whole_of(model), wanted) < 1e-11, "a part was divided before"
@@ -230,7 +215,7 @@ def test_fully_sharded_parameters():
     with grid({"tp_size": 2, "dp_size": 2}) as manager:
         wanted = {n: g for n, g in expected(2).items() if n in whole_of_names()}
         for options in ({}, SHARED):
-            model = apply_tensor_parallel(made(), PLAN, manager.tp_group, **options)
+            model = apply_tensor_parallel(made(), models.PLAN, manager.tp_group, **options)
             mesh = DeviceMesh.from_group(manager.dp_group, "cpu")
             for module in (*model.layers, model):
                 fully_shard(module, mesh=mesh)
@@ -264,7 +249,7 @@ def refused(sizes, options, micro_batches, runs_again, words):
             layer.__class__ = LayerRunAgain
         if not runs_again:
             net.layers[0].register_forward_hook(lambda _m, _i, x: Hidden.apply(x, manager.tp_group))
-        model = parallelize(net, manager, plan=PLAN, **options, rehearse=False)
+        model = parallelize(net, manager, plan=models.PLAN, **options, rehearse=False)
         with pytest.raises(InvalidArgumentError, match=words):
             train_step(model, shard_global_batch(batch(0), micro_batches, model=model))
 
@@ -272,6 +257,6 @@ def refused(sizes, options, micro_batches, runs_again, words):
 @distributed_test(4, timeout=200)
 def test_functions_that_run_layers_again_or_may_communicate_are_refused():
     for sizes, options, micro_batches, _ in LAYOUTS[::2]:
-        words = r"not show.*layers\.\d\.scale.*\.Again"
+        words = r"not show.*layers\.\d\.self_attn\..*\.Again"
         refused(sizes, options, micro_batches, True, words)
     refused(*LAYOUTS[0][:3], False, "Hidden, which holds the process group of tens")

@@ -97,7 +97,7 @@ def halved(backward):
 
 
 BOUNDARY = "parallel.pipeline_parallel.stages.stage:PipelineParallel.backward"
-SUMS = "compose.partial_gradients:_sum"
+SUMS = "compose.gradients:_sum"
 # Of an axis: the model, a fault of the library, and what the message names.
 FAULTS = {
     "tp": (Features, None, r"output of layers\.0 is off by .*tp div"),
@@ -798,13 +798,13 @@ def gathered_loss(output, micro_batch):
     return losses_of(output, micro_batch)
 
 
-def with_a_fault(layout, where, make):
+def first_step(layout, kind, where, make, **own):
+    """Return what a first step says if a function of the library has a fault."""
     manager = setup_process_group_manager(**FOUR[layout])
     try:
         with patched(where, make) if where else nullcontext():
-            model = parallelize(models.Normed(4).double(), manager, plan=models.PLAN)
-            micro_batches = shard_global_batch(batch(0), 2, model=model)
-            train_step(model, micro_batches, loss_fn=gathered_loss)
+            model = parallelize(kind(4).double(), manager, plan=models.PLAN)
+            train_step(model, shard_global_batch(batch(0), 2, model=model), **own)
             return None
     except RehearsalError as error:
         return str(error)
@@ -817,31 +817,21 @@ def test_gradients_of_layers_are_compared_where_the_loss_communicates(four, layo
     faults = {"tp": (SUMS, without)} | dict.fromkeys(
         ("dp", "cp"), ("compose.parallelize:DataParallelBucket", averaging)
     )
+    given, own = (layout, models.Normed), {"loss_fn": gathered_loss}
     for where, make in (faults[axis] for axis in faults if axis in layout):
-        for said in four.run(with_a_fault, layout, where, make):
+        for said in four.run(first_step, *given, where, make, **own):
             assert re.search(r"gradient of layers\.\d.* is off by", said or "")
-    assert four.run(with_a_fault, layout, "", None) == [None] * 4
+    assert four.run(first_step, *given, "", None, **own) == [None] * 4
 
 
-def not_finite(where, kind, layout):
-    """Return what a first step says if a function of the library gives NaN."""
-    manager = setup_process_group_manager(**FOUR[layout])
-    fault = patched(where, lambda call: lambda *args: call(*args) * torch.nan)
-    try:
-        with fault if where else nullcontext():
-            model = parallelize(kind(4).double(), manager, plan=models.PLAN)
-            train_step(model, shard_global_batch(batch(0), 2, model=model))
-            return None
-    except RehearsalError as error:
-        return str(error)
-    finally:
-        destroy_process_group_manager()
+def times_nan(call):
+    return lambda *args: call(*args) * torch.nan
 
 
 @pytest.mark.parametrize("layout", FOUR)
 def test_nan_on_the_layout_alone_is_refused(four, layout):
     """That of the loss, and of all gradients with it; what one process gives too is right."""
     for where in ("compose.step:_summed", "compose.loss:token_loss_sum"):
-        for said in four.run(not_finite, where, models.Plain, layout):
+        for said in four.run(first_step, layout, models.Plain, where, times_nan):
             assert re.search("than in one process: .* is off by nan of its size", said or "")
-    assert four.run(not_finite, "", NaNs, layout) == [None] * 4
+    assert four.run(first_step, layout, NaNs, "", None) == [None] * 4

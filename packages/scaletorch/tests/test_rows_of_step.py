@@ -154,5 +154,5 @@ def test_ranks_of_one_place_must_have_read_the_same():
         rows = [row(index) for index in range(4)]
         batch = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
         batch["input_ids"][0, 0] = get_rank()
-        with pytest.raises(MismatchError, match=r"the rows of dp0\): input_ids on rank 1"):
+        with pytest.raises(MismatchError, match=r"the rows of dp0 input_ids: on rank 1"):
             train_step(model, shard_global_batch(batch, 1, model=model, own_rows=True))

@@ -252,7 +252,7 @@ def shared_expert_summed_twice(wrapper: Any) -> Any:
 
 
 @around(
-    "partial_gradients:_sort",
+    "gradients:_sort",
     layout="1x1x1x2-ep2",
     sequence_parallel="on",
     born="backward: *.gate ; synchronisation: *.gate.weight",
@@ -267,7 +267,7 @@ def router_gradient_of_own_share_of_the_sequence(sort: Any) -> Any:
     return forgetful
 
 
-@around("norm:expert_names", born="update: norm")
+@around("gradients:expert_names", born="update: norm")
 def norm_without_experts_of_other_ranks(names: Any) -> Any:
     """The norm takes experts for replicas, and counts those of the first rank alone."""
     return lambda model: frozenset()
@@ -285,7 +285,7 @@ class Everybody:
         return getattr(self._manager, name)
 
 
-@around("norm:counted_gradients", layout="4x1x1x1-ep2", born="update: norm")
+@around("gradients:counted_gradients", layout="4x1x1x1-ep2", born="update: norm")
 def norm_counts_experts_edp_times(counted: Any) -> Any:
     """The norm counts an expert on every rank that has it."""
     return lambda model, manager: counted(model, Everybody(manager))

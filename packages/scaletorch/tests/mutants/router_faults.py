@@ -67,7 +67,7 @@ def balance_without_gradient(loss: Any) -> Any:
     return lambda *given, **options: loss(*given, **options).detach()
 
 
-@ROUTERS.fault("balance:all_reduce", **BALANCED, born="forward: loss")
+@ROUTERS.fault("experts:all_reduce", **BALANCED, born="forward: loss")
 def balance_by_choices_of_one_rank(all_reduce: Any) -> Any:
     """Each rank goes by the experts that its own tokens choose."""
     return lambda counts, group: counts.mul_(get_world_size(group))

@@ -102,13 +102,13 @@ SUMS = Catalogue("compose", "1x1x1x2")
 HEAD_NORMS = "synchronisation: gradients"
 
 
-@SUMS.fault("partial_gradients:_sum", born=HEAD_NORMS)
+@SUMS.fault("gradients:_sum", born=HEAD_NORMS)
 def partial_gradients_not_summed(_sum: Any) -> Any:
     """What each rank has a term of, such as the gradient of its heads' norm, stays as it is."""
     return lambda _known, _model, _manager: None
 
 
-@SUMS.fault("partial_gradients:_sort", born=HEAD_NORMS)
+@SUMS.fault("gradients:_sort", born=HEAD_NORMS)
 def whole_gradients_summed(sort: Any) -> Any:
     """Gradients that every rank has whole are summed over the ranks, too."""
 
@@ -185,7 +185,7 @@ def replicated_heads_not_summed(sum_parts: Any) -> Any:
 SEQUENCE = {"model": "shared", "sequence_parallel": "on"}
 
 
-@SUMS.fault("partial_gradients:_sum", **SEQUENCE, born=HEAD_NORMS)
+@SUMS.fault("gradients:_sum", **SEQUENCE, born=HEAD_NORMS)
 def gradients_of_shares_not_summed(_sum: Any) -> Any:
     """What works on a share of the sequence keeps the gradient of this share."""
     return lambda _known, _model, _manager: None

@@ -106,19 +106,19 @@ def loss_of_own_vocabulary(loss: Any) -> Any:
     return own
 
 
-@fault("norm:is_sharded", data_parallel="zero1", born="update: norm")
+@fault("gradients:is_sharded", data_parallel="zero1", born="update: norm")
 def norm_of_own_shards(is_sharded: Any) -> Any:
     """The gradient norm counts one rank's shards alone."""
     return lambda model: False
 
 
-@fault("norm:counted_gradients", layout="1x1x1x2", born="update: norm")
+@fault("gradients:counted_gradients", layout="1x1x1x2", born="update: norm")
 def norm_counts_replicas(counted: Any) -> Any:
     """The gradient norm counts parameters once on every rank that holds them."""
     return lambda model, _manager: (p.grad for p in model.parameters() if p.grad is not None)
 
 
-@fault("norm:counted_gradients", layout="1x2x1x1", born="update: norm")
+@fault("gradients:counted_gradients", layout="1x2x1x1", born="update: norm")
 def norm_counts_tied_twice(counted: Any) -> Any:
     """The gradient norm counts a tied parameter on each stage that has it."""
 
@@ -130,7 +130,7 @@ def norm_counts_tied_twice(counted: Any) -> Any:
     return again
 
 
-@fault("norm:norm_over", layout="1x2x1x1", born="update: norm | clip")
+@fault("gradients:norm_over", layout="1x2x1x1", born="update: norm | clip")
 def norm_of_one_stage(norm_over: Any) -> Any:
     """Every stage clips by the norm of its own gradients."""
     return lambda gradients, groups, model, norm_type: norm_over(gradients, [], model, norm_type)

@@ -6,6 +6,7 @@ from .digests import check_replicas
 from .draws import rows_of_step, seed_ranks
 from .evaluate import eval_step, forward_step
 from .experts import count_routing, move_biases
+from .gradients import clip_grad_norm_, global_grad_norm, nonfinite_gradients
 from .loss import (
     last_token,
     log_probs,
@@ -15,7 +16,6 @@ from .loss import (
     token_losses,
     vocabulary_sums,
 )
-from .norm import clip_grad_norm_, global_grad_norm, nonfinite_gradients
 from .parallelize import parallelize
 from .recompute import recompute_layers
 from .state import full_gradients, full_state_dict, local_gradients

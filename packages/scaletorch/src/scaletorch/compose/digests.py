@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..dist import all_gather_object, group_ranks
+from ..dist.building import map_tensors
 from ..dist.errors import MismatchError, NonFiniteError
 from ..parallel.data_parallel.building import ShardedGradient
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
-from ..parallel.pg_manager.building import digest
+from ..parallel.pg_manager.building import digest, digest_text
 from ..parallel.tensor_parallel import split_by_owner
 from .experts import expert_names
 from .forward import manager_of, wait_for_parameters
@@ -77,7 +78,10 @@ def check_replicas(
     groups = [] if optimizer is None else optimizer.param_groups
     line = "; ".join(map(_group_line, groups))
     texts = {Key("optimizer", "optimizer", (manager.pp_rank,)): line}
-    texts |= {Key("value", name): _value_text(each) for name, each in (values or {}).items()}
+    texts |= {
+        Key("value", name): value_text(each) if isinstance(each, Tensor) else repr(each)
+        for name, each in (values or {}).items()
+    }
     digests = [*tensor_digests(model, manager), *((k, text_hash(t)) for k, t in texts.items())]
     infinite = all_gather_object(nonfinite_parameters(model), manager.world_group)
     at_step = "" if step is None else f"step {step}: "
@@ -129,7 +133,7 @@ def some(items: Sequence[str], between: str = ", ", last: str = " ") -> str:
 
 
 def as_numbers(digests: Iterable[Tensor | int]) -> list[int]:
-    """Return digests as ints, fetching those on devices in one transfer."""
+    """Return digests, or other tensors of one element, in one transfer from devices."""
     digests = list(digests)
     tensors = [each for each in digests if isinstance(each, Tensor)]
     device = tensors[0].device if tensors else None
@@ -208,13 +212,8 @@ def tensor_digests(
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:
     """Return the names of this rank's parameters that are not all finite."""
-    held = [(n, p.detach()) for n, p in model.named_parameters() if p.numel()]
-    if not held:
-        return []
-    # A sum costs one pass, but may overflow for finite values: check the suspects again.
-    sums = torch.stack([p.sum().isfinite().cpu() for _, p in held]).tolist()
-    suspects = [pair for pair, fine in zip(held, sums, strict=True) if not fine]
-    return [name for name, p in suspects if not p.isfinite().all()]
+    held = {n: p.isfinite().all() for n, p in model.named_parameters() if p.numel()}
+    return [n for n, finite in zip(held, as_numbers(held.values()), strict=True) if not finite]
 
 
 def _group_line(group: Mapping[str, Any]) -> str:
@@ -233,8 +232,8 @@ def _shown(value: Any) -> str:
     return repr(value) if isinstance(value, int | float | str | None) else ""
 
 
-def _value_text(value: Any) -> str:
-    """Return a value as text, a tensor as its shape, dtype and digest."""
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {value.dtype} {int(digest(value))}"
-    return repr(value)
+def value_text(value: Any) -> str:
+    """Return a value as text: tensors by shape, dtype and digest, other objects by their type."""
+    found = map_tensors(lambda x: f"{tuple(x.shape)} {x.dtype} {digest_text(x)}", value)
+    plain = isinstance(found, str | int | float | complex | Mapping | list | tuple | None)
+    return repr(found) if plain else type(found).__name__

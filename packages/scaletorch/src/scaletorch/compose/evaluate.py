@@ -19,7 +19,7 @@ from .batches import Batch
 from .forward import manager_of, terms_of
 from .loss import LossBatch, find_sharded_head, loss_of_tokens
 from .own_loss import NOTHING_COUNTS, LossFunction, OwnLoss
-from .preparation import compare_first_batch, prepare_step
+from .preparation import prepare_step
 
 
 @contextmanager
@@ -45,10 +45,8 @@ def forwards(
     own_loss: OwnLoss | None = None,
 ) -> list[Tensor]:
     """Return `function(output, batch)` for every micro-batch, on ranks of the last stage."""
-    terms = terms_of(model)
     with evaluating(model), torch.no_grad():
-        called, _ = prepare_step(model, micro_batches, manager, terms, own_loss, False)
-        compare_first_batch(micro_batches, manager, terms)
+        called, _ = prepare_step(model, micro_batches, manager, terms_of(model), own_loss, False)
         return pipeline_forward(model, called, group=manager.pp_group, each=function)
 
 

@@ -18,12 +18,19 @@ from ..dist.errors import InvalidArgumentError, StateError
 from ..parallel.context_parallel.building import is_pretrained
 from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
 from ..parallel.pipeline_parallel import PipelineParallel
-from .balance import RouterLoss
 from .plain import Plain, base_of
 
 Counting = Callable[[Tensor], Tensor]  # ids [B, L] -> positions [B, L]
 
 _PASSING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoss:
+    """A config's `router_aux_loss_coef` and `num_experts_per_tok`."""
+
+    coefficient: float
+    top_k: int
 
 
 @dataclass(slots=True)

@@ -69,4 +69,4 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def names_sizes(error: Exception) -> bool:
     """Return whether an error of torch or of a model speaks of sizes that do not fit."""
-    return re.search(r"\b(sizes?|shapes?|dimensions?)\b", str(error)) is not None
+    return re.search(r"(\b|_)(sizes?|shapes?|dimensions?)\b", str(error)) is not None

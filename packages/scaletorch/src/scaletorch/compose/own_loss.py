@@ -1,4 +1,4 @@
-"""Call a user's loss for each micro-batch, check its result, and compare it over ranks.
+"""Call a user's loss for each micro-batch, check its reads and result, compare it over ranks.
 
 An error on one rank is kept until the end of the step, so that no rank waits for another; then all
 ranks raise.
@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 
 from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree, caught, tensors_in
 from ..dist.errors import InvalidArgumentError, MismatchError, ScaletorchError
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager, describe_rank
 from .batches import Batch, Called, counts_nothing, size_of, token_count
+from .digests import some
 from .forward import terms_of
-from .loss import LossBatch, find_sharded_head, require_labels_fit
-from .loss_reads import Words, number_of_next_node, read_loss, require_no_parameters
+from .loss import LossBatch, find_sharded_head
 from .naming import names_sizes
 
 Number = int | float | Tensor
@@ -44,8 +47,8 @@ _HIDDEN = (
 _OTHER_POSITIONS = {
     "cp": "cp divides positions of the output and of entries [B, L]: name the dim of positions of "
     "other entries in shard_global_batch(..., sequence_dims={'loss_name': 1})",
-    "sequence_parallel": "sequence parallelism divides positions of hidden states: compute the "
-    "loss from logits, or leave sequence_parallel out",
+    "sequence_parallel": "sequence parallelism divides positions of hidden states, and those of "
+    "logits if the plan does not name the head 'column_gather': compute the loss from whole logits",
 }
 NOTHING_COUNTS = "no rank's micro-batches have anything that the loss counts"
 
@@ -116,7 +119,6 @@ class OwnLoss:
             try:
                 found = self.function(output, seen)
             except (RuntimeError, ValueError, LookupError) as error:
-                self._require_tokens(output, seen)
                 self._explain(error)
                 raise
         total, count = _checked_pair(found, trains=self._trains)
@@ -131,13 +133,6 @@ class OwnLoss:
         dtypes = {x.dtype for x in (found[0], *outputs)}
         self._coarsest = max(self._coarsest, *(i for i, d in enumerate(_DTYPES) if d in dtypes))
         return total, count
-
-    def _require_tokens(self, output: Any, batch: LossBatch) -> None:
-        """Explain a failed loss: raise if logits have only a shard of the labels' tokens."""
-        logits = getattr(output, "logits", output)
-        shares = terms_of(self._model).shares_sequences and "labels" in batch
-        if shares and isinstance(logits, Tensor) and logits.ndim == 3:
-            require_labels_fit(logits, batch["labels"], self._manager.tp_size)
 
     def _explain(self, error: Exception) -> None:
         """Raise an error that explains a mismatch of sizes if positions are divided over ranks."""
@@ -164,8 +159,8 @@ class OwnLoss:
         both = torch.tensor([float(count), size_of(batch)], dtype=torch.float32)
         both = both.to(get_comm_device(group))
         all_reduce(both, group=group)
-        ratio = both[0] / both[1]  # in float32, in which it is sent to the other stages
-        return float(ratio) if 0 < float(ratio) < math.inf else 1.0
+        ratio = float(both[0] / both[1])
+        return ratio if 0 < ratio < math.inf else 1.0
 
     def counted(self, device: torch.device) -> Tensor:
         """Return this rank's number of losses without a wait for the device, in float64 or 32."""
@@ -181,12 +176,9 @@ class OwnLoss:
         return problem or caught(self._require_counts)
 
     def _require_counts(self) -> None:
-        for count, expected in self._counts:
-            found = checked_count(count)
-            expected = checked_count(expected)
-            if self.counts_later or not self._trains:
-                continue
-            if not math.isclose(found, expected, rel_tol=1e-6):
+        compares = self._trains and not self.counts_later
+        for found, expected in (map(checked_count, pair) for pair in self._counts):
+            if compares and not math.isclose(found, expected, rel_tol=1e-6):
                 said = "count_fn" if self._count_fn else f"counting labels other than {IGNORED}"
                 raise InvalidArgumentError(
                     f"loss_fn counted {found:g} losses in a micro-batch, and {said} gave "
@@ -257,6 +249,7 @@ def _require_agreement(
 ) -> None:
     """Refuse sums that differ by more than rounding on ranks that differ in tp alone."""
     first: dict[Any, tuple[int, float]] = {}
+    why = _SHARES * shares_sequences
     for rank, (value, rounding) in enumerate(sums):
         place = manager.grid.coordinates(rank)._replace(tp=0)
         other, usual = first.setdefault(place, (rank, value))
@@ -266,7 +259,142 @@ def _require_agreement(
                 f"{describe_rank()}: the loss is {value!r} on rank {rank} and {usual!r} on rank "
                 f"{other}, which hold the same positions and differ in tp alone: sum over shards "
                 "of the vocabulary (vocabulary_sums), gather the head's logits ('column_gather' "
-                "in the plan), and read no parameters and draw nothing at random in the loss"
-                + shares_sequences
-                * _SHARES
+                f"in the plan), and read no parameters and draw nothing at random in the loss{why}"
             )
+
+
+_PICKS: Mapping[Callable[..., Any], tuple[int, str]] = {  # position and name of the word indices
+    F.cross_entropy: (1, "target"),
+    F.nll_loss: (1, "target"),
+    torch.gather: (2, "index"),
+    Tensor.gather: (2, "index"),
+}
+_GATHERED = (
+    "the layer that makes them is cut by columns and gathers nothing: name it 'column_gather' in "
+    "the plan; in place of F.linear(x, embedding.weight) take an nn.Linear with that weight"
+)
+_PARALLEL = (
+    "loss_parallel=True keeps them so: take token_losses, token_log_probs, log_probs and "
+    "vocabulary_sums of scaletorch.compose in loss_fn, or do without loss_parallel"
+)
+
+
+class Words(TorchFunctionMode):
+    """A function mode that refuses, in first steps, a loss that picks a word beyond the logits."""
+
+    def __init__(self, manager: ProcessGroupManager, *, sharded: bool) -> None:
+        super().__init__()
+        self._size, self._way = manager.tp_size, _PARALLEL if sharded else _GATHERED
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, unless it would pick a word outside of the logits."""
+        kwargs = kwargs or {}
+        if func in _PICKS:
+            place, name = _PICKS[func]
+            logits = args[0] if args else kwargs.get("input")
+            words = args[place] if len(args) > place else kwargs.get(name)
+            dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+            if isinstance(logits, Tensor) and isinstance(words, Tensor) and logits.ndim:
+                self._require(logits, words, int(logits.ndim > 1) if name == "target" else dim)
+        return func(*args, **kwargs)
+
+    def _require(self, logits: Tensor, words: Tensor, dim: int) -> None:
+        if words.is_floating_point() or not words.numel():  # probabilities of all words, or no word
+            return
+        size, highest = logits.shape[dim], int(words.max())
+        if highest >= size:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the loss picks word {highest} of logits "
+                f"{list(logits.shape)}, which have {size} words on this rank. Where tp_size="
+                f"{self._size} leaves each rank its shard of the vocabulary, {self._way}"
+            )
+
+
+def number_of_next_node() -> int:
+    """Return the sequence number of autograd's next node on this thread."""
+    with torch.enable_grad():
+        node: Any = torch.empty(0, requires_grad=True).view(-1).grad_fn
+    return int(node._sequence_nr()) + 1
+
+
+class Reads(NamedTuple):
+    """Tensors that a loss reads, as its autograd graph shows."""
+
+    beside: list[nn.Parameter]  # trained parameters outside the model, such as a temperature
+    hidden: bool  # tensors that the forward made but did not return, such as an auxiliary loss
+    # Leaves in a penalty: a term that depends on no output of the model, and is one number before
+    # it is added to others. A weight that is multiplied with an output (a head in the loss) does
+    # not count, nor does a leaf of one element.
+    penalized: list[Tensor]
+
+
+def read_loss(loss: Tensor, outputs: Iterable[Node | None], first: int, model: nn.Module) -> Reads:
+    """Return the tensors that a loss reads besides outputs; the model made nodes before `first`."""
+    ends = set(outputs)
+    # Of each node: whether it depends on an output, and its leaves that are in no penalty yet.
+    under: dict[Node, tuple[bool, list[Tensor]]] = {}
+    parameters, penalized, hidden = list[nn.Parameter](), list[Tensor](), False
+    waiting = [] if loss.grad_fn is None else [(loss.grad_fn, False)]
+    while waiting:
+        node, entered = waiting.pop()
+        if node in under:
+            continue
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            under[node] = False, [variable] if variable.numel() > 1 else []
+            parameters += [variable] if isinstance(variable, nn.Parameter) else []
+        elif node in ends or node._sequence_nr() < first:
+            under[node] = True, []
+            hidden |= node not in ends
+        elif not entered:
+            waiting += [(node, True), *((n, False) for n, _ in node.next_functions if n)]
+        else:
+            inputs = [under[n] for n, _ in node.next_functions if n]
+            leaves = [leaf for _, theirs in inputs for leaf in theirs]
+            computes = any(each for each, _ in inputs)
+            is_number = all(math.prod(x.shape) == 1 for x in node._input_metadata if x is not None)
+            if (is_number and not computes) or node.name().startswith("CompiledFunction"):
+                penalized, leaves = penalized + leaves, []
+            under[node] = computes, leaves
+    own = {id(p) for p in model.parameters()} if parameters else set()
+    return Reads([p for p in parameters if id(p) not in own], hidden, penalized)
+
+
+@contextmanager
+def keep_gradients(loss_fn: Any, model: nn.Module) -> Iterator[Any]:
+    """Yield a loss_fn; at the end restore the gradients of its parameters outside the model."""
+    before: dict[int, tuple[nn.Parameter, Tensor | None]] = {}
+
+    def noted(output: Any, batch: Any) -> Any:
+        first, ends = number_of_next_node(), [x.grad_fn for x in tensors_in(output)]
+        found = loss_fn(output, batch)
+        for total in tensors_in(found):
+            for p in read_loss(total, ends, first, model).beside:
+                before.setdefault(id(p), (p, None if p.grad is None else p.grad.clone()))
+        return found
+
+    try:
+        yield noted if callable(loss_fn) else loss_fn
+    finally:
+        for parameter, gradient in before.values():
+            parameter.grad = gradient
+
+
+def require_no_parameters(
+    leaves: Sequence[Tensor], model: nn.Module, manager: ProcessGroupManager
+) -> None:
+    """Refuse a penalty on the model's parameters: a rank may hold only some of them, or shards."""
+    if not leaves:
+        return
+    found = {id(leaf) for leaf in leaves}
+    before = ((name, each()) for name, each in terms_of(model).originals.items())
+    read = [name for name, p in (*model.named_parameters(), *before) if id(p) in found]
+    if not read:
+        return
+    sizes = {axis: getattr(manager, f"{axis}_size") for axis in ("tp", "pp", "ep")}
+    cut = ", ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
+    raise InvalidArgumentError(
+        f"{describe_rank()}: loss_fn reads parameters of the model for a penalty ({some(read)}), "
+        f"and with {cut} ranks have different ones. Use the optimizer's weight_decay, or add "
+        "the penalty's gradient to each .grad between train_step and optimizer.step()"
+    )

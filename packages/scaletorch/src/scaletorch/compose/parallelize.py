@@ -21,10 +21,8 @@ from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
 from ..parallel.pipeline_parallel.building import parameter_costs, sections_of
 from ..parallel.tensor_parallel import apply_tensor_parallel
 from ..parallel.tensor_parallel.building import counts_of_ids, shares_in_layers
-from .balance import read_router_loss
-from .checks.buffers import synchronise_batch_norms
-from .checks.initial import require_one_model
-from .experts import Plan, divide_experts, expert_groups, settle_tokens
+from .checks import require_one_model, synchronise_batch_norms
+from .experts import Plan, divide_experts, expert_groups, read_router_loss, settle_tokens
 from .forward import Counting, Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
 from .plain import Plain
@@ -127,7 +125,8 @@ def _in_buckets(
     parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **options)
     expect_attention(stage.module, terms.plain is None)
     keep_terms(parallel, terms)
-    watch(parallel, manager)
+    if manager.world_size > 1:
+        watch(parallel, manager)
     return parallel
 
 

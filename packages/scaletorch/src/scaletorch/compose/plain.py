@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -92,21 +92,44 @@ class Plain:
             for module, attribute, parameter in before:
                 setattr(module, attribute, parameter)
 
-    def within(self, unit: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def within(self, unit: str) -> Iterator[None]:
         """Let calls of a unit run normally for a while, as a checkpoint in backward needs."""
-        return _added(self._within, unit)
+        self._within.add(unit)
+        try:
+            yield
+        finally:
+            self._within.discard(unit)
 
     @contextmanager
     def replaced(self, call: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
         """Replace calls of units for a while, by `call(name, unit's own call, args, kwargs)`."""
         kinds = {unit: type(unit) for unit in self.units.values()}
         for name, unit in self.units.items():
-            unit.__class__ = _answered(type(unit), partial(call, name), self._within, name)
+            unit.__class__ = self._answered(type(unit), partial(call, name), name)
         try:
             yield
         finally:
             for unit, kind in kinds.items():
                 unit.__class__ = kind
+
+    def _answered(
+        self, kind: type[nn.Module], answer: Callable[..., Any], name: str
+    ) -> type[nn.Module]:
+        """Return a subclass that sends calls to `answer`, except those within the unit."""
+
+        def answered(run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if name in self._within:
+                return run(*args, **kwargs)
+            return answer(self.within(name)(run), args, kwargs)
+
+        def call(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return answered(partial(kind.__call__, unit), args, kwargs)
+
+        def forward(unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return answered(partial(kind.forward, unit), args, kwargs)
+
+        return type(kind.__name__, (kind,), {"__call__": call, "forward": forward})
 
 
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -149,39 +172,6 @@ def _holds_module(value: Any) -> bool:
         isinstance(getattr(each, "__self__", each), nn.Module) or _holds_module(each)
         for each in held
     )
-
-
-def _answered(
-    kind: type[nn.Module], answer: Callable[..., Any], within: set[str], name: str
-) -> Any:
-    """Return a subclass that sends calls to `answer`, except while the unit is in `within`."""
-
-    def answered(unit_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if name in within:
-            return unit_call(*args, **kwargs)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with _added(within, name):
-                return unit_call(*args, **kwargs)
-
-        return answer(run, args, kwargs)
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return answered(partial(kind.__call__, self), args, kwargs)
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return answered(partial(kind.forward, self), args, kwargs)
-
-    return type(kind.__name__, (kind,), {"__call__": call, "forward": forward})
-
-
-@contextmanager
-def _added(names: set[str], name: str) -> Iterator[None]:
-    names.add(name)
-    try:
-        yield
-    finally:
-        names.discard(name)
 
 
 def base_of(model: nn.Module) -> nn.Module:

@@ -15,15 +15,13 @@ from ..parallel.context_parallel.building import note_padding, note_shards, requ
 from ..parallel.data_parallel import DataParallelBucket, parameter_shards
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel.building import read
-from .balance import require_one_micro_batch
 from .batches import Batch, Called, MicroBatch, counts_nothing, size_of, token_count
-from .checks.buffers import require_whole_batches
-from .checks.initial import require_one_batch
+from .checks import require_one_batch, require_whole_batches
 from .entries import LABELS, OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
-from .forward import Terms, pipeline_of, rehearses
+from .experts import require_one_micro_batch
+from .forward import Terms, pipeline_of
 from .own_loss import Number, OwnLoss
-from .samples import Samples, samples_of
-from .scaling import FACTS, scalings
+from .samples import FACTS, Samples, samples_of
 
 _ASKS = 2**20  # a rank that wants a rehearsal adds this to the count of ranks with a loss_fn
 _OTHERWISE = (
@@ -58,7 +56,6 @@ def prepare_step(
     )
     counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
     alone, on_device = not model.require_backward_grad_sync, isinstance(count, Tensor)
-    scaling, residue = (scalings.get(model), samples.residue) if samples else (None, None)
     facts = {
         "count": 0.0 if isinstance(count, Tensor) or not counts else count,
         "on device": on_device,
@@ -66,11 +63,9 @@ def prepare_step(
         "alone": alone,
         "own loss": (own_loss is not None) + _ASKS * (trains and terms.rehearses),
         "several": len(micro_batches) > 1,
-        "unsettled": samples is not None and not samples.settled,
         "counts later": own_loss is not None and own_loss.counts_later,
         "padded": any(_has_padding(batch.micro_batch) for batch in called),
-        "residue": 0.0 if residue is None or scaling else float(residue),
-        **(scaling.facts(residue) if scaling else dict.fromkeys(FACTS, 0.0)),
+        **(dict.fromkeys(FACTS, 0.0) if samples is None else samples.facts()),
     }
     told = torch.tensor([*facts.values()], dtype=torch.float64)  # a loss_fn may count in fractions
     all_reduce(told, group=manager.world_group)
@@ -81,12 +76,13 @@ def prepare_step(
     if sums["failed"]:  # popped, since the traceback refers to this frame and thus to the list
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
     _require_agreement(sums, manager, alone=alone, has_own=own_loss is not None)
+    if not terms.looked:  # the first step, without a rehearsal
+        require_one_batch(micro_batches, manager)
+        terms.looked = True
     if sums["padded"]:  # attention that cannot ignore padding refuses the step on all ranks
         note_padding(pipeline_of(model).module)
-    if scaling is not None:
-        scaling.refuse_different(sums)
     if samples is not None:
-        samples.compare(sums["residue"], sums["unsettled"])
+        samples.compare(sums)
     total: Number = int(sums["count"]) if sums["count"].is_integer() else sums["count"]
     if sums["on device"]:
         total = _add_device_counts(total, count if counts else 0, manager)
@@ -113,21 +109,9 @@ def _prepare_rank(
             count = _counted(called, own_loss, pipeline_of(model).is_last_stage)
         if samples is not None:
             samples.look()
-        if samples is not None and model in scalings:
-            scalings[model].require_own()
     except Exception as error:  # raised after the all-reduce, in which the other ranks wait
         return called, count, [error]
     return called, count, []
-
-
-def compare_first_batch(
-    micro_batches: Sequence[Batch], manager: ProcessGroupManager, terms: Terms
-) -> None:
-    """Compare, in the first step only, the batch over ranks that must hold the same one."""
-    if not terms.looked:
-        if not rehearses():  # a rehearsal has compared the batch already
-            require_one_batch(micro_batches, manager)
-        terms.looked = True
 
 
 def _called(
@@ -149,10 +133,7 @@ def _called(
         if terms.router_loss is not None:
             require_one_micro_batch(batches)
         if terms.has_batch_norms:
-            shares = terms.shares_sequences
-            require_whole_batches(
-                model, len(batches), manager, recompute=terms.recomputes, shares=shares
-            )
+            require_whole_batches(model, len(batches), manager, terms)
         if terms.counts_routing and any(map(counts_nothing, batches)):
             raise InvalidArgumentError(
                 "a micro-batch has no row, and count_routing would count the tokens of the made-up "

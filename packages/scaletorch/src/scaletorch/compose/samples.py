@@ -22,12 +22,12 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pg_manager.building import digest
 from .digests import Key, Sides, differing_sides, keyed_pieces, refuse, some, text_hash
 from .forward import wait_for_parameters
-from .scaling import scalings
+from .scaling import SCALES, scalings, watch
 
+FACTS = "unsettled", "residue", *SCALES
 PERIOD = 16  # steps in which every parameter is sampled once
 MODULUS = 2**32  # bounds a rank's term, so that sums over 2**21 ranks are exact in float64
 PIECE = 2**20  # elements that `_gaps` compares at a time
-MEASURED = 2**26  # elements that `_gaps` compares at most
 EXACT = ("cpu",)  # devices whose kernels sum in a fixed order, so that equal inputs give equal bits
 ROUNDING = 1e-3  # allowed gap / largest value on devices whose kernels sum in no fixed order
 ADVICE = (
@@ -53,7 +53,7 @@ class Samples:
     """The replicated parameters of this rank, and the sample of the last step."""
 
     def __init__(self, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
-        self._model, self._manager = ref(model), manager
+        self._model, self._manager, self._scaling = ref(model), manager, watch(model, manager)
         self._held: list[Held] = []
         # For each step of a period: its sample, and the weights on the device of the first one.
         self._turns: list[tuple[list[Held], Tensor]] = []
@@ -67,6 +67,7 @@ class Samples:
 
     def look(self) -> None:
         """Look up the parameters, at first and whenever a period begins; nothing is sent."""
+        self._scaling.require_own()
         model = self._model()
         if model is None or (self.settled and self._turn % PERIOD):
             return
@@ -100,8 +101,15 @@ class Samples:
         if model is None or not self.settled:
             return
         wait_for_parameters(model)  # no forward may have waited for some of them
+        held, weights = self._turns[self._turn % PERIOD]
+        self._turn += 1
+        if not held:
+            return
         try:
-            self._take()
+            self.taken = [(each.key, digest(each.values())) for each in held]
+            numbers = torch.stack([number.to(weights.device) for _, number in self.taken])
+            folded = numbers ^ (numbers >> 32)  # products modulo 2**32 depend on low halves only
+            self.residue = (folded * weights).sum() % MODULUS
         except RuntimeError as error:  # a device without such a kernel, or without memory for it
             self._left |= {each.key for each in self._held}
             self.settled, self.taken, self.residue = False, [], None
@@ -109,27 +117,22 @@ class Samples:
                 f"{describe_rank()}: train_step cannot compare parameters between ranks: {error}",
                 stacklevel=2,
             )
-        self._turn += 1
 
-    def _take(self) -> None:
-        held, weights = self._turns[self._turn % PERIOD]
-        if not held:
-            return
-        self.taken = [(each.key, digest(each.values())) for each in held]
-        numbers = torch.stack([number.to(weights.device) for _, number in self.taken])
-        folded = numbers ^ (numbers >> 32)  # the product modulo 2**32 depends on low halves only
-        self.residue = (folded * weights).sum() % MODULUS
+    def facts(self) -> dict[str, float]:
+        """Return this rank's numbers, by the names of `FACTS`."""
+        return {"unsettled": not self.settled, **self._scaling.facts(self.residue)}
 
-    def compare(self, total: float, unsettled: float) -> None:
-        """Compare all parameters if the sum of the ranks' residues differs; all ranks call it."""
-        model, parted = self._model(), total % MODULUS != 0
+    def compare(self, sums: Mapping[str, float]) -> None:
+        """Compare the sums of all ranks' facts, and then all parameters if residues differ."""
+        self._scaling.refuse_different(sums)
+        model, parted = self._model(), sums["residue"] % MODULUS != 0
         taken, self.taken, self.residue = dict(self.taken), [], None
         if parted and model is not None:
             wait_for_parameters(model)
             held = [each for each in self._held if each.key not in self._left]
             values = {each.key: each.values() for each in held}
             self._left |= {*_refuse_differences(values, taken, self._manager)}
-        if parted or unsettled:
+        if parted or sums["unsettled"]:
             self.settle()
 
     def _look_up(self, model: DataParallelBucket) -> Iterator[Held]:
@@ -170,11 +173,13 @@ def train_unsampled(model: DataParallelBucket) -> None:
     scalings.pop(model, None)
 
 
-def take_sample(model: DataParallelBucket) -> None:
-    """Sample at the end of a step, except in `no_sync`, where ranks may differ."""
+def take_sample(model: DataParallelBucket, beside: Iterable[nn.Parameter]) -> None:
+    """Sample at the end of a step; not parameters in `no_sync`, where ranks may differ."""
     samples = _samples.get(model)
     if samples is not None and model.require_backward_grad_sync:
         samples.take()
+    if model in scalings:
+        scalings[model].sample(model, beside)
 
 
 def _weights(key: int, count: int) -> list[int]:
@@ -203,8 +208,8 @@ def _refuse_differences(
     if not parted:
         return []
     gaps = _gaps([*parted], values, manager)
-    unequal = sorted(parted, key=lambda key: gaps.get(key, 0.0), reverse=True)
-    most = gaps.get(unequal[0], 0.0)
+    unequal = sorted(parted, key=gaps.__getitem__, reverse=True)
+    most = gaps[unequal[0]]
     inexact = sorted({each.device.type for each in values.values()} - {*EXACT})
     devices = {d for each in all_gather_object(inexact, manager.world_group) for d in each}
     if devices and most <= ROUNDING and _over_tp(parted.values(), manager):
@@ -225,20 +230,16 @@ def _refuse_differences(
 def _gaps(
     keys: Sequence[Key], values: Mapping[Key, Tensor], manager: ProcessGroupManager
 ) -> dict[Key, float]:
-    """Return the largest gap between replicas / largest value, up to `MEASURED` elements."""
+    """Return the largest gap between replicas / largest value, by key; all ranks call it."""
     group, device = manager.world_group, get_comm_device(manager.world_group)
     real = {k: torch.view_as_real(x) if x.is_complex() else x for k, x in values.items()}
     own = [real[key].numel() if key in real else 0 for key in keys]
-    sizes = dict(zip(keys, map(max, *all_gather_object(own, group)), strict=True))
+    sizes = map(max, *all_gather_object(own, group))
     found: dict[Key, float] = {}
-    left = MEASURED
-    for key in sorted(keys, key=lambda key: (sizes[key], key)):
-        if left < sizes[key] and found:
-            break
-        left -= sizes[key]
+    for key, size in zip(keys, sizes, strict=True):
         most = largest = 0.0
-        for start in range(0, sizes[key], PIECE):
-            count = min(PIECE, sizes[key] - start)
+        for start in range(0, size, PIECE):
+            count = min(PIECE, size - start)
             high = torch.full((count,), -torch.inf).to(device, torch.float64)
             low = -high
             if key in real:

@@ -13,7 +13,7 @@ whether they are right on shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -42,7 +42,7 @@ FEWEST = 16  # a tensor with fewer elements is not sampled
 LOOKS = 4  # comparisons over tp; each costs a message, and faults show early or never
 # The numbers of `Scaling.facts`: whether all gradients have one factor, its value, square and
 # tolerance; whether tp shards changed; whether all rates have one ratio, its value and square.
-FACTS = (
+SCALES = (
     "scaled", "factor", "factor²", "tolerance", "shards changed", "rated", "ratio", "ratio²"
 )  # fmt: skip
 SAME = 1e-6  # relative tolerance; an eighth of the dtype's epsilon, if that is larger
@@ -110,7 +110,7 @@ class Scaling:
             self._look_up(model)
         stride = -(-len(self._shards) // TENSORS) or 1
         shards = self._shards[self._turn % stride :: stride]
-        self._gradients = self._kept(shards, _gradient)
+        self._gradients = self._kept("gradient", shards)
         self._turn += 1
 
     def before_update(self, taken: Mapping[int, Tensor]) -> None:
@@ -121,7 +121,7 @@ class Scaling:
                 self._strange = str(list(grad.shape))
         mine = [pair for pair in self._gradients if id(pair[0].tensor) in taken]
         self._gradients = [pair for pair in self._gradients if id(pair[0].tensor) not in taken]
-        self._fit("gradient", [pair for pair in mine if pair[0].tensor.grad is not None], _gradient)
+        self._fit("gradient", [pair for pair in mine if pair[0].tensor.grad is not None])
 
     def note_rates(self, optimizer: Optimizer) -> None:
         """Record the ratios of an optimizer's learning rates to its first ones other than 0."""
@@ -132,11 +132,6 @@ class Scaling:
         first[:] = [old or new for old, new in zip(first, numbers, strict=False)]
         self._ratios += [new / old for new, old in zip(numbers, first, strict=False) if old]
         self._ratios = [min(self._ratios), max(self._ratios)] if self._ratios else []
-
-    def _ratio(self) -> float | None:
-        """Return the common ratio of all rates of this rank; None if they differ or are missing."""
-        least, most = self._ratios or (math.nan, math.nan)
-        return most if most - least <= SAME * most else None
 
     def require_own(self) -> None:
         """Refuse an update of a parameter outside the model by this rank's gradient alone."""
@@ -150,11 +145,11 @@ class Scaling:
             fitted = [each for kind, shards, _ in self._fitted for each in shards]
             mine = [each for each in fitted if id(each.tensor) in taken]
             cut = [s for s in mine if s.name in self._cut and s.tensor is s.parameter]
-            self._weights = others + self._kept(cut, _weight)
+            self._weights = others + self._kept("weight", cut)
 
     def facts(self, residue: Tensor | None) -> dict[str, float]:
-        """Return this rank's numbers by the names of `FACTS`; `residue` is fetched with them."""
-        self._fit("weight", self._weights, _weight)
+        """Return this rank's numbers by the names of `SCALES`; `residue` is fetched with them."""
+        self._fit("weight", self._weights)
         self._weights = []
         facts = {"residue": self._read(residue)}
         factor, tolerance = self._factor(), self._tolerance()
@@ -165,17 +160,18 @@ class Scaling:
             if name in self._cut and (kind == "weight" or factor is None)
         )
         suspicious = self.manager.tp_size > 1 and self._looks > 0 and changed
-        ratio, self._steered, self._ratios = self._ratio(), self._ratio(), []
-        facts |= dict.fromkeys(FACTS, 0.0) | {"shards changed": suspicious}
+        least, most = self._ratios or (math.nan, math.nan)
+        self._steered, self._ratios = most if most - least <= SAME * most else None, []
+        facts |= dict.fromkeys(SCALES, 0.0) | {"shards changed": suspicious}
         if factor is not None:
             facts |= {"scaled": 1, "factor": factor, "factor²": factor**2, "tolerance": tolerance}
-        if ratio is not None:
-            facts |= {"rated": 1, "ratio": ratio, "ratio²": ratio**2}
+        if self._steered is not None:
+            facts |= {"rated": 1, "ratio": self._steered, "ratio²": self._steered**2}
         return facts
 
     def refuse_different(self, sums: Mapping[str, float]) -> None:
         """Refuse factors and rates that differ, by the sums of `facts`; all ranks call it."""
-        factors, ratios = ([sums[name] for name in names] for names in (FACTS[:3], FACTS[-3:]))
+        factors, ratios = ([sums[name] for name in names] for names in (SCALES[:3], SCALES[-3:]))
         self._require_one(CLIPPED, self._factor(), factors, sums["tolerance"] / max(factors[0], 1))
         self._require_one(STEERED, self._steered, ratios, SAME)
         if sums["shards changed"]:
@@ -203,13 +199,11 @@ class Scaling:
         self._count = min([ELEMENTS, *(each.tensor.numel() for each in self._shards)])
         self._cut = find_cuts(model).keys() if self.manager.tp_size > 1 else ()
 
-    def _fit(
-        self, kind: str, pairs: Sequence[tuple[Shard, Tensor]], read: Callable[[Shard], Tensor]
-    ) -> None:
+    def _fit(self, kind: str, pairs: Sequence[tuple[Shard, Tensor]]) -> None:
         if pairs:
             shards = [shard for shard, _ in pairs]
             before = torch.stack([kept for _, kept in pairs])
-            after = torch.stack([kept for _, kept in self._kept(shards, read)])
+            after = torch.stack([kept for _, kept in self._kept(kind, shards)])
             self._fitted.append((kind, shards, _fits(before, after, self._rounding)))
 
     def _read(self, residue: Tensor | None) -> float:
@@ -226,13 +220,12 @@ class Scaling:
         self._fitted = []
         return numbers[0] if numbers else 0.0
 
-    def _kept(
-        self, shards: Iterable[Shard], read: Callable[[Shard], Tensor]
-    ) -> list[tuple[Shard, Tensor]]:
+    def _kept(self, kind: str, shards: Iterable[Shard]) -> list[tuple[Shard, Tensor]]:
         """Return copies of `_count` elements of each tensor, spread over its rows and columns."""
         found = []
         for shard in shards:
-            tensor = read(shard)
+            values = shard.parameter if kind == "weight" else cast(Tensor, shard.tensor.grad)
+            tensor = values.detach()
             stride = tensor.numel() // self._count
             if tensor.ndim > 1 and stride > 1 and stride % tensor.shape[-1] == 0:
                 stride -= 1  # this stride would take all elements from one column
@@ -284,14 +277,6 @@ def _is_kept(shard: Shard) -> bool:
     return type(grad) is Tensor and grad.layout is torch.strided and grad.numel() >= FEWEST
 
 
-def _gradient(shard: Shard) -> Tensor:
-    return cast(Tensor, shard.tensor.grad).detach()
-
-
-def _weight(shard: Shard) -> Tensor:
-    return shard.parameter.detach()
-
-
 def _fits(before: Tensor, after: Tensor, rounding: float) -> Tensor:
     """Fit after = factor * before + offset in each row of [k, n]; return `Fit` numbers [k, 4]."""
     exact = torch.float32 if before.device.type == "mps" else torch.float64
@@ -310,14 +295,12 @@ _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # -> its numb
 _hooks: list[Any] = []
 
 
-def watch(model: nn.Module, manager: ProcessGroupManager) -> None:
-    """Check optimizers of a model's parameters at their steps, if there are several ranks."""
-    if manager.world_size == 1:
-        return
-    scalings[model] = Scaling(manager)
+def watch(model: nn.Module, manager: ProcessGroupManager) -> Scaling:
+    """Check optimizers of a model's parameters at their steps, and return its comparisons."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
+    return scalings.setdefault(model, Scaling(manager))
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:

@@ -22,19 +22,16 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.data_parallel.building import scale_gradients
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
-from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens
-from .checks.buffers import refuse_changes
-from .checks.initial import explain_failures
+from .checks import explain_failures, refuse_changes
+from .experts import router_loss
 from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
+from .gradients import sum_partial_gradients
 from .loss import find_sharded_head, loss_of_tokens, require_logits_alone, token_loss_sum
-from .loss_reads import keep_gradients
-from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss
-from .partial_gradients import sum_partial_gradients
-from .preparation import compare_first_batch, has_gradients, prepare_step
+from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss, keep_gradients
+from .preparation import has_gradients, prepare_step
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample
-from .scaling import scalings
 
 
 def train_step(
@@ -90,10 +87,9 @@ def train_step(
     if terms.seen > terms.several:
         return _step(model, called, count, manager, terms, scaler, own_loss)
     with explain_failures(model, manager, len(micro_batches)):
-        compare_first_batch(micro_batches, manager, terms)
         tokens = partial(loss_of_tokens, with_router_loss=terms.router_loss is not None)
         own_loss = own_loss or OwnLoss(tokens, None, model, manager, trains=True)
-        with refuse_changes(model, len(called), manager):
+        with refuse_changes(model, manager):
             loss = _step(model, called, count, manager, terms, scaler, own_loss)
         terms.seen = 1 + terms.several
         return loss
@@ -191,14 +187,12 @@ def _work_of(
     """Return the kind of a step: the code of its loss, its entries, and the mode."""
     # `prepare_step` refuses batches that are no mappings.
     entries = frozenset(n for batch in micro_batches if isinstance(batch, Mapping) for n in batch)
-    return _code_of(loss_fn), entries, pipeline_of(model).module.training
-
-
-def _code_of(function: Any) -> object:
-    """Return the code object of a function, closure, `partial` or method; else the type."""
+    function: Any = loss_fn
     while isinstance(function, partial):
         function = function.func
-    return getattr(getattr(function, "__func__", function), "__code__", type(function))
+    function = getattr(function, "__func__", function)  # of a method
+    code = getattr(function, "__code__", type(function))
+    return code, entries, pipeline_of(model).module.training
 
 
 def _own_loss(
@@ -248,47 +242,41 @@ def _step(
             loss.register_hook(scaler.scale)  # scales the gradient with which backward begins
         return loss
 
-    terms.correction, is_first = 1.0, terms.counted is None
+    terms.correction = 1.0
     with sum_partial_gradients(model, manager), _raise_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
     corrected = None
     if own_loss is not None and later:
-        if is_first:  # the last stage has a number, the others None
-            known = torch.tensor(terms.counted or 0.0, dtype=torch.float32)
-            known = known.to(get_comm_device(manager.pp_group))
-            all_reduce(known, group=manager.pp_group)
-            terms.counted = float(known)
-        divisor = float(count) * (terms.counted or 1.0)
-        corrected = _correct_gradients(model, divisor, own_loss, manager)
-    take_sample(model)
-    if model in scalings:
-        beside = [] if own_loss is None else [p for p, _ in own_loss.beside.values()]
-        scalings[model].sample(model, beside)
+        corrected = _correct_gradients(model, float(count), own_loss, manager)
+    take_sample(model, [] if own_loss is None else [p for p, _ in own_loss.beside.values()])
     if own_loss is not None:
         own_loss.settle(loss)
     total = _summed(loss, manager)
-    return total if corrected is None else total * _note_count(*corrected, terms)
+    return total if corrected is None else total * _note_count(corrected, float(count), terms)
 
 
 def _correct_gradients(
-    model: DataParallelBucket, divisor: float, own_loss: OwnLoss, manager: ProcessGroupManager
-) -> tuple[float, Tensor]:
-    """Divide gradients by the true count of losses, not the estimate `divisor`; return both."""
-    counted = _summed(own_loss.counted(get_comm_device(manager.world_group)), manager)
-    scale_gradients(model, divisor / counted)
+    model: DataParallelBucket, size: float, own_loss: OwnLoss, manager: ProcessGroupManager
+) -> Tensor:
+    """Divide gradients by the true count of losses, not the estimate; return estimate and count."""
+    counted = own_loss.counted(get_comm_device(manager.world_group))
+    divides = manager.cp_dp_rank == 0 and pipeline_of(model).is_last_stage
+    estimate = size * (terms_of(model).counted or 1.0) if divides else 0.0
+    both = _summed(torch.stack([torch.full_like(counted, estimate), counted]), manager)
+    factor = both[0] / both[1]
+    scale_gradients(model, factor)
     for parameter, is_new in own_loss.beside.values():
         if is_new and parameter.grad is not None:
-            parameter.grad.mul_(divisor / counted)
-    return divisor, counted
+            parameter.grad.mul_(factor)
+    return both
 
 
-def _note_count(divisor: float, counted: Tensor, terms: Terms) -> float:
-    """Return estimate / true count, and keep this step's count for the next estimate."""
-    found = float(counted)  # no extra wait: the host has already waited for the loss
+def _note_count(both: Tensor, size: float, terms: Terms) -> float:
+    """Return estimate / true count, and keep the count per item for the next estimate."""
+    estimate, found = both.tolist()  # no extra wait: the host has already waited for the loss
     if not found:
         raise InvalidArgumentError(NOTHING_COUNTS)
-    terms.correction = divisor / found
-    terms.counted = (terms.counted or 1.0) / terms.correction
+    terms.counted, terms.correction = found / size, estimate / found
     return terms.correction
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -204,27 +203,26 @@ def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "whole": names})
     optimizer.register_load_state_dict_pre_hook(refuse_others)
-    inner = vars(optimizer).get("zero_grad", partial(_own_zero_grad, weakref.ref(optimizer)))
-    optimizer.zero_grad = partial(_zero_grad, inner, exchanges)  # type: ignore[method-assign]
+    optimizer.zero_grad = _clearing(optimizer, exchanges)  # type: ignore[method-assign]
 
 
-def _own_zero_grad(optimizer: weakref.ref[Optimizer], set_to_none: bool = True) -> None:
-    this = optimizer()
-    if this is not None:
-        type(this).zero_grad(this, set_to_none)
+def _clearing(optimizer: Optimizer, exchanges: list[Exchange]) -> Callable[..., None]:
+    """Return a `zero_grad` that clears the gradients of the model's shards as well."""
+    inner, reference = vars(optimizer).get("zero_grad"), weakref.ref(optimizer)
 
-
-def _zero_grad(
-    inner: Callable[[bool], None], exchanges: list[Exchange], set_to_none: bool = True
-) -> None:
-    """Clear the gradients of the model's shards as well."""
-    inner(set_to_none)
-    for exchange in exchanges:
-        for shard in (matrix.shard.tensor for matrix in exchange.matrices):
+    def zero_grad(set_to_none: bool = True) -> None:
+        this = reference()
+        if inner is not None:  # a sharded optimizer's
+            inner(set_to_none)
+        elif this is not None:
+            type(this).zero_grad(this, set_to_none)
+        for shard in (m.shard.tensor for exchange in exchanges for m in exchange.matrices):
             if set_to_none:
                 shard.grad = None
             elif shard.grad is not None:
                 shard.grad.zero_()
+
+    return zero_grad
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Call:
     given_out: bool = False  # a single rank runs this call and compares
     # Gradients of `trained_inputs` that come through an attribute or a tensor that a hook kept.
     beside: list[Tensor | None] = field(default_factory=list)
-    _others: dict[int, Gradients] = field(default_factory=dict)
+    others: dict[int, Gradients] = field(default_factory=dict)  # of runs in other ways
 
     def again(self, way: int | None = None) -> UnitRun:
         """Run the unit once more, from its state before the call; for `way` see `make`."""
@@ -140,7 +140,8 @@ class Call:
         with torch.enable_grad():
             unit_run = self.again()
         found, weights = self.gradients(unit_run)
-        inputs = [_sum_of_both(*pair) for pair in zip_longest(found, self.beside)]
+        pairs = zip_longest(found, self.beside)
+        inputs = [b if a is None else a if b is None else a + b for a, b in pairs]
         self.done(self, weights)
         if self.hidden is not None and self.hidden.requires_grad:
             what = f"gradient of the input of {self.name}"
@@ -187,29 +188,20 @@ class Call:
         found = self.otherwise(way)[0][0]
         return torch.zeros(()) if found is None else found
 
-    def other_output(self, way: int) -> Tensor:
-        """Return the output, computed in another way; see `make`."""
+    def other_output(self, way: int | None = None) -> Tensor:
+        """Return the output of another run, perhaps in another way; see `make`."""
         with torch.no_grad(), self._precision(way):
             return self.again(way).outputs[0]
 
-    def output_again(self) -> Tensor:
-        """Return the output of a second run of the same call."""
-        with torch.no_grad():
-            return self.again().outputs[0]
-
     def otherwise(self, way: int) -> Gradients:
         """Return the gradients of a run in another way, cached."""
-        if way not in self._others:
+        if way not in self.others:
             with torch.enable_grad(), self._precision(way):
-                self._others[way] = self.gradients(self.again(way))
-        return self._others[way]
+                self.others[way] = self.gradients(self.again(way))
+        return self.others[way]
 
-    def _precision(self, way: int) -> AbstractContextManager[Any]:
-        return nullcontext() if way else without_autocast(self.args)
-
-    def forget(self) -> None:
-        """Drop the cached gradients of runs in other ways."""
-        self._others.clear()
+    def _precision(self, way: int | None) -> AbstractContextManager[Any]:
+        return without_autocast(self.args) if way == 0 else nullcontext()
 
     def _wider(self) -> torch.dtype:
         weights = self.replay.weights(self.name).values()
@@ -219,10 +211,6 @@ class Call:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _sum_of_both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one + other
 
 
 def sum_of(name: str, calls: Sequence[Call], way: int) -> Tensor:

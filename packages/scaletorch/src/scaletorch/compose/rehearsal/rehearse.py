@@ -20,9 +20,9 @@ from ...parallel.context_parallel.building import expect_attention
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pg_manager.building import restored
-from ..balance import router_loss
 from ..batches import Batch, real_positions, real_tokens
-from ..checks.initial import require_one_batch
+from ..checks import require_one_batch
+from ..experts import router_loss
 from ..forward import Terms, pipeline_of
 from ..loss import LossBatch, token_loss_sum
 from ..naming import listed
@@ -63,6 +63,7 @@ def rehearse_step(
     """Train a small batch of rows by `step(micro_batches)`, and compare with the plain model."""
     began, plain = time.perf_counter(), cast(Plain, terms.plain)
     require_one_batch(micro_batches, manager)
+    terms.looked = True
     pipeline = pipeline_of(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     added, narrow = _agree_on_entries(micro_batches, model, device, terms, manager)

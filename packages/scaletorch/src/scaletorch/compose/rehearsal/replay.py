@@ -170,7 +170,7 @@ class Replay:
         if known and self.ranks.runs(name) and not runs_again:
             same = self.judge.compare(
                 f"output of {name}", ours, y.detach(),
-                is_hidden=True, other=call.other_output, again=call.output_again,
+                is_hidden=True, other=call.other_output, again=call.other_output,
             )  # fmt: skip
             if not same:
                 self.random.add(name)
@@ -236,9 +236,9 @@ class Replay:
         self._held = name, weights
         with torch.enable_grad():
             unit_run = call.again()
-        output, again = unit_run.outputs[0], call.output_again
-        what, ours, other = f"output of {name}", call.handed[0], call.other_output
-        if not compare(what, ours, output.detach(), is_hidden=True, other=other, again=again):
+        what, ours, output = f"output of {name}", call.handed[0], unit_run.outputs[0].detach()
+        again = call.other_output
+        if not compare(what, ours, output, is_hidden=True, other=again, again=again):
             self.judge.missing(f"{name} gives another answer each time")
         inputs, gradients = call.gradients(unit_run)
         if inputs:
@@ -301,4 +301,4 @@ class Replay:
                     f"gradient of {name}", ours.get(name), theirs, typical=typical, other=other
                 )
         for call in calls:
-            call.forget()
+            call.others.clear()

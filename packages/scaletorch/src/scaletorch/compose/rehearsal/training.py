@@ -20,7 +20,7 @@ from ...parallel.data_parallel.building import NARROW, widened
 from ...parallel.pg_manager.building import Attributes, eagerly, restored
 from ...parallel.pipeline_parallel import PipelineParallel
 from ...parallel.pipeline_parallel.building import PassThrough, forms_cast, release, surround
-from ..forward import Terms, pipeline_of, rehearses, rehearsing, terms_of, wait_for_parameters
+from ..forward import Terms, pipeline_of, rehearsing, terms_of, wait_for_parameters
 from ..plain import HOOKS, Plain, is_of_library
 from .batch import SmallBatch, is_narrow
 
@@ -80,27 +80,20 @@ _SMALL = 1e-3
 @contextmanager
 def without_zeros(model: nn.Module) -> Iterator[None]:
     """Replace nearly zero parameters, which would hide errors, by the same values on all ranks."""
-    with torch.no_grad():
-        before = [(each, each.clone(), values) for each, values in _other_values(model)]
-        for parameter, _, values in before:
-            parameter.copy_(values)
+    before = []
+    for parameter in model.parameters():
+        x = parameter.detach()
+        holds = x.is_floating_point() and x.numel() and not x.is_meta
+        if holds and x.abs().max() < _SMALL:
+            before.append((parameter, x.clone()))
+            numbers = torch.arange(x.numel(), device=x.device)
+            pattern = numbers.double().cos_().mul_(0.5 / max(x.shape[-1:] or (1,)) ** 0.5)
+            x.copy_(pattern.view_as(x))
     try:
         yield
     finally:
-        with torch.no_grad():
-            for parameter, own, _ in before:
-                parameter.copy_(own)
-
-
-def _other_values(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield each parameter that is nearly zero, with values to replace it."""
-    for parameter in model.parameters():
-        if not parameter.is_floating_point() or not parameter.numel() or parameter.is_meta:
-            continue
-        if parameter.detach().abs().max() < _SMALL:
-            numbers = torch.arange(parameter.numel(), device=parameter.device)
-            pattern = numbers.double().cos_().mul_(0.5 / max(parameter.shape[-1:] or (1,)) ** 0.5)
-            yield parameter, pattern.to(parameter.dtype).view_as(parameter)
+        for parameter, own in before:
+            parameter.detach().copy_(own)
 
 
 _BYTES = 8  # per parameter: its value and its gradient in float32
@@ -243,7 +236,7 @@ class Recorder:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the input, and its gradient by a hook on a view that only this call uses."""
         x = hidden_states_of((args, kwargs))
-        record = self._record(x) if rehearses() else None
+        record = self._record(x)
         self._open.append((record, _traces(module)))
         if record is None or x is None or type(x) is not Tensor:
             return args, kwargs
