@@ -20,17 +20,16 @@ from scaletorch.dist import all_gather_object
 from scaletorch.dist.testing import run_ranks
 from scaletorch.dist.transport import levels
 from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
-from scaletorch.parallel.data_parallel.buckets import manager, reduction
+from scaletorch.parallel.data_parallel.buckets import bucket, manager
 from scaletorch.parallel.data_parallel.buckets.manager import fill_buckets
-from scaletorch.parallel.data_parallel.buckets.slot import Slot
 
-ALONE = reduction.Reduction("sum", None)
+ALONE = bucket.Reduction("sum", None)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 
 
 def make_slots(parts):
     return [
-        Slot(f"p{at}", at, nn.Parameter(torch.zeros(elements, dtype=dtype)))
+        bucket.Slot(f"p{at}", at, nn.Parameter(torch.zeros(elements, dtype=dtype)))
         for at, (elements, dtype) in enumerate(parts)
     ]
 
@@ -105,7 +104,7 @@ def record(log):
 
     with (
         mock.patch.object(manager, "all_reduce", noting(manager.all_reduce)),
-        mock.patch.object(reduction, "all_reduce_flat", noting(reduction.all_reduce_flat)),
+        mock.patch.object(bucket, "all_reduce_flat", noting(bucket.all_reduce_flat)),
     ):
         yield
 

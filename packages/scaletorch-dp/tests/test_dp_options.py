@@ -18,7 +18,7 @@ from scaletorch.dist import all_gather_object
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, NonFiniteError, StateError
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive, shard_optimizer
-from scaletorch.parallel.data_parallel.buckets import reduction
+from scaletorch.parallel.data_parallel.buckets import bucket
 
 
 def net(dtype=torch.float32, seed=0):
@@ -37,14 +37,14 @@ def rows(micro, dtype=torch.float32):
 
 def check_wire():
     seen = []
-    original = reduction.all_reduce_flat
+    original = bucket.all_reduce_flat
 
     def noting(data, *args, **options):
         seen.append(data.dtype)
         return original(data, *args, **options)
 
     model, plain = wrap(net(), reduce_dtype=torch.bfloat16), net()
-    with mock.patch.object(reduction, "all_reduce_flat", noting):
+    with mock.patch.object(bucket, "all_reduce_flat", noting):
         model(rows(c10d.get_rank())).sum().backward()
     assert set(seen) == {torch.bfloat16}
     parts = []
@@ -172,12 +172,12 @@ def check_order():
     torch.manual_seed(0)
     model, plain = wrap(Backwards(), bucket_size=18), None
     plain = copy.deepcopy(model.module)
-    before = [bucket["parameters"] for bucket in model.get_bucket_info()]
+    before = [each["parameters"] for each in model.get_bucket_info()]
     assert before == [[f"layers.{a}.weight" for a in pair] for pair in ((3, 2), (1, 0))]
     for _ in range(2):
         model.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
-    after = [bucket["parameters"] for bucket in model.get_bucket_info()]
+    after = [each["parameters"] for each in model.get_bucket_info()]
     assert after == [[f"layers.{a}.weight" for a in pair] for pair in ((1, 3), (0, 2))]
     totals = [0.0] * 4
     plain(torch.ones(1, 3)).sum().backward()

@@ -25,7 +25,7 @@ from scaletorch.parallel.data_parallel import (
     shard_optimizer,
     whole_gradients,
 )
-from scaletorch.parallel.data_parallel.sharding import sharded_bucket as sharded
+from scaletorch.parallel.data_parallel.sharding import shards as sharded
 from scaletorch.parallel.data_parallel.sharding.gather import ParameterGather
 
 OPTIMIZERS = {

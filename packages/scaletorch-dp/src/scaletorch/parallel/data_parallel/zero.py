@@ -14,13 +14,11 @@ from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import Scope, known_elementwise, update_scope
-from .buckets.bucket import Bucket
+from .buckets.bucket import Bucket, Slot
 from .buckets.manager import BucketManager
-from .buckets.slot import Slot
 from .data_parallel import DataParallelBucket
 from .sharding.gather import ParameterGather, hook_optimizer
-from .sharding.sharded_bucket import ShardedBucket
-from .sharding.shards import Shard, check_module, whole_parameter
+from .sharding.shards import Shard, ShardedBucket, check_module, whole_parameter
 
 
 def shard_optimizer(

@@ -14,8 +14,7 @@ from ....dist import Work
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
 from ..buckets.hooks import remove_hooks
-from .sharded_bucket import ShardedBucket
-from .shards import zero
+from .shards import ShardedBucket, zero
 
 # Containers whose elements are called, and wait, by themselves.
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
