@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
-from ..agreement import require_agreement
-from ..attention import Request, attend
+from ..attention import Request, attend, require_agreement
 from ..cp_comms import Ring
 from ..layouts import Layout, named_layout
 from ..masks import Documents
-from ..sharding import may_be_padded, record_next, record_padding, resolve_layout
+from ..sharding import may_be_padded, record_layout, record_padding, resolve_layout
 
 _NO_BACKWARD = -1  # torch's task id outside of a backward
 _CALL = "attention of a model that apply_context_parallel was given"
@@ -153,14 +152,16 @@ def note_shards(model: nn.Module, layouts: Sequence[Layout]) -> None:
     """Record the layouts of the shards that a model is about to be called with."""
     settings = settings_of(model)
     if settings is not None:
-        record_next(layouts, settings.ring, "shard_global_batch")
+        for layout in layouts:
+            record_layout(layout, settings.ring, "shard_global_batch")
+        record_padding(settings.ring, any(x.padded_length > x.length for x in layouts))
 
 
 def note_padding(model: nn.Module) -> None:
     """Take shards for padded, since those of other ranks are: all ranks then refuse the same."""
     settings = settings_of(model)
     if settings is not None:
-        record_padding(settings.ring)
+        record_padding(settings.ring, True)
 
 
 def require_unmarked(model: nn.Module) -> None:
