@@ -13,7 +13,6 @@ import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -45,9 +44,6 @@ _MANY = 4096  # signatures of a ring in the cache: packed documents make new one
 _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], set[Signature]]] = (
     WeakKeyDictionary()
 )
-
-# A mask checks itself when built, and every layer builds the same one. `typed`: 1 is not True.
-_mask = lru_cache(maxsize=64, typed=True)(Mask)
 
 
 class _Counter(threading.local):
@@ -198,19 +194,19 @@ def _checked_call(
     q: Tensor, k: Tensor, v: Tensor, request: Request, ring: Ring
 ) -> tuple[str, Call]:
     """Return the method and the call, after all checks that need no other rank."""
-    method, scale, window, chunk = request.method, request.scale, request.window, request.chunk
+    method, scale = request.method, request.scale
     require_method(method)
     _check_types(request)
     check_inputs(q, k, v)
     if request.sinks is not None:
         check_sinks(request.sinks, q)
-    make = _mask if isinstance(window, int | None) else Mask  # Mask refuses unhashable windows
-    mask = make(request.causal, window)
     layout = layout_for_shards(_layout(request, ring), q.shape[2], None, ring.size)
+    documents = None
     if request.cu_seqlens is not None:
-        mask = replace(mask, documents=read_documents(request.cu_seqlens, layout.length))
-    if chunk is not None:
-        mask = replace(mask, documents=chunk_documents(mask.documents or (0, layout.length), chunk))
+        documents = read_documents(request.cu_seqlens, layout.length)
+    if request.chunk is not None:
+        documents = chunk_documents(documents or (0, layout.length), request.chunk)
+    mask = Mask(request.causal, request.window, documents)
     if method == "auto":
         method = choose_method(q, k, ring.size)[0]
     subgroups = subgroups_for(method, q, k, ring)

@@ -4,13 +4,13 @@ from ._version import __version__
 from .exchange.dispatch import Dispatched, combine, dispatch
 from .exchange.routes import Route
 from .expert_parallel import apply_expert_parallel
+from .experts import Plan
 from .losses import (
     RoutingStatistics,
     count_tokens,
     global_balance_loss,
     sequence_balance_loss,
 )
-from .plans import Plan
 from .state import ExpertCut, find_expert_cuts, gather_experts, own_experts
 
 __all__ = [

@@ -11,12 +11,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...dist import get_world_size
 from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
+from ..pg_manager import axis_group, describe_rank
 from ..pg_manager.building import class_before, mark_divided
-from .exchange.routes import counts_of, expert_group, token_group
+from .exchange.routes import counts_of, token_group
+from .experts import ModuleExperts, Plan, find_experts, named_experts
 from .module import DividedExperts, Division
-from .module_experts import ModuleExperts, find_experts
-from .plans import Plan, named_experts
 
 __all__ = ["apply_expert_parallel"]
 
@@ -67,7 +66,7 @@ def apply_expert_parallel(
     Example:
         >>> apply_expert_parallel(model, {"**.mlp.experts": "experts"}, group)
     """
-    group = expert_group(group)
+    group = axis_group("ep", group)
     sharing = token_group(tp_group)
     tokens = None if sequence_parallel else sharing
     ranks, sharers = get_world_size(group), 1 if sharing is None else get_world_size(sharing)
