@@ -25,10 +25,6 @@ from scaletorch.parallel.context_parallel import (
     shard_batch,
 )
 from scaletorch.parallel.context_parallel.methods import METHODS
-from scaletorch.parallel.pg_manager import (
-    destroy_process_group_manager,
-    setup_process_group_manager,
-)
 
 VOCAB, WIDTH, HEADS, KV_HEADS = 17, 16, 4, 2
 RECOMPUTE = {
@@ -291,26 +287,6 @@ def test_inside_ends_with_its_context():
     alone = [c10d.new_group([rank]) for rank in range(c10d.get_world_size())][c10d.get_rank()]
     with pytest.raises(InvalidArgumentError, match=r"over ranks \(0, 1\), and the sequences are"):
         ShardedSequences(16, group=alone).inside(model).__enter__()
-
-
-def _with_manager():
-    setup_process_group_manager(cp_size=2, dp_size=2)
-    try:
-        random = torch.Generator().manual_seed(c10d.get_rank() // 2)
-        tokens = torch.randint(VOCAB, (2, 9), generator=random)
-        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
-        expected = _loss(_model(), shard_whole(batch), 16)
-        loss = _loss(apply_context_parallel(_model()), shard_batch(batch), 16)
-        both = [torch.zeros_like(loss) for _ in range(4)]
-        c10d.all_gather(both, loss.detach())
-        first = c10d.get_rank() // 2 * 2
-        return abs((both[first] + both[first + 1] - expected).item())
-    finally:
-        destroy_process_group_manager()
-
-
-def test_the_managers_axis_is_the_default_group():
-    assert worst(run_ranks(_with_manager, 4)) < 1e-12
 
 
 def _same_face():
