@@ -333,35 +333,6 @@ def check_two_wrappers(same_backward):
         assert_same_gradients(model, reference)
 
 
-class Chain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-
-    def forward(self, x, use):
-        for at in use:
-            x = self.layers[at](x)
-        return x
-
-
-def check_crossed():
-    """The first bucket of one wrapper is ready at once on one rank, and never on the other."""
-    rank = c10d.get_rank()
-    torch.manual_seed(1)
-    plain = [Chain().double() for _ in range(2)]
-    models = [wrap(copy.deepcopy(each), options={"bucket_size": 1}) for each in plain]
-
-    def run(modules, rank):
-        uses = [[0, 1, 2], [0, 1]] if rank else [[0, 1, 2], [0, 1, 2]]
-        sum(m(inputs(rank), use).sum() for m, use in zip(modules, uses, strict=True)).backward()
-
-    for each in range(2):
-        run(plain, each)
-    run(models, rank)
-    for model, reference in zip(models, plain, strict=True):
-        assert_same_gradients(model, reference)
-
-
 def check_double_wrap():
     net = Net()
     model = wrap(net)
@@ -528,7 +499,6 @@ BACKWARDS = [
     check_many_forwards,
     check_some_inputs,
     *(partial(check_two_wrappers, same_backward) for same_backward in (True, False)),
-    check_crossed,
     check_stage_backward,
     check_late_hooks,
     check_other_wrappers,
