@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -76,20 +76,8 @@ def shard_optimizer(
     model.use_shards(shards, gather)
     known = {id(slot.parameter) for slot in _slots(model)}
     _replace_parameters(optimizer, shards, known)
-    hook_optimizer(optimizer, gather, _prepare_step(weakref.ref(model)), overlap=overlap)
+    hook_optimizer(optimizer, gather, weakref.ref(model), overlap=overlap)
     return optimizer
-
-
-def _prepare_step(model: weakref.ref[DataParallelBucket]) -> Callable[[], None]:
-    """Return a function that prepares a model for an update, if it is still alive."""
-
-    def before_step() -> None:
-        this = model()
-        if this is not None:
-            this.wrapped.refuse_others(this.module)
-            this.wait_for_parameters()
-
-    return before_step
 
 
 def _shard_rest(optimizer: Optimizer, model: DataParallelBucket, manager: BucketManager) -> None:
