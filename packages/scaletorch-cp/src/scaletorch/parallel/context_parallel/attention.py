@@ -13,6 +13,7 @@ import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -44,6 +45,10 @@ _MANY = 4096  # signatures of a ring in the cache: packed documents make new one
 _agreed: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], set[Signature]]] = (
     WeakKeyDictionary()
 )
+
+
+# A mask checks itself when built, and every layer builds the same one. `typed`: 1 is not True.
+_mask = lru_cache(maxsize=64, typed=True)(Mask)
 
 
 class _Counter(threading.local):
@@ -206,7 +211,8 @@ def _checked_call(
         documents = read_documents(request.cu_seqlens, layout.length)
     if request.chunk is not None:
         documents = chunk_documents(documents or (0, layout.length), request.chunk)
-    mask = Mask(request.causal, request.window, documents)
+    make = _mask if isinstance(request.window, int | None) else Mask  # it refuses other types
+    mask = make(request.causal, request.window, documents)
     if method == "auto":
         method = choose_method(q, k, ring.size)[0]
     subgroups = subgroups_for(method, q, k, ring)

@@ -24,6 +24,8 @@ from .parameters import Named, WrappedParameters, describe, group_parameters
 from .sharding.gather import ParameterGather
 from .sharding.shards import Shard
 
+__all__ = ["DataParallelBucket", "DataParallelNaive"]
+
 INIT_SYNCS = ("check", "broadcast", "none")
 
 
