@@ -299,12 +299,6 @@ class Renamed(nn.Module):
         self.first, self.other = nn.Linear(2, 3), nn.Linear(3, 4)
 
 
-class Swapped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.second, self.first = nn.Linear(3, 4), nn.Linear(2, 3)
-
-
 class Plain(nn.Module):
     def __init__(self, width=3, frozen=False):
         super().__init__()
@@ -314,7 +308,6 @@ class Plain(nn.Module):
 
 ODD = {
     "name": (Renamed, ["- second.weight (4, 3) torch.float32", "+ other.weight"]),
-    "order": (Swapped, ["second.weight (4, 3)"]),
     "shape": (lambda: Plain(5), ["- first.weight (3, 2)", "+ first.weight (5, 2)"]),
     "dtype": (lambda: Plain().double(), ["- first.weight (3, 2) torch.float32", "torch.float64"]),
     "frozen": (lambda: Plain(frozen=True), ["+ first.weight (3, 2) torch.float32 frozen"]),

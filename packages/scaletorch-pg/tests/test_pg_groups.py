@@ -11,7 +11,7 @@ import torch.distributed as torch_dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scaletorch.dist import StateError
-from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import (
     Grid,
     ProcessGroupManager,
@@ -188,13 +188,6 @@ def test_a_set_up_that_fails_is_told_to_all_and_leaves_nothing_behind(bad_ranks)
             else f"rank {rank}: the process groups cannot be used, as rank {max(bad_ranks)} "
             "failed to make its own; see that rank's error"
         )
-
-
-@distributed_test(4)
-def test_a_quick_rank_does_not_cut_off_slow_ones():
-    for _ in range(20):
-        setup_process_group_manager(tp_size=2, dp_size=2)
-        destroy_process_group_manager()
 
 
 def like_mpi(sizes, axis):
