@@ -3,6 +3,10 @@
 They are recorded in building.txt and versioned: a patch release changes none of them.
 """
 
+from .expert_parallel import ExpertCut as ExpertCut
+from .expert_parallel import find_expert_cuts as find_expert_cuts
+from .expert_parallel import gather_experts as gather_experts
+from .expert_parallel import own_experts as own_experts
 from .experts import ModuleExperts as ModuleExperts
 from .experts import find_experts as find_experts
 from .experts import find_list as find_list
@@ -12,7 +16,3 @@ from .losses import statistics_of as statistics_of
 from .module import DividedExperts as DividedExperts
 from .module import Division as Division
 from .module import share_tokens as share_tokens
-from .state import ExpertCut as ExpertCut
-from .state import find_expert_cuts as find_expert_cuts
-from .state import gather_experts as gather_experts
-from .state import own_experts as own_experts
