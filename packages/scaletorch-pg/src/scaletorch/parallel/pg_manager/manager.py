@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from ...dist import (
     get_world_size,
     require_member,
 )
-from ...dist.building import agree
+from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
 from .grid import AXES, EXPERT_AXES, ORDER, Grid
 from .groups import GroupSet, first_unused_number, grouped_axis
@@ -155,9 +154,8 @@ class ProcessGroupManager:
         self, tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1,
         ep_size: int = 1, etp_size: int | None = None,
     ) -> None:  # fmt: skip
-        self.grid, first_number = _agreed_grid(
-            lambda: Grid(tp_size, cp_size, pp_size, dp_size, ep_size, etp_size)
-        )
+        sizes = tp_size, cp_size, pp_size, dp_size, ep_size, etp_size
+        self.grid, first_number = _agreed_grid(sizes)
         self.global_rank = get_rank()
         self.local_rank = get_local_rank()
         self._destroyed = False
@@ -337,14 +335,10 @@ def destroy_process_group_manager() -> None:
         old.destroy()
 
 
-def _agreed_grid(make: Callable[[], Grid]) -> tuple[Grid, int]:
+def _agreed_grid(sizes: tuple[Any, ...]) -> tuple[Grid, int]:
     """Return the layout that all ranks agree on, and the first number for group names."""
-    grid = Grid()
-    problem: InvalidArgumentError | None = None
-    try:
-        grid = make()
-    except InvalidArgumentError as error:
-        problem = error  # raised after the other ranks know of it
+    problem = caught(Grid, *sizes)  # raised after the other ranks know of it
+    grid = Grid(*sizes) if problem is None else Grid()
     numbers = agree("the layout", [str(grid)], error=problem, note=first_unused_number())
     world_size = get_world_size()
     if grid.world_size != world_size:
