@@ -18,9 +18,9 @@ from ...dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
 from ..pg_manager.building import connect_all, digest_text
 from .buckets.bucket import Reduction, Slot, check_floating
-from .buckets.hooks import GradientSync, raise_failed, refuse_taken
+from .buckets.hooks import GradientSync, WrappedParameters, raise_failed, refuse_taken
 from .buckets.manager import BucketManager
-from .parameters import Named, WrappedParameters, describe, group_parameters
+from .parameters import Named, describe, group_parameters
 from .sharding.gather import ParameterGather
 from .sharding.shards import Shard
 
