@@ -1,4 +1,4 @@
-"""Gradient hooks, which finish the reduction at the end of backward, and parameters that have them."""
+"""Gradient hooks, which finish the reduction at the end of backward, and their parameters."""
 
 from __future__ import annotations
 
