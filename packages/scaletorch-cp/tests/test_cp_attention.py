@@ -1,6 +1,7 @@
 """Attention over divided sequences is that of the whole, by every method, layout and mask."""
 
 from functools import cache
+from importlib import import_module
 from random import Random
 
 import pytest
@@ -11,7 +12,7 @@ from dense_attention import attended, joined, random_tensors, share, visible
 
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
 from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
-from scaletorch.parallel.context_parallel import LAYOUTS, agreement, attention, choose_method
+from scaletorch.parallel.context_parallel import LAYOUTS, attention, choose_method
 from scaletorch.parallel.context_parallel.cp_comms import Ring
 
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
@@ -276,9 +277,10 @@ class Group:
 def compare(monkeypatch):
     """Return a function that compares a call, and the list of calls that it compared."""
     compared, ring = [], Ring(Group(), (0, 1), 0)
-    monkeypatch.setattr(agreement, "agree", lambda _, mine, *rest, **error: compared.append(mine))
-    monkeypatch.setattr(agreement, "_MANY", 3)
-    return lambda call, on: agreement.require_agreement((call,), torch.device(on), ring), compared
+    module = import_module("scaletorch.parallel.context_parallel.attention")
+    monkeypatch.setattr(module, "agree", lambda _, mine, *rest, **error: compared.append(mine))
+    monkeypatch.setattr(module, "_MANY", 3)
+    return lambda call, on: module.require_agreement((call,), torch.device(on), ring), compared
 
 
 def test_off_the_cpu_a_call_is_compared_if_it_is_new_or_was_long_ago(compare):

@@ -109,19 +109,6 @@ def test_half_precision_loses_no_more_than_the_tile():
         assert (a.double() - b).norm() < 6e-3 * b.norm()
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_rows_that_saw_nothing_anywhere_and_strides():
-    q, k, v, grad = _inputs(4, 2, 40, 33, 16)
-    out, lse = flex.forward(q, k, v, 0.3, FULL)
-    out[:, :, 4], lse[:, :, 4] = 0, -math.inf
-    expected = flex.backward(Operands(grad, q, k, v, out, lse), 0.3, FULL)
-    assert not expected[0][:, :, 4].any()
-    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, q, k, v, out)]
-    before = [x.clone() for x in apart]
-    assert all(map(torch.equal, flex.backward(Operands(*apart, lse), 0.3, FULL), expected))
-    assert all(map(torch.equal, apart, before))
-
-
 def test_training_after_inference_mode():
     flex.block_mask.cache_clear()
     flex._constant.cache_clear()
@@ -234,15 +221,6 @@ def test_it_is_compiled_once(compiled):
     assert len(graphs) == 2
 
 
-@torch._dynamo.config.patch(recompile_limit=1)
-def test_more_graphs_than_torch_allows(compiled):
-    graphs, _ = compiled
-    dims = (16, 17)
-    for dim in dims:
-        flex.forward(*_inputs(2, 2, 20, 30, dim)[:3], 0.3, FULL)
-    assert len(graphs) == len(dims)
-
-
 @pytest.fixture
 def forgetting():
     """Forget what was refused."""
@@ -267,16 +245,6 @@ def test_a_device_without_a_compiler_has_the_tile_and_one_warning(monkeypatch):
     assert_close([out, lse, *grads], dense(q, k, v, grad, 0.3, FULL, 2.0), 1e-4)
     others = _inputs(4, 2, 30, 40, 32, dtype=torch.float32)[:3]
     assert kernels.kernel_for(*others, FULL, 2.0) is kernels.FLEX
-
-
-@pytest.mark.usefixtures("forgetting")
-def test_a_backward_that_does_not_compile_has_the_tile():
-    """CPU has none: PyTorch says so."""
-    q, k, v, grad = _inputs(4, 2, 30, 40, 20)
-    out, lse = tile.forward(q, k, v, 0.3, CAUSAL)
-    with pytest.warns(UserWarning, match="plain matrix products"):
-        mine = flex.backward(Operands(grad, q, k, v, out, lse), 0.3, CAUSAL)
-    assert_close([out, lse, *mine], dense(q, k, v, grad, 0.3, CAUSAL, None), 1e-11)
 
 
 class Watching(TorchDispatchMode):

@@ -91,20 +91,6 @@ def test_blocks_that_nothing_sees(kernel, rows, keys, band):
 
 
 @by_kernel
-def test_a_row_that_saw_nothing_anywhere_has_no_gradient(kernel):
-    q, k, v, grad = random_tensors(2, 1, 9, 9, 4)
-    out, lse = kernel.forward(q, k, v, 1.0, FULL)
-    out[:, :, 4], lse[:, :, 4] = 0, -math.inf
-    operands = Operands(grad, q, k, v, out, lse)
-    dq, dk, dv = kernel.backward(operands, 1.0, FULL)
-    grad[:, :, 4] = 0
-    expected = kernel.backward(operands, 1.0, FULL)
-    assert not dq[:, :, 4].any()
-    assert torch.equal(dk, expected[1])
-    assert torch.equal(dv, expected[2])
-
-
-@by_kernel
 @pytest.mark.parametrize("band", [FULL, CAUSAL, (-3, 2)])
 def test_strided_operands_and_their_safety(kernel, band):
     """As models hold them, [B, L, H, D]; with another stride in the last dim; and expanded."""
@@ -131,15 +117,6 @@ def test_large_scores_do_not_overflow(kernel):
     for cap in ((), (0.5,)):
         mine = _run(kernel, q * 1e4, k * 1e4, v, grad, 1.0, CAUSAL, *cap)
         assert all(x.isfinite().all() for x in mine)
-
-
-@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=["mha", "mqa"])
-@pytest.mark.parametrize("band", [FULL, CAUSAL])
-def test_one_block_in_bfloat16_has_the_bits_of_one_process(band, heads):
-    q, k, v, _ = random_tensors(*heads, 300, 300, 64, dtype=torch.bfloat16)
-    one = F.scaled_dot_product_attention(q, k, v, is_causal=band == CAUSAL, enable_gqa=True)
-    out, _ = kernels.forward(q, k, v, 0.125, band)
-    assert torch.equal(out.bfloat16(), one)
 
 
 @pytest.mark.parametrize("kv_heads", [16, 1])
@@ -199,13 +176,6 @@ def test_merge_is_differentiable_with_unseen_rows():
     merged.sum().backward()
     assert out.grad.isfinite().all()
     assert lse.grad.isfinite().all()
-
-
-def test_merge_is_float32_for_half_precision():
-    out, lse = torch.zeros(1, 1, 2, 2).bfloat16(), torch.zeros(1, 1, 2).bfloat16()
-    first = update_out_and_lse(None, None, out, lse)
-    assert [x.dtype for x in first] == [torch.float32] * 2
-    assert [x.dtype for x in update_out_and_lse(out, lse, out, lse)] == [torch.float32] * 2
 
 
 FUSED = {"flash": cuda.FLASH, "efficient": cuda.EFFICIENT, "cudnn": cuda.CUDNN}
@@ -271,14 +241,6 @@ def test_backwards_are_given_memory_in_the_order_that_they_read(operator):
         for tensor in (given.get("grad_out", given.get("grad_out_")), given["out"]):
             assert tensor.dtype == torch.bfloat16
             assert (tensor if operator is cuda.FLASH else tensor.transpose(1, 2)).is_contiguous()
-
-
-def test_devices_have_few_large_tiles():
-    keys, count = torch.empty(2, 4096, 1), {}
-    for device in ("meta", "cpu"):
-        queries = torch.empty(2, 4, 4096, 1, device=device)
-        count[device] = len([*tile._tiles(queries, keys, CAUSAL)])
-    assert count["meta"] == 16 < count["cpu"] // 10
 
 
 class Flash:
@@ -364,16 +326,6 @@ def test_table_falls_back_to_the_tile():
         (q, k, v[..., :4], FULL), (q.float(), k, v, FULL),
     ]  # fmt: skip
     assert not any(cpu_flash.fits(*each) for each in unlike)
-
-
-@pytest.mark.parametrize("band", [FULL, CAUSAL])
-def test_pytorch_is_asked_of_kernels_without_dropout(band):
-    q, k, v, _ = random_tensors(6, 2, 8, 8, 8)
-    asked = cuda.sdpa_params(q, k, v, band)
-    assert asked.dropout == 0
-    assert asked.is_causal is (band is CAUSAL)
-    assert asked.enable_gqa
-    assert asked.attn_mask is None
 
 
 @pytest.mark.gpu

@@ -12,7 +12,6 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.context_parallel.layouts import (
     LAYOUTS,
     contiguous,
-    merge_ranks,
     stripe,
     zigzag,
 )
@@ -32,16 +31,6 @@ def test_shares_of_eight_positions():
     assert stripe(8, 2).ranks == ((range(0, 8, 2),), (range(1, 8, 2),))
     assert zigzag(8, 2).positions(0).tolist() == [0, 1, 6, 7]
     assert zigzag(8, 2).order().tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("name", "padded", "padding"),
-    [("contiguous", 9, [0, 0, 2]), ("zigzag", 12, [2, 2, 1]), ("stripe", 9, [0, 1, 1])],
-)
-def test_a_length_that_does_not_divide_is_padded_at_the_end(name, padded, padding):
-    layout = LAYOUTS[name](7, 3)
-    assert layout.padded_length == padded
-    assert [int((layout.positions(rank) >= 7).sum()) for rank in range(3)] == padding
 
 
 @settings(deadline=None)
@@ -80,16 +69,6 @@ def test_no_such_rank(rank):
         InvalidArgumentError, match=f"a zigzag layout of 2 ranks has no rank {rank}"
     ):
         zigzag(8, 2).positions(rank)
-
-
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_joined_shares_are_those_of_fewer_ranks(kind):
-    layout = merge_ranks(LAYOUTS[kind](48, 8), 8)
-    assert layout.positions(0).tolist() == list(range(48))
-    pairs = merge_ranks(LAYOUTS[kind](48, 8), 2)
-    for rank in range(4):
-        own = [LAYOUTS[kind](48, 8).positions(r) for r in (2 * rank, 2 * rank + 1)]
-        assert sorted(pairs.positions(rank).tolist()) == sorted(torch.cat(own).tolist())
 
 
 def _dense(mask, length):

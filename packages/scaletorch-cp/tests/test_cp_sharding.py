@@ -198,35 +198,6 @@ def test_labels_that_are_shifted_already_are_cut_as_they_are():
     assert torch.equal(mine["labels"], batch["labels"])
 
 
-def _round_trips():
-    for layout in LAYOUTS:
-        sequences = ShardedSequences(LENGTH, layout=layout, group=c10d.group.WORLD)
-        batch = {
-            "input_ids": _batch()["input_ids"],
-            "weights": torch.randn(2, LENGTH, generator=torch.Generator().manual_seed(4)),
-            "seen": torch.ones(2, LENGTH, dtype=torch.bool),
-            "position_ids": torch.arange(LENGTH).flip(0).expand(2, -1),
-            "labels": None,
-            "name": "text",
-        }
-        mine = sequences.shard(batch)
-        assert mine["labels"] is None
-        assert mine["name"] == "text"
-        for name in ("input_ids", "weights", "seen", "position_ids"):
-            assert mine[name].shape == (2, sequences.layout.local_length)
-            assert mine[name].dtype == batch[name].dtype
-            assert torch.equal(sequences.unshard(mine[name]), batch[name])
-        heads = mine["weights"][:, None, :, None].expand(-1, 3, -1, 5)
-        assert torch.equal(sequences.unshard(heads, 2)[:, 0, :, 0], batch["weights"])
-        held = LAYOUTS[layout](LENGTH, c10d.get_world_size()).positions(c10d.get_rank())
-        assert torch.equal(sequences.positions(), held)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_shards_join_to_the_whole_bit_for_bit(size):
-    run_ranks(_round_trips, size)
-
-
 def _means(sums, counts):
     """Return the loss of this rank's sum and count, and the gradient of the sum."""
     sequences = ShardedSequences(8, group=c10d.group.WORLD)

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
-import os
 from unittest import mock
 
 import torch
 import torch.distributed as c10d
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_turn import assert_same_gradients, in_turn
+from in_turn import in_turn
 from torch import nn
 
-import scaletorch.dist as dist
 from scaletorch.dist import all_gather_object
 from scaletorch.dist.testing import run_ranks
-from scaletorch.dist.transport import levels
 from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
-from scaletorch.parallel.data_parallel.buckets import manager, reduction
+from scaletorch.parallel.data_parallel.buckets import bucket, manager
 from scaletorch.parallel.data_parallel.buckets.manager import fill_buckets
-from scaletorch.parallel.data_parallel.buckets.slot import Slot
 
-ALONE = reduction.Reduction("sum", None)
+ALONE = bucket.Reduction("sum", None)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 
 
 def make_slots(parts):
     return [
-        Slot(f"p{at}", at, nn.Parameter(torch.zeros(elements, dtype=dtype)))
+        bucket.Slot(f"p{at}", at, nn.Parameter(torch.zeros(elements, dtype=dtype)))
         for at, (elements, dtype) in enumerate(parts)
     ]
 
@@ -105,7 +100,7 @@ def record(log):
 
     with (
         mock.patch.object(manager, "all_reduce", noting(manager.all_reduce)),
-        mock.patch.object(reduction, "all_reduce_flat", noting(reduction.all_reduce_flat)),
+        mock.patch.object(bucket, "all_reduce_flat", noting(bucket.all_reduce_flat)),
     ):
         yield
 
@@ -142,29 +137,3 @@ def check_naive_order():
 
 def test_buckets_leave_during_backward_in_one_order_and_naive_ones_at_its_end():
     run_ranks(in_turn, 2, [check_launch_order, check_naive_order])
-
-
-def across_nodes():
-    """Return how many stages each sum had in two steps on two nodes of two ranks."""
-    rank, stages, task = dist.get_rank(), [], levels.Task
-    os.environ["GROUP_RANK"] = str(rank // 2)  # the number of its node
-    assert dist.use_hierarchy()
-    rows = torch.randn(4, 3, 40, generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(0)
-    plain = nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)])
-    model = copy.deepcopy(plain)
-    plain(rows.flatten(0, 1)).square().mean().backward()
-    model = DataParallelBucket(model, group=c10d.group.WORLD, op="mean", bucket_size=1700)
-    counted = lambda way, made: stages.append(len(made)) or task(way, made)  # noqa: E731
-    with mock.patch.object(levels, "Task", counted):
-        for _ in range(2):
-            model.zero_grad()
-            model(rows[rank]).square().mean().backward()
-    assert_same_gradients(model, plain, None)
-    return stages
-
-
-def test_buckets_of_a_group_that_spans_nodes_are_summed_inside_the_nodes_first():
-    for stages in run_ranks(across_nodes, 4):
-        assert len(stages) >= 8
-        assert set(stages) == {3}

@@ -18,7 +18,7 @@ from scaletorch.dist import all_gather_object
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, NonFiniteError, StateError
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive, shard_optimizer
-from scaletorch.parallel.data_parallel.buckets import reduction
+from scaletorch.parallel.data_parallel.buckets import bucket
 
 
 def net(dtype=torch.float32, seed=0):
@@ -37,14 +37,14 @@ def rows(micro, dtype=torch.float32):
 
 def check_wire():
     seen = []
-    original = reduction.all_reduce_flat
+    original = bucket.all_reduce_flat
 
     def noting(data, *args, **options):
         seen.append(data.dtype)
         return original(data, *args, **options)
 
     model, plain = wrap(net(), reduce_dtype=torch.bfloat16), net()
-    with mock.patch.object(reduction, "all_reduce_flat", noting):
+    with mock.patch.object(bucket, "all_reduce_flat", noting):
         model(rows(c10d.get_rank())).sum().backward()
     assert set(seen) == {torch.bfloat16}
     parts = []
@@ -172,12 +172,12 @@ def check_order():
     torch.manual_seed(0)
     model, plain = wrap(Backwards(), bucket_size=18), None
     plain = copy.deepcopy(model.module)
-    before = [bucket["parameters"] for bucket in model.get_bucket_info()]
+    before = [each["parameters"] for each in model.get_bucket_info()]
     assert before == [[f"layers.{a}.weight" for a in pair] for pair in ((3, 2), (1, 0))]
     for _ in range(2):
         model.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
-    after = [bucket["parameters"] for bucket in model.get_bucket_info()]
+    after = [each["parameters"] for each in model.get_bucket_info()]
     assert after == [[f"layers.{a}.weight" for a in pair] for pair in ((1, 3), (0, 2))]
     totals = [0.0] * 4
     plain(torch.ones(1, 3)).sum().backward()
@@ -282,25 +282,9 @@ def check_refusal():
     del taken
 
 
-def check_taken_gradients():
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    plain[0].weight.register_post_accumulate_grad_hook(take)
-    model = wrap(plain)
-    model(torch.full((1, 2), c10d.get_rank() + 1.0)).sum().backward()
-    assert plain[0].weight.grad is None
-    assert plain[1].bias.grad.tolist() == [2, 2]
-    everyone = all_gather_object(plain[1].weight.grad.tolist())
-    assert everyone[0] == everyone[1]
-
-
-def take(parameter):
-    parameter.grad = None
-
-
 def test_gradients_are_as_asked_for_and_as_hooks_of_the_users_leave_them():
     checks = [check_wire, check_main_gradients, check_order, check_memory]
-    checks += [check_no_sync_unevenly, check_hooks_of_users, check_taken_gradients]
+    checks += [check_no_sync_unevenly, check_hooks_of_users]
     run_ranks(in_turn, 2, checks)
 
 
@@ -315,12 +299,6 @@ class Renamed(nn.Module):
         self.first, self.other = nn.Linear(2, 3), nn.Linear(3, 4)
 
 
-class Swapped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.second, self.first = nn.Linear(3, 4), nn.Linear(2, 3)
-
-
 class Plain(nn.Module):
     def __init__(self, width=3, frozen=False):
         super().__init__()
@@ -330,7 +308,6 @@ class Plain(nn.Module):
 
 ODD = {
     "name": (Renamed, ["- second.weight (4, 3) torch.float32", "+ other.weight"]),
-    "order": (Swapped, ["second.weight (4, 3)"]),
     "shape": (lambda: Plain(5), ["- first.weight (3, 2)", "+ first.weight (5, 2)"]),
     "dtype": (lambda: Plain().double(), ["- first.weight (3, 2) torch.float32", "torch.float64"]),
     "frozen": (lambda: Plain(frozen=True), ["+ first.weight (3, 2) torch.float32 frozen"]),
@@ -361,12 +338,5 @@ def check_options():
     DataParallelNaive(Plain(), group=c10d.group.WORLD)  # and the group still works
 
 
-def check_long():
-    count = 60 if c10d.get_rank() else 3
-    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(count)]).to(torch.float64)
-    with pytest.raises(MismatchError, match=r"… and [0-9]+ lines more"):
-        DataParallelBucket(model, group=c10d.group.WORLD)
-
-
 def test_every_rank_reports_the_odd_one():
-    run_ranks(in_turn, 3, [*for_each(check_mismatch, product(ODD)), check_options, check_long])
+    run_ranks(in_turn, 3, [*for_each(check_mismatch, product(ODD)), check_options])

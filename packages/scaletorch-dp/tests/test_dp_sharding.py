@@ -25,7 +25,7 @@ from scaletorch.parallel.data_parallel import (
     shard_optimizer,
     whole_gradients,
 )
-from scaletorch.parallel.data_parallel.sharding import sharded_bucket as sharded
+from scaletorch.parallel.data_parallel.sharding import shards as sharded
 from scaletorch.parallel.data_parallel.sharding.gather import ParameterGather
 
 OPTIMIZERS = {
@@ -434,7 +434,18 @@ def check_swapped_masters():
             torch.testing.assert_close(old - shard.tensor, torch.full_like(old, 0.01))
 
 
+def check_memory():
+    """A gradient that comes before the others of its bucket keeps no memory for these."""
+    model = DataParallelBucket(nn.Linear(16, 16), group=c10d.group.WORLD)
+    shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=2)
+    model(torch.ones(1, 16)).sum().backward(inputs=[model.module.bias])
+    found = [s.tensor.grad for s in parameter_shards(model) if s.tensor.grad is not None]
+    assert len(found) == (c10d.get_rank() == 0)  # biases lie in front
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in found)
+
+
 CHECKS = [
+    check_memory,
     check_refusals,
     check_left_out,
     check_several_optimizers,

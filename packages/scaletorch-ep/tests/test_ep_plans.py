@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.parallel.expert_parallel.plans import named_experts
+from scaletorch.parallel.expert_parallel.experts import named_experts
 
 STACKED = {
     "layers.*.moe.bank.gate_up_proj": "grouped_gemm",

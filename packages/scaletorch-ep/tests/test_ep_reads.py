@@ -11,10 +11,9 @@ from called_blocks import EXPERTS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.expert_parallel import (
     apply_expert_parallel,
-    gather_experts,
 )
 
 TOP_K, WIDTH, TOKENS = 3, 8, 7
@@ -44,24 +43,12 @@ class Grouped(nn.Module):
         return torch.zeros_like(hidden).index_add(0, token, rows)
 
 
-class Looped(Grouped):
-    """The same, one expert after another."""
-
-    def forward(self, hidden, top_k_index, top_k_weights):
-        total = torch.zeros_like(hidden)
-        for expert in range(self.num_experts):
-            token, slot = torch.where(top_k_index == expert)
-            rows = (hidden[token] @ self.up[expert]).tanh() @ self.down[expert]
-            total = total.index_add(0, token, rows * top_k_weights[token, slot, None])
-        return total
-
-
 class Counted(TorchDispatchMode):
-    """Counts what makes the host wait, and grouped products."""
+    """Counts what makes the host wait."""
 
     def __init__(self):
         super().__init__()
-        self.reads, self.grouped = [], 0
+        self.reads = []
 
     def __enter__(self):
         patch = self.patch = pytest.MonkeyPatch()
@@ -85,7 +72,6 @@ class Counted(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in READS:
             self.reads.append(name)
-        self.grouped += name == "_grouped_mm"
         return func(*args, **(kwargs or {}))
 
 
@@ -115,41 +101,3 @@ def _reads():
 def test_the_host_reads_once_in_a_call_and_never_in_backward(ranks):
     once = ["tolist"] if ranks > 1 else []
     assert run_ranks(_reads, ranks) == [(once, [])] * ranks
-
-
-def _compared(dtype):
-    """Return the largest errors beside float64 on one process: of ranks, and of one in `dtype`."""
-    found = []
-    for kind, precise in ((Grouped, False), (Looped, True)):
-        torch.manual_seed(0)
-        experts = kind(dtype=dtype)
-        given = _routed(16, dtype)
-        if precise:
-            experts, given = experts.double(), [given[0].double(), given[1], given[2].double()]
-            given = [each.detach().requires_grad_(each.is_floating_point()) for each in given]
-        found.append((experts, given))
-    (experts, given), (plain, wide) = found
-    experts = apply_expert_parallel(nn.ModuleDict({"experts": experts}), group=c10d.group.WORLD)
-    with Counted() as counted:
-        results = experts["experts"](*given)
-        gradient = torch.linspace(-1, 1, results.numel(), dtype=dtype).view_as(results)
-        results.backward(gradient)
-    wanted = plain(*wide)
-    wanted.backward(gradient.double())
-    for parameter in plain.parameters():
-        c10d.all_reduce(parameter.grad)
-    stacks = gather_experts(experts, {n: p.grad for n, p in experts.named_parameters()})
-    pairs = [(results, wanted), (given[0].grad, wide[0].grad), (given[2].grad, wide[2].grad)]
-    pairs += [(stacks[f"experts.{name}"], each.grad) for name, each in plain.named_parameters()]
-    return counted.grouped, [relative_error(mine.double(), theirs) for mine, theirs in pairs]
-
-
-def _both_compared():
-    return {dtype: _compared(dtype) for dtype in (torch.float32, torch.bfloat16)}
-
-
-def test_grouped_products_are_one_process_in_float64():
-    for found in run_ranks(_both_compared, 2):
-        for dtype, (products, errors) in found.items():
-            assert products == 6  # two, and for each of them two in backward
-            assert max(errors) <= 4 * torch.finfo(dtype).eps, errors

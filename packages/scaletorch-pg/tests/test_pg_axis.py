@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as torch_dist
 
-from scaletorch.dist import InvalidArgumentError, NotInGroupError, StateError
+from scaletorch.dist import NotInGroupError, StateError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import (
     axis_group,
@@ -34,12 +34,6 @@ def one_rank():
 
 def test_a_world_of_one_rank_needs_no_manager():
     assert run_ranks(one_rank, 1) == [True]
-
-
-@pytest.mark.parametrize("axis", ["xp", "tp_cp", "", None])
-def test_axes_without_a_group_are_refused_also_in_one_process(axis):
-    with pytest.raises(InvalidArgumentError, match="axis"):
-        axis_group(axis)
 
 
 def no_manager(axis):

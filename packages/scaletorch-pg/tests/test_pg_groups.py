@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as torch_dist
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scaletorch.dist import StateError
-from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import (
     Grid,
     ProcessGroupManager,
-    count_communicators,
     destroy_process_group_manager,
     groups,
     setup_process_group_manager,
@@ -67,34 +63,6 @@ def calls_of_ranks(sizes, ranks):
         manager.destroy()
         torch_dist.destroy_process_group()
     return made
-
-
-def layouts_of_64():
-    for tp, cp, pp in itertools.product((1, 2, 4, 8, 64), (1, 2), (1, 2, 4)):
-        if tp * cp * pp <= 64:
-            sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": 64 // tp // cp // pp}
-            for ep, etp in itertools.product((1, 2, 4, 16, 64), {1, tp}):
-                if 64 // pp % (ep * etp) == 0:
-                    yield {**sizes, "ep": ep, "etp": etp}
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(list(layouts_of_64())), st.integers(0, 63))
-def check_calls_of(sizes, rank):
-    grid = Grid(**sizes)
-    calls = calls_of_ranks(sizes, [rank])[rank]
-    wanted = {grid.group(axis, rank) for axis in groups.AXES} - {tuple(range(64))}
-    assert len(calls) == len(set(calls)) == len(wanted)
-    assert set(calls) == wanted
-    assert len(calls) <= (7 if grid.is_plain else 9)
-
-
-def check_calls():
-    check_calls_of()
-
-
-def test_each_distinct_set_of_ranks_is_made_once_and_world_never():
-    run_ranks(check_calls, 1, init=False)
 
 
 def all_ranks_of_64(experts, made):
@@ -222,13 +190,6 @@ def test_a_set_up_that_fails_is_told_to_all_and_leaves_nothing_behind(bad_ranks)
         )
 
 
-@distributed_test(4)
-def test_a_quick_rank_does_not_cut_off_slow_ones():
-    for _ in range(20):
-        setup_process_group_manager(tp_size=2, dp_size=2)
-        destroy_process_group_manager()
-
-
 def like_mpi(sizes, axis):
     """MPI cannot make a group among its members alone: all ranks then make all groups."""
     groups.get_backend = lambda: "mpi"
@@ -285,18 +246,3 @@ def pipeline_of_all_ranks(streams):
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_pipeline_of_all_ranks_has_a_group_beside_world_on_devices_with_streams(streams):
     assert run_ranks(pipeline_of_all_ranks, 3, streams) == [streams] * 3
-
-
-@settings(deadline=None)
-@given(
-    sizes=st.tuples(*[st.integers(1, 4)] * 4), ep=st.sampled_from([1, 2, 3, 4, 6, 8]),
-    cut=st.booleans(),
-)  # fmt: skip
-def test_communicators_are_counted_as_groups_are_shared(sizes, ep, cut):
-    tp, cp, pp, dp = sizes
-    assume((tp * cp * dp) % (ep * (tp if cut else 1)) == 0)
-    grid = Grid(tp, cp, pp, dp, ep, tp if cut else 1)
-    for rank in {0, grid.world_size - 1}:
-        shared = {grid.group(axis, rank) for axis in groups.AXES if grid.size(axis) > 1}
-        own_pipeline = grid.world_size == pp > 1  # beside WORLD, on devices
-        assert count_communicators(grid) == len(shared) + own_pipeline

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 
 import pytest
 import torch
@@ -275,17 +274,3 @@ def test_axis_without_a_group():
     )
     with pytest.raises(AttributeError, match="'ProcessGroupManager' object has no attribute 'xp_"):
         manager.xp_group  # noqa: B018
-
-
-def launched_and_never_initialised():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(InvalidArgumentError, match="the world has 1 rank"):
-            setup_process_group_manager(dp_size=2)
-    return [str(warning.message) for warning in caught]
-
-
-def test_launched_as_many_and_never_initialised():
-    for said in run_ranks(launched_and_never_initialised, 2, init=False):
-        assert len(said) == 1
-        assert "call init_dist() first" in said[0]

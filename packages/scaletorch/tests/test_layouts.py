@@ -96,7 +96,7 @@ def idle(layout):
 
     results = []
     for rank in range(layout[0]):
-        target = "parallel.data_parallel.buckets.reduction:all_reduce_flat"
+        target = "parallel.data_parallel.buckets.bucket:all_reduce_flat"
         with patched(target, partial(thrown_away, idle=rank)):
             results += train(layout, (False,))
     return results

@@ -47,7 +47,7 @@ def idle(case, subject, reference, rank):
 
         return faulty
 
-    with patched("parallel.data_parallel.buckets.reduction:all_reduce_flat", thrown_away):
+    with patched("parallel.data_parallel.buckets.bucket:all_reduce_flat", thrown_away):
         return run_case(case, subject, reference)
 
 

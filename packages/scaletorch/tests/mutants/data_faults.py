@@ -19,13 +19,13 @@ fault = DATA.fault
 GRADIENTS = "synchronisation: gradients"
 
 
-@fault("buckets.reduction:all_reduce_flat", born=GRADIENTS)
+@fault("buckets.bucket:all_reduce_flat", born=GRADIENTS)
 def buckets_not_reduced(all_reduce_flat: Any) -> Any:
     """Gradient buckets miss their all-reduce."""
     return lambda data, *_, **__: Work((), lambda: data)
 
 
-@fault("buckets.reduction:all_reduce_flat", born=GRADIENTS)
+@fault("buckets.bucket:all_reduce_flat", born=GRADIENTS)
 def buckets_reduced_twice(all_reduce_flat: Any) -> Any:
     """Gradient buckets are all-reduced twice."""
 
@@ -44,14 +44,14 @@ def unused_parameter_blocks_bucket(launch: Any) -> Any:
         if self.ready:
             launch(self, *args, **options)
             return
-        reduction = "parallel.data_parallel.buckets.reduction:all_reduce_flat"
+        reduction = "parallel.data_parallel.buckets.bucket:all_reduce_flat"
         with patched(reduction, buckets_not_reduced):
             launch(self, *args, **options)
 
     return blocked
 
 
-@fault("buckets.slot:Slot.give", born=GRADIENTS)
+@fault("buckets.bucket:Slot.give", born=GRADIENTS)
 def stale_gradient_after_zero_grad(give: Any) -> Any:
     """The reduced gradient of the step before is added again after zero_grad."""
     kept: dict[str, Tensor] = {}
@@ -65,7 +65,7 @@ def stale_gradient_after_zero_grad(give: Any) -> Any:
     return stale
 
 
-@fault("buckets.slot:Slot.before_accumulation", born=GRADIENTS)
+@fault("buckets.bucket:Slot.before_accumulation", born=GRADIENTS)
 def later_gradients_replace_earlier(before_accumulation: Any) -> Any:
     """A gradient is the last micro-batch's alone."""
 
@@ -77,7 +77,7 @@ def later_gradients_replace_earlier(before_accumulation: Any) -> Any:
     return replacing
 
 
-@fault("buckets.slot:Slot.take", born="synchronisation: rare.shift | spare.*")
+@fault("buckets.bucket:Slot.take", born="synchronisation: rare.shift | spare.*")
 def unused_parameter_keeps_old_gradient(take: Any) -> Any:
     """What a rank did not use travels as whatever its memory held."""
 
@@ -90,7 +90,7 @@ def unused_parameter_keeps_old_gradient(take: Any) -> Any:
     return dirty
 
 
-@fault("buckets.reduction:reduce_scatter_flat", data_parallel="zero1", born=GRADIENTS)
+@fault("buckets.bucket:reduce_scatter_flat", data_parallel="zero1", born=GRADIENTS)
 def shards_of_own_gradients(reduce_scatter_flat: Any) -> Any:
     """Each rank updates its shard with its own gradients alone."""
 
@@ -101,7 +101,7 @@ def shards_of_own_gradients(reduce_scatter_flat: Any) -> Any:
     return own
 
 
-@fault("buckets.reduction:all_reduce_flat", born=GRADIENTS)
+@fault("buckets.bucket:all_reduce_flat", born=GRADIENTS)
 def first_rank_left_out(all_reduce_flat: Any) -> Any:
     """The sum begins with the second rank."""
 
@@ -113,19 +113,19 @@ def first_rank_left_out(all_reduce_flat: Any) -> Any:
     return late
 
 
-@fault("buckets.reduction:all_reduce_flat", layout="4x1x1x1", model="built-in", born=GRADIENTS)
+@fault("buckets.bucket:all_reduce_flat", layout="4x1x1x1", model="built-in", born=GRADIENTS)
 def first_of_four_ranks_left_out(all_reduce_flat: Any) -> Any:
     """The sum of four ranks begins with the second one."""
     return first_rank_left_out(all_reduce_flat)
 
 
-@fault("buckets.reduction:all_gather_flat", data_parallel="zero1", born="update: weights")
+@fault("buckets.bucket:all_gather_flat", data_parallel="zero1", born="update: weights")
 def updated_parameters_not_fetched(all_gather_flat: Any) -> Any:
     """Parameters that other ranks have updated stay as they were."""
     return lambda *_, **__: Work((), lambda: None)
 
 
-@fault("sharding.sharded_bucket:ShardedBucket._start", data_parallel="zero2", born=GRADIENTS)
+@fault("sharding.shards:ShardedBucket._start", data_parallel="zero2", born=GRADIENTS)
 def earlier_micro_batches_forgotten(start: Any) -> Any:
     """Shards keep the gradients of the last micro-batch alone."""
 

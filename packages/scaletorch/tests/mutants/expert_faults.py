@@ -106,7 +106,7 @@ def experts_alike_on_every_rank(rows: Any) -> Any:
     return lambda whole, own, memo: rows(whole, slice(0, own.stop - own.start), memo)
 
 
-@fault("module:combine_computed", born="forward: *.experts")
+@fault("module:combine", born="forward: *.experts")
 def results_not_put_back_in_order(combine: Any) -> Any:
     """Results go back in another order than that in which their tokens came."""
     return lambda rows, *more: combine(rows.flip(0), *more)
@@ -129,7 +129,7 @@ def gradients_of_results_in_another_order(backward: Any) -> Any:
     return mixed
 
 
-@fault("computation:add_up", born="forward: *.experts")
+@fault("module:add_up", born="forward: *.experts")
 def second_expert_of_a_rank_replaces_the_first(folded: Any) -> Any:
     """Of a token's two experts on one rank, the results are not added up."""
 
@@ -176,7 +176,7 @@ def weights_sum_to_one_on_each_rank(compute: Any) -> Any:
     return normalised
 
 
-@fault("module:combine_computed", born="forward: *.experts")
+@fault("module:combine", born="forward: *.experts")
 def tokens_beyond_a_capacity_dropped(combine: Any) -> Any:
     """A rank leaves out what comes beyond its share and a quarter."""
 
@@ -196,15 +196,10 @@ def scores_travel_in_bfloat16(dispatch: Any) -> Any:
     )
 
 
-@fault("computation:_NoRows.backward", layout="4x1x1x1-ep4", model="skewed", born=EXPERTS_OWN)
-def rank_without_tokens_has_no_gradient(backward: Any) -> Any:
+@fault("module:_no_rows", layout="4x1x1x1-ep4", model="skewed", born=EXPERTS_OWN)
+def rank_without_tokens_has_no_gradient(no_rows: Any) -> Any:
     """The experts of a rank to which no token goes have no gradient in place of zeros."""
-
-    def none(ctx: Any, *grads: Tensor) -> Any:
-        results, hidden, weights, *parameters = backward(ctx, *grads)
-        return results, hidden, weights, *[None for _ in parameters]
-
-    return none
+    return lambda hidden, weights, _: no_rows(hidden, weights, [])
 
 
 @around("parallelize:DataParallelBucket", born="synchronisation: *.experts.*")

@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import refuse_generate
-from .agreement import cast_for_autocast, check_inputs
-from .attention import Request, attend, require_method
+from .attention import Request, attend, cast_for_autocast, check_inputs, require_method
 from .cp_comms import connect_ring, ring_of
 from .kernels import update_out_and_lse
 from .layouts import Layout, layout_for_length, require_name

@@ -132,9 +132,9 @@ class ShardedSequences:
     def inside(self, model: nn.Module) -> Iterator[None]:
         """Run a model on these sequences within a context.
 
-        Its attention ignores padding, and each position sees its own document only. Run forward and
-        backward inside: backward may recompute attention. The model is the result of
-        `apply_context_parallel` over the same ranks, or a module that contains it.
+        Its attention ignores padding, and each position sees its own document only, also in
+        attention that backward recomputes. The model is the result of `apply_context_parallel` over
+        the same ranks, or a module that contains it.
 
         Raises:
             StateError: No module of it is context parallel, or it runs inside other sequences.

@@ -11,7 +11,7 @@ made by hand, or if sequences in several layouts are in use (as `ShardedSequence
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -86,7 +86,7 @@ def unshard_sequence(
     """
     ring = ring_of(group)
     dim = _dim(x, dim)
-    layout = resolve_layout(layout, ring, "unshard_sequence", consume=True, settle=True)
+    layout = resolve_layout(layout, ring, "unshard_sequence", consume=True)
     found = layout_for_shards(layout, x.shape[dim], length, ring.size)
     whole = x if ring.size == 1 else functional.gather(x, dim, ring.group)
     if not _is_contiguous(found):
@@ -211,9 +211,8 @@ class _Record:
     """The layouts of the shards that were made last over a group."""
 
     calls: dict[str, str] = field(default_factory=dict)  # layout -> the call that sharded in it
-    padded: bool = False  # whether any of their sequences had padding
-    used: bool = False  # a call has taken these shards; the next sharding call starts a new record
-    settled: bool = False  # that call knew the padding, or has joined the shards
+    used: bool = False  # a call has taken these shards; the next sharding call lists layouts anew
+    padded: bool = False  # whether a sequence had padding; causal attention alone ignores it
 
     def __str__(self) -> str:
         """List the layouts with the calls that sharded in them."""
@@ -228,38 +227,24 @@ def record_layout(layout: Layout, ring: Ring, call: str) -> None:
     if ring.group is None or ring.size == 1:
         return
     record = _records.setdefault(ring.group, _Record())
-    if record.used:  # causal attention ignores padding; full attention may take the same shards
-        padded = record.padded and not record.settled
-        record.calls, record.padded, record.used, record.settled = {}, padded, False, False
+    if record.used:
+        record.calls, record.used = {}, False
     record.calls[layout.name] = call
-    record.padded = record.padded or _has_padding(layout)
+    record.padded = record.padded or layout.padded_length > layout.length
 
 
-def record_next(layouts: Sequence[Layout], ring: Ring, call: str) -> None:
-    """Record that the next calls take shards in these layouts, even if others were made earlier."""
-    for layout in layouts:
-        record_layout(layout, ring, call)
+def record_padding(ring: Ring, padded: bool) -> None:
+    """Record whether the shards of the next calls may have padding."""
     record = None if ring.group is None else _records.get(ring.group)
     if record is not None:
-        record.padded = any(_has_padding(layout) for layout in layouts)
-
-
-def record_padding(ring: Ring) -> None:
-    """Record that the shards of the next calls may have padding."""
-    record = None if ring.group is None else _records.get(ring.group)
-    if record is not None:
-        record.padded = True
-
-
-def _has_padding(layout: Layout) -> bool:
-    return layout.padded_length > layout.length
+        record.padded = padded
 
 
 def may_be_padded(requested: str | None, ring: Ring) -> bool:
     """Return whether the shards of a model with the `requested` layout may have padding.
 
-    Recorded shards have it if one of their sequences has. Shards that are taken to be zigzag, and
-    are not recorded so, may have it.
+    Recorded shards may have it if a sequence of the group has had it. Shards that are taken to be
+    zigzag, and are not recorded so, may have it.
     """
     record = None if ring.group is None else _records.get(ring.group)
     unrecorded = record is None or "zigzag" not in record.calls
@@ -272,14 +257,12 @@ def resolve_layout(
     call: str,
     *,
     consume: bool = False,
-    settle: bool = False,
     default: str | None = None,
 ) -> Layout | str:
     """Return the layout of the shards that `call` takes: the one named, or the recorded one.
 
     `default` is the layout of unrecorded shards; None if the caller must name it. With `consume`
-    the next sharding call starts a new record, which does not remember padding if this call knows
-    it, by a `Layout`, or is to `settle` it.
+    the next sharding call lists the layouts anew.
     """
     if not isinstance(layout, Layout | None):
         require_name(layout)
@@ -312,7 +295,6 @@ def resolve_layout(
             f"layout={layout}(length, ranks)",
         )
     record.used = record.used or consume
-    record.settled = record.settled or settle or (consume and isinstance(layout, Layout))
     return layout
 
 

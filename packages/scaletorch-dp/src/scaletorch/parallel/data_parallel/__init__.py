@@ -5,8 +5,7 @@ from ._version import __version__
 from .buckets.bucket import Bucket
 from .buckets.manager import BucketManager
 from .data_parallel import DataParallelBucket, DataParallelNaive
-from .gradients.norm import clip_grad_norm_, global_grad_norm
-from .gradients.scaler import GradScaler
+from .gradients import GradScaler, clip_grad_norm_, global_grad_norm
 from .sharding.shards import Shard, parameter_shards
 from .zero import shard_optimizer, whole_gradients
 

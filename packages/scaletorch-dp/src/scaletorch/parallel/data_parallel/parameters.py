@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from ...dist import all_gather_object, get_rank
-from ...dist.errors import InvalidArgumentError, StateError
+from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank, get_process_group_manager
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -64,47 +64,6 @@ def group_parameters(
         wanted = groups.get(name, group)
         found.setdefault(id(wanted), (wanted, []))[1].append((name, parameter))
     return list(found.values())
-
-
-class WrappedParameters:
-    """The parameters that a module had when it was wrapped; none are summed if it is `copied`."""
-
-    def __init__(self, parameters: Named, *, copied: bool = False) -> None:
-        self._copied = copied
-        # The parameters are kept alive, so that the ids stay theirs.
-        self._synchronised = {id(p): p for _, p in parameters if p.requires_grad}
-
-    def refuse_others(self, module: nn.Module) -> None:
-        """Refuse parameters whose gradients would not be summed: late ones, and those of copies."""
-        known = self._synchronised
-        if all(id(p) in known for p in _trainable(module)):
-            return
-        if self._copied:
-            raise StateError(
-                f"{describe_rank()}: this is a deep copy of a wrapped model, for evaluation and "
-                "averages, and gradients of it would be summed over no ranks: call "
-                "requires_grad_(False) on it or run it in torch.no_grad(); to train another model, "
-                "wrap or parallelize a plain one"
-            )
-        late = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in known]
-        if late:
-            raise StateError(
-                f"{describe_rank()}: {shorten(late)} came after the module was wrapped (or was "
-                "frozen then; adapters, a new head and load_state_dict(assign=True) come late), so "
-                "its gradient would not be synchronised, nor would an optimizer made before update "
-                "it: change the module first (get_peft_model of the plain model), then wrap or "
-                "parallelize it; or copy values into the parameters it has"
-            )
-
-
-def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield all that require grad, shared ones repeatedly; faster than `parameters`."""
-    modules = [module]
-    for module in modules:
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.requires_grad:
-                yield parameter
-        modules += [child for child in module._modules.values() if child is not None]
 
 
 def describe(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,13 +14,11 @@ from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import Scope, known_elementwise, update_scope
-from .buckets.bucket import Bucket
+from .buckets.bucket import Bucket, Slot
 from .buckets.manager import BucketManager
-from .buckets.slot import Slot
 from .data_parallel import DataParallelBucket
 from .sharding.gather import ParameterGather, hook_optimizer
-from .sharding.sharded_bucket import ShardedBucket
-from .sharding.shards import Shard, check_module, whole_parameter
+from .sharding.shards import Shard, ShardedBucket, check_module, whole_parameter
 
 
 def shard_optimizer(
@@ -78,20 +76,8 @@ def shard_optimizer(
     model.use_shards(shards, gather)
     known = {id(slot.parameter) for slot in _slots(model)}
     _replace_parameters(optimizer, shards, known)
-    hook_optimizer(optimizer, gather, _prepare_step(weakref.ref(model)), overlap=overlap)
+    hook_optimizer(optimizer, gather, weakref.ref(model), overlap=overlap)
     return optimizer
-
-
-def _prepare_step(model: weakref.ref[DataParallelBucket]) -> Callable[[], None]:
-    """Return a function that prepares a model for an update, if it is still alive."""
-
-    def before_step() -> None:
-        this = model()
-        if this is not None:
-            this.wrapped.refuse_others(this.module)
-            this.wait_for_parameters()
-
-    return before_step
 
 
 def _shard_rest(optimizer: Optimizer, model: DataParallelBucket, manager: BucketManager) -> None:

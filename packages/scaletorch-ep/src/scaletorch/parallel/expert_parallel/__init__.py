@@ -3,15 +3,20 @@
 from ._version import __version__
 from .exchange.dispatch import Dispatched, combine, dispatch
 from .exchange.routes import Route
-from .expert_parallel import apply_expert_parallel
+from .expert_parallel import (
+    ExpertCut,
+    apply_expert_parallel,
+    find_expert_cuts,
+    gather_experts,
+    own_experts,
+)
+from .experts import Plan
 from .losses import (
     RoutingStatistics,
     count_tokens,
     global_balance_loss,
     sequence_balance_loss,
 )
-from .plans import Plan
-from .state import ExpertCut, find_expert_cuts, gather_experts, own_experts
 
 __all__ = [
     "Dispatched",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +17,8 @@ from ...dist import (
     get_world_size,
     require_member,
 )
-from ...dist.building import agree
+from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
-from .attributes import AxisAttributes
 from .grid import AXES, EXPERT_AXES, ORDER, Grid
 from .groups import GroupSet, first_unused_number, grouped_axis
 from .layouts import place_text, wrong_product
@@ -31,7 +29,7 @@ EXPERT_DIMS = ("edp", "pp", "ep", "etp")
 _current: ProcessGroupManager | None = None
 
 
-class ProcessGroupManager(AxisAttributes):
+class ProcessGroupManager:
     """This rank's coordinates, process groups and neighbours in a `Grid`.
 
     Every rank of the default group must create one, with the same sizes. It creates only the
@@ -73,13 +71,91 @@ class ProcessGroupManager(AxisAttributes):
         StateError: Another rank could not create its groups.
     """
 
+    tp_group: ProcessGroup | None
+    tp_size: int
+    tp_world_size: int
+    tp_rank: int
+    tp_first_rank: int
+    tp_last_rank: int
+    tp_group_ids: list[int]
+
+    cp_group: ProcessGroup | None
+    cp_size: int
+    cp_world_size: int
+    cp_rank: int
+    cp_first_rank: int
+    cp_last_rank: int
+    cp_group_ids: list[int]
+
+    pp_group: ProcessGroup | None
+    pp_size: int
+    pp_world_size: int
+    pp_rank: int
+    pp_first_rank: int
+    pp_last_rank: int
+    pp_group_ids: list[int]
+
+    dp_group: ProcessGroup | None
+    dp_size: int
+    dp_world_size: int
+    dp_rank: int
+    dp_first_rank: int
+    dp_last_rank: int
+    dp_group_ids: list[int]
+
+    cp_dp_group: ProcessGroup | None
+    cp_dp_size: int
+    cp_dp_world_size: int
+    cp_dp_rank: int
+    cp_dp_first_rank: int
+    cp_dp_last_rank: int
+    cp_dp_group_ids: list[int]
+
+    pp_dp_group: ProcessGroup | None
+    pp_dp_size: int
+    pp_dp_world_size: int
+    pp_dp_rank: int
+    pp_dp_first_rank: int
+    pp_dp_last_rank: int
+    pp_dp_group_ids: list[int]
+
+    ep_group: ProcessGroup | None
+    ep_size: int
+    ep_world_size: int
+    ep_rank: int
+    ep_first_rank: int
+    ep_last_rank: int
+    ep_group_ids: list[int]
+
+    edp_group: ProcessGroup | None
+    edp_size: int
+    edp_world_size: int
+    edp_rank: int
+    edp_first_rank: int
+    edp_last_rank: int
+    edp_group_ids: list[int]
+
+    etp_group: ProcessGroup | None
+    etp_size: int
+    etp_world_size: int
+    etp_rank: int
+    etp_first_rank: int
+    etp_last_rank: int
+    etp_group_ids: list[int]
+
+    world_group: ProcessGroup | None
+    world_size: int
+    world_rank: int
+    world_first_rank: int
+    world_last_rank: int
+    world_group_ids: list[int]
+
     def __init__(
         self, tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1,
         ep_size: int = 1, etp_size: int | None = None,
     ) -> None:  # fmt: skip
-        self.grid, first_number = _agreed_grid(
-            lambda: Grid(tp_size, cp_size, pp_size, dp_size, ep_size, etp_size)
-        )
+        sizes = tp_size, cp_size, pp_size, dp_size, ep_size, etp_size
+        self.grid, first_number = _agreed_grid(sizes)
         self.global_rank = get_rank()
         self.local_rank = get_local_rank()
         self._destroyed = False
@@ -128,7 +204,7 @@ class ProcessGroupManager(AxisAttributes):
             )
         return None if self._groups is None else self._groups.get(name)
 
-    if not TYPE_CHECKING:  # declared in `AxisAttributes`
+    if not TYPE_CHECKING:  # declared above
 
         def __getattr__(self, name: str) -> ProcessGroup | None:
             """Return the group of an axis for the attribute `{axis}_group`."""
@@ -259,14 +335,10 @@ def destroy_process_group_manager() -> None:
         old.destroy()
 
 
-def _agreed_grid(make: Callable[[], Grid]) -> tuple[Grid, int]:
+def _agreed_grid(sizes: tuple[Any, ...]) -> tuple[Grid, int]:
     """Return the layout that all ranks agree on, and the first number for group names."""
-    grid = Grid()
-    problem: InvalidArgumentError | None = None
-    try:
-        grid = make()
-    except InvalidArgumentError as error:
-        problem = error  # raised after the other ranks know of it
+    problem = caught(Grid, *sizes)  # raised after the other ranks know of it
+    grid = Grid(*sizes) if problem is None else Grid()
     numbers = agree("the layout", [str(grid)], error=problem, note=first_unused_number())
     world_size = get_world_size()
     if grid.world_size != world_size:

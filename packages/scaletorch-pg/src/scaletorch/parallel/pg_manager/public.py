@@ -19,4 +19,4 @@ from .manager import describe_rank as describe_rank
 from .manager import destroy_process_group_manager as destroy_process_group_manager
 from .manager import get_process_group_manager as get_process_group_manager
 from .manager import setup_process_group_manager as setup_process_group_manager
-from .wrapper import ModuleWrapper as ModuleWrapper
+from .module_helpers import ModuleWrapper as ModuleWrapper

@@ -195,8 +195,6 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
         if settings is None or not settings.active:
             if settings is not None and outermost:
                 _require_documents_kept(self, kwargs)
-            elif settings is not None:
-                settings.require_forward_batch()
             return inner(self, *args, **kwargs)
         running = running_override(settings)
         if running is not None:
@@ -204,8 +202,6 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
             return sharded(self, *args, **kwargs)
         if outermost:
             _require_no_labels(self, kwargs)
-        else:
-            settings.require_forward_batch()
         before = calls.count
         with _enabled(settings, kwargs):
             result = sharded(self, *args, **kwargs)

@@ -17,14 +17,12 @@ from torch import Tensor, nn
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
-from ..agreement import require_agreement
-from ..attention import Request, attend
+from ..attention import Request, attend, require_agreement
 from ..cp_comms import Ring
 from ..layouts import Layout, named_layout
 from ..masks import Documents
-from ..sharding import may_be_padded, record_next, record_padding, resolve_layout
+from ..sharding import may_be_padded, record_layout, record_padding, resolve_layout
 
-_NO_BACKWARD = -1  # torch's task id outside of a backward
 _CALL = "attention of a model that apply_context_parallel was given"
 _NAME = "_scaletorch_context_parallel"
 
@@ -44,7 +42,7 @@ class Settings:
         self.requested_layout = requested_layout  # a name of `LAYOUTS`, or None
         self.method = method
         self.ring = ring
-        self.batch: ActiveBatch | None = None  # the batch that the model is running on
+        self.entered: ActiveBatch | None = None  # the batch of the innermost `inside`
         # Whether a forward without attention is refused. Only this and a rehearsal find attention
         # that a model computes itself.
         self.must_attend = True
@@ -53,6 +51,15 @@ class Settings:
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         """Return the settings for a copy of the model: process groups are not copied."""
         return Settings(self.requested_layout, self.method, self.ring)
+
+    @property
+    def batch(self) -> ActiveBatch | None:
+        """The batch that the model is running on; that of the forward, if backward recomputes."""
+        if self._backward is not None:  # checked first: the compiler breaks its graph at the call
+            task, batch = self._backward
+            if task == torch._C._current_graph_task_id():
+                return batch
+        return self.entered
 
     @property
     def active(self) -> bool:
@@ -68,19 +75,6 @@ class Settings:
     def begin_backward(self, batch: ActiveBatch | None, _grads: object) -> None:
         """Record the batch of the forward whose backward begins."""
         self._backward = torch._C._current_graph_task_id(), batch
-
-    def require_forward_batch(self) -> None:
-        """Refuse to recompute a module in backward outside of the `inside` of its forward."""
-        if self._backward is None:  # checked first: the compiler breaks its graph at the next call
-            return
-        task = torch._C._current_graph_task_id()
-        noted, batch = self._backward
-        if task != _NO_BACKWARD and noted == task and batch != self.batch:
-            raise StateError(
-                f"ShardedSequences.inside on {describe_rank()}: backward recomputes a module, and "
-                "runs inside of other sequences than its forward, or of none; run backward within "
-                "the same inside() as forward"
-            )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
         """Attend to the whole sequence by the model's method and layout."""
@@ -98,12 +92,13 @@ class Settings:
     def _layout_and_documents(self, request: Request, length: int) -> tuple[Any, Any]:
         """Return the layout and the documents of a call on shards of `length` positions."""
         documents: Any = request.cu_seqlens
-        if self.batch is not None:
-            if documents in (None, self.batch.documents):
-                return self.batch
+        batch = self.batch
+        if batch is not None:
+            if documents in (None, batch.documents):
+                return batch
             raise refusal(
                 f"this call's cu_seq_lens_q are {documents}, and the sequences that the model runs "
-                f"inside have {self.batch.documents}"
+                f"inside have {batch.documents}"
             )
         full = not request.causal and documents is None
         if full and may_be_padded(self.requested_layout, self.ring):
@@ -153,14 +148,16 @@ def note_shards(model: nn.Module, layouts: Sequence[Layout]) -> None:
     """Record the layouts of the shards that a model is about to be called with."""
     settings = settings_of(model)
     if settings is not None:
-        record_next(layouts, settings.ring, "shard_global_batch")
+        for layout in layouts:
+            record_layout(layout, settings.ring, "shard_global_batch")
+        record_padding(settings.ring, any(x.padded_length > x.length for x in layouts))
 
 
 def note_padding(model: nn.Module) -> None:
     """Take shards for padded, since those of other ranks are: all ranks then refuse the same."""
     settings = settings_of(model)
     if settings is not None:
-        record_padding(settings.ring)
+        record_padding(settings.ring, True)
 
 
 def require_unmarked(model: nn.Module) -> None:
@@ -194,21 +191,21 @@ def use_batch(model: nn.Module, batch: ActiveBatch, ring: Ring) -> Iterator[None
             f"{where} is not context parallel; call apply_context_parallel(model) before"
         )
     for settings in every.values():
-        if settings.batch not in (None, batch):
+        if settings.entered not in (None, batch):
             raise StateError(f"{where} runs inside other sequences already; leave those first")
         if settings.ring.ranks != ring.ranks:
             raise InvalidArgumentError(
                 f"{where} is context parallel over ranks {settings.ring.ranks}, and the sequences "
                 f"are over {ring.ranks}; use the same group for both"
             )
-    before = [settings.batch for settings in every.values()]
+    before = [settings.entered for settings in every.values()]
     try:
         for settings in every.values():
-            settings.batch = batch
+            settings.entered = batch
         yield
     finally:
         for settings, earlier in zip(every.values(), before, strict=True):
-            settings.batch = earlier
+            settings.entered = earlier
 
 
 def refusal(why: str) -> InvalidArgumentError:

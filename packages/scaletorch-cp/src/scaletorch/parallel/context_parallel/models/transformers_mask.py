@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
-from ..agreement import require_agreement
+from ..attention import require_agreement
 from ..layouts import layout_for_shards
 from .override import is_pretrained, running_override
 from .settings import Settings, refusal, settings_of

@@ -2,7 +2,7 @@
 
 Three state machines work together: of a parameter, of a bucket and of a backward.
 
-A **slot** (`slot.py`) is one parameter's gradient on this rank. `parameter.grad` is either the
+A **slot** (`bucket.py`) is one parameter's gradient on this rank. `parameter.grad` is either the
 synchronised sum, the same on every rank, or this rank's own since the last synchronisation:
 
                      before_accumulation            after_accumulation

@@ -1,10 +1,10 @@
-"""Gradient hooks: they see gradients arrive in backward, and finish the reduction at its end."""
+"""Gradient hooks, which finish the reduction at the end of backward, and their parameters."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ....dist.building import one_per_process, tensors_in
 from ....dist.errors import MismatchError, NonFiniteError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
-from ..parameters import shorten
+from ..parameters import Named, shorten
 from .manager import BucketManager
 
 _OUTSIDE = -1  # torch's number for "no backward is running on this thread"
@@ -221,7 +221,7 @@ def _alive() -> weakref.WeakSet[GradientSync]:
     return one_per_process("gradient_syncs", weakref.WeakSet)
 
 
-def refuse_taken(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+def refuse_taken(parameters: Named) -> None:
     """Refuse parameters that another live wrapper has, or whose gradients go to `main_grad`."""
     taken = {
         id(slot.parameter)
@@ -244,6 +244,47 @@ def refuse_taken(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
             "yourself, or remove them"
         )
         raise StateError(message)
+
+
+class WrappedParameters:
+    """The parameters that a module had when it was wrapped; none are summed if it is `copied`."""
+
+    def __init__(self, parameters: Named, *, copied: bool = False) -> None:
+        self._copied = copied
+        # The parameters are kept alive, so that the ids stay theirs.
+        self._synchronised = {id(p): p for _, p in parameters if p.requires_grad}
+
+    def refuse_others(self, module: nn.Module) -> None:
+        """Refuse parameters whose gradients would not be summed: late ones, and those of copies."""
+        known = self._synchronised
+        if all(id(p) in known for p in _trainable(module)):
+            return
+        if self._copied:
+            raise StateError(
+                f"{describe_rank()}: this is a deep copy of a wrapped model, for evaluation and "
+                "averages, and gradients of it would be summed over no ranks: call "
+                "requires_grad_(False) on it or run it in torch.no_grad(); to train another model, "
+                "wrap or parallelize a plain one"
+            )
+        late = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+        if late:
+            raise StateError(
+                f"{describe_rank()}: {shorten(late)} came after the module was wrapped (or was "
+                "frozen then; adapters, a new head and load_state_dict(assign=True) come late), so "
+                "its gradient would not be synchronised, nor would an optimizer made before update "
+                "it: change the module first (get_peft_model of the plain model), then wrap or "
+                "parallelize it; or copy values into the parameters it has"
+            )
+
+
+def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield all that require grad, shared ones repeatedly; faster than `parameters`."""
+    modules = [module]
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                yield parameter
+        modules += [child for child in module._modules.values() if child is not None]
 
 
 def _call(this: weakref.ref[GradientSync], method: Callable[..., Any], *arguments: Any) -> Any:

@@ -14,9 +14,7 @@ from ....dist import all_reduce, broadcast, group_ranks
 from ....dist.errors import MismatchError, NonFiniteError, StateError
 from ...pg_manager import describe_rank
 from ..parameters import name_culprits, share_names, shorten
-from .bucket import LATE, NONFINITE, UNUSED, Bucket
-from .reduction import Reduction
-from .slot import Slot
+from .bucket import LATE, NONFINITE, UNUSED, Bucket, Reduction, Slot
 
 
 class BucketManager:
@@ -158,10 +156,6 @@ class BucketManager:
         for bucket in self.buckets:
             bucket.clear()
 
-    def info(self) -> list[dict[str, object]]:
-        """Describe the buckets in the order of their launches, as plain data."""
-        return [bucket.describe() for bucket in self.buckets]
-
     def _launch(self, bucket: Bucket) -> None:
         bucket.launch(self.reduction, check_finite=self.checks_finite)
         self._in_flight.append(bucket)
@@ -170,8 +164,8 @@ class BucketManager:
         """Return for each slot the maximum flag of all ranks."""
         flags = [UNUSED] * len(self.slots)
         for bucket in self.buckets:
-            for slot in bucket.slots:
-                flags[slot.index] = bucket.flag(slot)
+            for slot, flag in bucket.flags():
+                flags[slot.index] = flag
         group = self.reduction.group
         trained = sum(slot.parameter.requires_grad for slot in self.slots)
         places = [int(self._adds), int(not self._adds), self._dropped, -self._dropped]

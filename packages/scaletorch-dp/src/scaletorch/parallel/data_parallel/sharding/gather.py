@@ -14,8 +14,7 @@ from ....dist import Work
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
 from ..buckets.hooks import remove_hooks
-from .sharded_bucket import ShardedBucket
-from .shards import zero
+from .shards import ShardedBucket, zero
 
 # Containers whose elements are called, and wait, by themselves.
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -104,17 +103,19 @@ _gathers: weakref.WeakKeyDictionary[Optimizer, ParameterGather] = weakref.WeakKe
 
 
 def hook_optimizer(
-    optimizer: Optimizer, gather: ParameterGather, before_step: Callable[[], None], *, overlap: bool
+    optimizer: Optimizer, gather: ParameterGather, model: weakref.ref[Any], *, overlap: bool
 ) -> None:
     """Hook an optimizer of shards: steps follow gradients and gather parameters.
 
     `zero_grad` reaches the model's gradients. `train` and `eval`, with which schedule-free
-    optimizers change weights, gather them too. `before_step` is called before an update, and before
-    the buckets read their gradients.
+    optimizers change weights, gather them too. `model` is the wrapper of the parameters.
     """
 
     def ready() -> None:
-        before_step()
+        this = model()
+        if this is not None:
+            this.wrapped.refuse_others(this.module)
+            this.wait_for_parameters()
         for bucket in gather.buckets:
             bucket.before_step()
 

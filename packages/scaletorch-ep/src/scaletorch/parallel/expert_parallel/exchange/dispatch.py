@@ -15,8 +15,8 @@ from ....dist import Work, get_rank, get_world_size
 from ....dist.building import all_to_all_flat, sum_dtype
 from ....dist.errors import InvalidArgumentError
 from ....dist.functional import spmd_local
-from ...pg_manager import describe_rank
-from .routes import Route, counts_of, expert_group, find_route, numbers_of
+from ...pg_manager import axis_group, describe_rank
+from .routes import Route, counts_of, find_route, numbers_of
 
 # Weights and indices travel as integers of the weights' width.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -65,7 +65,7 @@ def dispatch(
         >>> rows = dispatch(hidden, top_k_index, top_k_weights, experts=8, group=group)
         >>> hidden = combine(own_experts(*rows[:3]), rows.route)
     """
-    group = expert_group(group)
+    group = axis_group("ep", group)
     counts = counts_of(experts, get_world_size(group))
     route = find_route(hidden, top_k_index, top_k_weights, counts, group)
     return dispatch_along(route, hidden, top_k_index, top_k_weights, counts)
@@ -113,14 +113,6 @@ def combine(rows: Tensor, route: Route) -> Tensor:
         )
     if torch.is_grad_enabled():
         rows = apply(_Synchronise, rows if rows.requires_grad else rows.detach().requires_grad_())
-    combined: Tensor = apply(_Combine, rows, route)
-    return combined
-
-
-def combine_computed(rows: Tensor, route: Route) -> Tensor:
-    """Combine results of `compute`, whose backward already synchronises the ranks."""
-    if torch.is_grad_enabled() and not rows.requires_grad:
-        rows = apply(_Synchronise, rows.detach().requires_grad_())
     combined: Tensor = apply(_Combine, rows, route)
     return combined
 

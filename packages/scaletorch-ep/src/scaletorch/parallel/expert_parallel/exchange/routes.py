@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ....dist import get_rank, require_member
+from ....dist import get_rank
 from ....dist.building import agree, all_to_all_flat
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import axis_group, describe_rank, get_process_group_manager
@@ -26,27 +26,17 @@ from ...placement import shard_sizes
 _FIELDS = 5
 
 
-def expert_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the ranks that share the experts; None is the manager's `ep` axis."""
-    if group is not None:
-        require_member(group)
-        return group
-    return axis_group("ep")
-
-
 def token_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """Return the ranks that hold the same tokens and split them, or None if there are none.
 
     The default is the manager's tp axis if the expert view folds it (etp = 1).
     """
-    if group is not None:
-        require_member(group)
-        return group
     manager = get_process_group_manager()
-    if manager is None or manager.grid.tp == 1:
+    if group is not None:
+        return axis_group("tp", group)
+    if manager is None or manager.tp_size == 1 or manager.etp_size > 1:
         return None
-    folded = getattr(manager, "etp_size", manager.grid.tp) == 1
-    return manager.group("tp") if folded else None
+    return manager.tp_group
 
 
 def counts_of(experts: int | Sequence[int], ranks: int) -> tuple[int, ...]:

@@ -1,1 +1,0 @@
-"""Operations on summed gradients before a step: norm, clipping, loss scaling."""
