@@ -15,7 +15,7 @@ from scaletorch.dist import InvalidArgumentError, MismatchError, NotInGroupError
 from scaletorch.dist.building import all_to_all_flat
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.wire.backend import Route
-from scaletorch.dist.wire.sums import as_one
+from scaletorch.dist.wire.recipes import as_one
 from scaletorch.dist.world.info import info_of
 
 OPS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")

@@ -13,7 +13,7 @@ import torch.distributed as c10d
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, StateError, devices
 from scaletorch.dist.building import map_tensors, tensors_in
-from scaletorch.dist.devices import DeviceEntry, probe, register_device, table
+from scaletorch.dist.devices import DeviceEntry, current, register_device, table
 from scaletorch.dist.devices.current import synchronize
 from scaletorch.dist.devices.table import DEVICES
 from scaletorch.dist.startup import creators
@@ -25,7 +25,7 @@ PLUGINS = [entry for entry in DEVICES if entry.plugin and entry.device != "cpu"]
 
 def test_what_is_missing_says_where_it_comes_from():
     for entry in PLUGINS:
-        problem = probe.device_problem(entry)
+        problem = current.device_problem(entry)
         assert f"{entry.plugin} is not installed" in problem
         assert entry.source in problem
         assert devices.backend_problem(entry.backend) == problem
@@ -47,7 +47,7 @@ def test_hardware_without_its_plugin_is_an_error(monkeypatch, tmp_path, entry):
 def test_a_plugin_that_does_not_import_is_told_apart(monkeypatch, tmp_path):
     (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no driver')")
     monkeypatch.syspath_prepend(tmp_path)
-    problem = probe.plugin_problem("broken_plugin")
+    problem = current.plugin_problem("broken_plugin")
     assert problem == "broken_plugin is installed but does not import (RuntimeError: no driver)"
 
 

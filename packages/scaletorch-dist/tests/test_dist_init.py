@@ -19,11 +19,10 @@ import torch.distributed.nn.functional
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, StateError, devices
-from scaletorch.dist.launchers.environment import read_placement
+from scaletorch.dist.launchers import read_placement
 from scaletorch.dist.startup import rollcall
 from scaletorch.dist.startup.creators import CREATORS
-from scaletorch.dist.startup.rendezvous import find_meeting
-from scaletorch.dist.startup.store import open_store
+from scaletorch.dist.startup.rendezvous import find_meeting, open_store
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -12,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletorch.dist import StateError, infer_launcher, init_dist, is_distributed
-from scaletorch.dist.launchers import interfaces
-from scaletorch.dist.launchers.environment import (
+from scaletorch.dist.launchers import (
     ENVIRONMENTS,
     Placement,
     expand_tasks_per_node,
+    gloo_interface,
+    interfaces,
+    is_loopback,
     job_name,
     launched_world_size,
     read_placement,
 )
-from scaletorch.dist.launchers.interfaces import gloo_interface, is_loopback
 from scaletorch.dist.startup import rendezvous
 from scaletorch.dist.startup.rendezvous import Meeting, derived_port, find_meeting, first_host
 

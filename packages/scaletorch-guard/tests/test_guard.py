@@ -11,7 +11,7 @@ import torch.distributed as c10d
 
 from scaletorch import dist, guard
 from scaletorch.dist import RankFailedError, RankFaultError
-from scaletorch.dist.collectives.flat import all_gather_flat, reduce_scatter_flat
+from scaletorch.dist.collectives.shards import all_gather_flat, reduce_scatter_flat
 from scaletorch.dist.startup.rendezvous import free_port
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.wire import port as hooks

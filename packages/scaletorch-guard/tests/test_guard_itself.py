@@ -24,8 +24,7 @@ from scaletorch.guard.diagnosis import diagnose
 from scaletorch.guard.facts import Fault, Need, Picture, Report, Wait
 from scaletorch.guard.messages import Answer, Connection, Hello, News, Welcome
 from scaletorch.guard.mismatch import find_swap
-from scaletorch.guard.monitor import Monitor
-from scaletorch.guard.updates import new_picture, update
+from scaletorch.guard.monitor import Monitor, new_picture, update
 
 
 class Late(dict):

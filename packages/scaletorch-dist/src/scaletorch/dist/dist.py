@@ -6,8 +6,7 @@ nothing and gets the result that a group of one rank would get.
 """
 
 from .collectives.all_to_all import all_to_all
-from .collectives.broadcast import broadcast, scatter
-from .collectives.gather import all_gather, gather
+from .collectives.copies import all_gather, broadcast, gather, scatter
 from .collectives.messages import exchange, irecv, isend, recv, send
 from .collectives.reduce import all_reduce, reduce, reduce_scatter
 from .objects.object_calls import all_gather_object, broadcast_object_list, gather_object

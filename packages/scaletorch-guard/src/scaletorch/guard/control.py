@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from ..dist import get_comm_device, get_default_group, get_rank, get_timeout, get_world_size
 from ..dist.building import install_guard, tell_guard
 from ..dist.errors import InvalidArgumentError, RankFaultError, StateError
-from .board import Board
+from .calls import Board
 from .messages import Bye, Hello, Raised
 from .recorder import Recorder, Verdict
 from .start_monitor import Agreed, connect, start_monitor

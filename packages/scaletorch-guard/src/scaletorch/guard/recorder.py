@@ -21,8 +21,16 @@ from torch.distributed import ProcessGroup
 from ..dist import get_rank
 from ..dist.devices import comm_entry
 from ..dist.errors import RankFaultError
-from .board import Board, channel_number
-from .calls import call_site, collective_texts, encoded, group_label, message_label, message_text
+from .calls import (
+    Board,
+    call_site,
+    channel_number,
+    collective_texts,
+    encoded,
+    group_label,
+    message_label,
+    message_text,
+)
 from .facts import Channel, Entry, Fault
 
 PATIENCE = 3.0  # seconds to wait for the verdict on the cause of a network error

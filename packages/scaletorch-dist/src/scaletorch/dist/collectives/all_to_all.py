@@ -12,7 +12,14 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError, MismatchError
 from ..transport.ways import way_of
-from ..wire.backend import as_bytes, bring_home, gather_ints, on_wire
+from ..wire.backend import (
+    all_to_all_single,
+    as_bytes,
+    bring_home,
+    gather_ints,
+    movable,
+    on_wire,
+)
 from ..wire.checks import (
     begin,
     check_form_with_list,
@@ -22,7 +29,7 @@ from ..wire.checks import (
     checking,
     comparing,
 )
-from ..wire.sums import as_one
+from ..wire.recipes import as_one
 from ..wire.work import Async, Group, Sync, Work, identity, settled
 from ..world.info import get_dist_info, get_world_size, group_ranks
 
@@ -134,8 +141,10 @@ def _all_to_all(data: Tensor, group: Group = None, async_op: bool = False) -> Te
     if members is None or data.numel() == 0:
         return settled((), partial(_copied, data), async_op)
     sent = on_wire(data, members)
-    done = partial(_moved, data.device)
-    return way_of(sent, members).all_to_all(sent, done, async_op)
+    received = torch.empty_like(sent)
+    ends = movable(received), movable(sent)
+    handle = all_to_all_single(*ends, None, None, members, async_op)
+    return settled((handle,), partial(_moved, data.device, received), async_op, keep=sent)
 
 
 def _check_blocks(data: Tensor, members: ProcessGroup) -> None:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
 from ..errors import InvalidArgumentError
-from ..wire.backend import bring_home, movable, on_wire, process_group
+from ..wire.backend import bring_home, movable, note, on_wire, post, process_group
 from ..wire.checks import check_member, check_tag, check_target, check_tensor
-from ..wire.port import note, post
 from ..wire.work import Async, Group, Sync, Work, nothing
 from ..world.info import get_rank
 

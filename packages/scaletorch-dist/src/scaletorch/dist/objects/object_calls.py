@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from ..collectives.messages import recv, send
 from ..errors import InvalidArgumentError
-from ..transport.ways import arrived, way_of
-from ..wire.backend import bring_home, gather_ints, gather_texts, host_device
+from ..transport.ways import way_of
+from ..wire.backend import bring_home, gather_ints, gather_texts, host_device, raw_broadcast
 from ..wire.checks import begin, check_member
 from ..wire.work import Group, identity
 from ..world.info import group_ranks
@@ -80,7 +80,7 @@ def broadcast_object_list(
             message = f"broadcast_object_list needs lists of one length, got {lengths}"
             raise InvalidArgumentError(message)
         whole = content if mine else bytearray(heads[ranks.index(src)].length)
-        broadcast_bytes(whole, src, members)
+        _in_pieces(whole, members, raw_broadcast, src)
         return [] if mine else [whole]
 
     def pack(agreed: Terms) -> Buffer:
@@ -178,13 +178,17 @@ def _loaded(contents: list[Buffer], terms: Terms, members: ProcessGroup) -> list
     return loaded
 
 
-def broadcast_bytes(content: Buffer, src: int, members: ProcessGroup) -> None:
-    """Fill `content`, equally long on every rank, with that of global rank `src`."""
+def _in_pieces(
+    content: Buffer,
+    members: ProcessGroup,
+    call: Callable[[Tensor, int, ProcessGroup], Any],
+    peer: int,
+) -> None:
+    """Send bytes to a rank, or fill them from it, by a call for each piece."""
     data = torch.frombuffer(content, dtype=torch.uint8)
     wire = data.to(host_device(members))
-    way = way_of(wire, members)
     for piece in wire.split(PIECE):
-        way.broadcast(piece, src, arrived, False)
+        call(piece, peer, members)
     bring_home(data, wire)
 
 
@@ -199,7 +203,7 @@ def all_gather_bytes(content: Buffer, lengths: list[int], members: ProcessGroup)
     found: list[Buffer] = []
     for rank, length in zip(group_ranks(members), lengths, strict=True):
         found.append(content if rank == c10d.get_rank() else bytearray(length))
-        broadcast_bytes(found[-1], rank, members)
+        _in_pieces(found[-1], members, raw_broadcast, rank)
     return found
 
 
@@ -207,24 +211,18 @@ def gather_bytes(
     content: Buffer, lengths: list[int], dst: int, members: ProcessGroup
 ) -> list[Buffer]:
     """Gather the ranks' bytes on global rank `dst`; return an empty list on other ranks."""
-    rank, device = c10d.get_rank(), host_device(members)
+    rank = c10d.get_rank()
     if max(lengths) <= SMALL:
         found = all_gather_bytes(content, lengths, members)
         return found if rank == dst else []
     if rank != dst:
-        wire = torch.frombuffer(content, dtype=torch.uint8).to(device)
-        for piece in wire.split(PIECE):
-            send(piece, dst, members)
+        _in_pieces(content, members, send, dst)
         return []
     found = []
     for source, length in zip(group_ranks(members), lengths, strict=True):
         found.append(content if source == rank else bytearray(length))
         if source != rank:
-            data = torch.frombuffer(found[-1], dtype=torch.uint8)
-            wire = data.to(device)
-            for piece in wire.split(PIECE):
-                recv(piece, source, members)
-            bring_home(data, wire)
+            _in_pieces(found[-1], members, recv, source)
     return found
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from ..startup.sharing import Notice, prepare_local_rank
+from ..startup.creators import Notice, prepare_local_rank
 from . import state as rank_state
 from .locate import Locator, loading
 

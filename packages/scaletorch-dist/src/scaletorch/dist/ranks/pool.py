@@ -18,11 +18,10 @@ from types import FunctionType
 from typing import Any
 
 from ..errors import InvalidArgumentError, StateError
-from ..launchers.interfaces import LOOPBACK
+from ..launchers import LOOPBACK
 from ..startup.rendezvous import free_port
-from .collect import RankReport, collect
 from .locate import locate, locate_name, rank_body
-from .process import START_TIMEOUT, RankProcess, get_server, stop
+from .process import START_TIMEOUT, RankProcess, RankReport, collect, get_server, stop
 from .state import own_filters
 
 CLOSE_GRACE = 2.0  # seconds that ranks get to exit before they are killed

@@ -17,20 +17,18 @@ from torch.distributed import ProcessGroup
 
 from .. import devices
 from ..errors import InvalidArgumentError, StateError
-from ..launchers.environment import (
+from ..launchers import (
     LAUNCHERS,
     Placement,
+    gloo_interface,
     infer_launcher,
     read_placement,
     refuse_batch_script_of_many,
     remember_launcher,
 )
-from ..launchers.interfaces import gloo_interface
-from ..world.hosts import get_local_rank, wait_for_connections
-from ..world.info import expect_one_process, forget_nodes
-from .creators import CREATORS, DEFAULT, choose_backend
+from ..world.info import expect_one_process, forget_nodes, get_local_rank, wait_for_connections
+from .creators import CREATORS, DEFAULT, Notice, asked_to_share, choose_backend, rank_variables
 from .rendezvous import Meeting, agent_holds_store, find_meeting
-from .sharing import Notice, asked_to_share, rank_variables
 
 logger = logging.getLogger(__package__)
 

@@ -21,13 +21,10 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..wire import port
-from ..wire.backend import Route, process_group, route
-from ..wire.recipes import Recipe, recipe_for
-from ..wire.sums import as_one, even_counts
+from ..wire.backend import Route, as_noted, last_note, process_group, route
+from ..wire.recipes import Recipe, as_one, even_counts, recipe_for
 from ..wire.work import Work
-from ..world.hosts import ranks_by_node
-from ..world.info import get_timeout, group_ranks, info_of
+from ..world.info import get_timeout, group_ranks, info_of, ranks_by_node
 from .ways import Done, T, Way, arrived, way_of
 
 Stage = tuple[int, Callable[[bool], Any]]  # a column, and the call that takes `async_op`
@@ -41,7 +38,7 @@ class Task:
 
     def __init__(self, way: LevelsWay, stages: Sequence[Stage]) -> None:
         self._way, self._stages = way, deque(stages)
-        self._note = port.last_note()
+        self._note = last_note()
         self._work: Work[Any] | None = None
         self.column = -1  # of the running stage; OVER if none is left
         self._error: Exception | None = None
@@ -58,7 +55,7 @@ class Task:
                 if following > before:
                     return
                 if self._stages:
-                    self._work = port.as_noted(self._note, self._stages.popleft()[1])
+                    self._work = as_noted(self._note, self._stages.popleft()[1])
                 self.column = following
             except Exception as error:
                 self._error, self.column = error, OVER
