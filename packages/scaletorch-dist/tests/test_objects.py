@@ -9,7 +9,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, NotInGroupError, StateError
-from scaletorch.dist.objects import object_calls, packing, results
+from scaletorch.dist.objects import object_calls, results
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 
@@ -131,18 +131,6 @@ def test_pickle_can_be_switched_off(kind):
     assert dist.all_gather_object({"a": [rank]}, allow_pickle=allow)[2] == {"a": [2]}
     os.environ.pop(variable, None)
     assert type(dist.all_gather_object(odd)[1]) is Text
-
-
-ALLOWED = {None: True, "1": True, "true": True, "0": False, "no": False, "what": False}
-
-
-@pytest.mark.parametrize("value", ALLOWED)
-def test_the_environment_allows_pickle(monkeypatch, value):
-    monkeypatch.delenv(packing.VARIABLE, raising=False)
-    if value is not None:
-        monkeypatch.setenv(packing.VARIABLE, value)
-    assert packing.pickle_allowed(True) is ALLOWED[value]
-    assert packing.pickle_allowed(False) is False
 
 
 @pytest.mark.parametrize(

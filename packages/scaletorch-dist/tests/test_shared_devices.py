@@ -11,7 +11,7 @@ import scaletorch.dist as dist
 from scaletorch.dist import devices
 from scaletorch.dist.devices import entry_of_backend
 from scaletorch.dist.ranks import pool
-from scaletorch.dist.startup import sharing
+from scaletorch.dist.startup.creators import SETTING
 from scaletorch.dist.testing import run_ranks
 
 SHARING = dict(entry_of_backend("nccl").sharing)
@@ -92,7 +92,7 @@ def test_launch_takes_the_machines_own_backend_where_each_rank_has_a_device(card
 
 def join(setting):
     """Join as a rank of torchrun, and say where this rank is."""
-    os.environ[sharing.SETTING] = setting
+    os.environ[SETTING] = setting
     before = dict(os.environ)
     dist.init_dist("pytorch", backend="cardcl", timeout=60)
     found = place()
