@@ -92,7 +92,7 @@ def test_all_names_are_those_of_the_table():
 
 
 def test_what_is_missing_is_said_in_the_words_of_python():
-    with pytest.raises(AttributeError, match="^module 'scaletorch.dist' has no attribute 'plane'"):
+    with pytest.raises(AttributeError, match=r"^module 'scaletorch.dist' has no attribute 'plane"):
         dist.plane  # noqa: B018
     with pytest.raises(ImportError, match=r"cannot import name 'plane' from 'scaletorch.dist'"):
         exec("from scaletorch.dist import plane")

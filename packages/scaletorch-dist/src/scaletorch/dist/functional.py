@@ -194,7 +194,7 @@ class _Along(Function):
 def _summed_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> Tensor:
     """Return this rank's shard of a sum, not as a view, so that a model may change it in place."""
     shard = shards.sum_shard(x, dim, group, sizes)
-    if not shard._is_view():
+    if shard is x or not shard._is_view():
         return shard
     alias: Tensor = shard.new_empty(0)
     alias.data = shard

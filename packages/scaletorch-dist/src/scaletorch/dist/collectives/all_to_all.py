@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any, cast, overload
 
 import torch
@@ -125,7 +126,7 @@ def all_to_all_flat(
         )
         _compare_pairs(sent_bytes, received_bytes, members)
     sent = on_wire(data, members)
-    done = identity if sent is data else partial(_moved, data.device)
+    done = identity if sent is data else methodcaller("to", data.device)
     way = way_of(sent, members)
     return cast("Work[Tensor]", way.exchange(sent, counts, received_counts, done, True))
 
@@ -144,7 +145,7 @@ def _all_to_all(data: Tensor, group: Group = None, async_op: bool = False) -> Te
     received = torch.empty_like(sent)
     ends = movable(received), movable(sent)
     handle = all_to_all_single(*ends, None, None, members, async_op)
-    return settled((handle,), partial(_moved, data.device, received), async_op, keep=sent)
+    return settled((handle,), partial(received.to, data.device), async_op, keep=sent)
 
 
 def _check_blocks(data: Tensor, members: ProcessGroup) -> None:
@@ -215,10 +216,6 @@ def _distribute(targets: Sequence[Tensor], counts: list[int], received: Tensor) 
         if block.storage_offset() % target.element_size():  # a view needs the dtype's alignment
             block = block.clone()
         target.detach().copy_(block.view(target.dtype).view(target.shape))
-
-
-def _moved(device: torch.device, received: Tensor) -> Tensor:
-    return received.to(device)
 
 
 def _copied(data: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from pathlib import Path
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from ..errors import StateError
+from ..errors import InvalidArgumentError, StateError
 from ..launchers import Placement, is_loopback, job_name, own_address
 from .rollcall import Caller, StoreClosedError, call_roll
 
@@ -45,16 +45,24 @@ class Meeting:
     by_agent: bool = False  # torchrun's agent holds the store, so that no rank opens one
 
 
-def find_meeting(placement: Placement, port: int | None) -> Meeting:
-    """Return the store's address and port; the caller's and the environment's values come first."""
-    if placement.launcher == "pytorch" and agent_holds_store():
+def find_meeting(
+    placement: Placement, port: int | None, init_method: str | None = None
+) -> Meeting | str:
+    """Return the store's address and port, or a URL that replaces them.
+
+    The caller's port comes first, then the environment's values.
+    """
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
+    if init_method not in (None, "env://"):
+        if by_agent and init_method.startswith("tcp://"):
+            raise InvalidArgumentError(
+                f"init_method {init_method!r} hangs under torchrun, whose agent holds the store so "
+                "that no rank opens one: leave init_method out"
+            )
+        return init_method
+    if placement.launcher == "pytorch" and by_agent:
         return replace(_meet_by_environment(placement, None), by_agent=True)
     return _FINDERS[placement.launcher](placement, port)
-
-
-def agent_holds_store() -> bool:
-    """Return whether torchrun started this process and its agent holds the ranks' store."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _meet_by_environment(placement: Placement, port: int | None) -> Meeting:

@@ -75,7 +75,7 @@ _notes = _Notes()
 
 def record(group: ProcessGroup, call: str, facts: Sequence[Any]) -> None:
     """Report a collective that this thread is about to start to the guard, if there is one."""
-    current = guard  # another thread may uninstall it meanwhile
+    current = guard
     if current is not None:
         _notes.last = current.record(group, call, facts)
 
@@ -92,14 +92,6 @@ def as_noted(note: object, stage: Callable[[bool], T]) -> T:
         return stage(True)
     finally:
         _notes.last = before
-
-
-def run_guarded(call: Callable[..., Any], args: Any, options: Any) -> Any:
-    """Make a backend's call that may block, through the guard if there is one."""
-    current = guard
-    if current is None:
-        return call(*args, **options)
-    return current.run((_notes.last,), call, *args, **options)
 
 
 def note(data: Tensor, peer: int, members: ProcessGroup, tag: int, sends: bool) -> object:
@@ -120,7 +112,10 @@ def _guarded(name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(c10d, name))
     def run(*args: Any, **options: Any) -> Any:
         call = getattr(c10d, name)  # each time, since vendors' plugins and tests replace it
-        return call(*args, **options) if guard is None else run_guarded(call, args, options)
+        current = guard  # another thread may uninstall it meanwhile
+        if current is None:
+            return call(*args, **options)
+        return current.run((_notes.last,), call, *args, **options)
 
     return run
 
