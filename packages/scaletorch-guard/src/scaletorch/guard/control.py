@@ -19,6 +19,7 @@ from ..dist.building import install_guard, tell_guard
 from ..dist.errors import InvalidArgumentError, RankFaultError, StateError
 from .calls import Board
 from .messages import Bye, Hello, Raised
+from .mismatch import END
 from .recorder import Recorder, Verdict
 from .start_monitor import Agreed, connect, start_monitor
 from .watcher import Watcher
@@ -80,7 +81,7 @@ class Session:
         if self.ended or self.verdict.over.is_set():
             return
         self.ended = True
-        self.recorder.mark(list(self.recorder.tracks.values()))
+        self.recorder.mark(list(self.recorder.tracks.values()), END)
         self.watcher.say(Bye(self.watcher.tail()), TOLD)
         self.verdict.over.wait(LEAVE if self.rank else max(LEAVE, self._patience))
 

@@ -11,6 +11,7 @@ from .facts import Channel, Entry, Fault, Need, Picture, Report, Wait
 T = TypeVar("T")
 
 UNDECIDED = "; there is no majority, so it is unknown which of them is right"
+END = "the end"  # the moment at which a rank leaves
 SETTLE = 1.0  # seconds that a member gets to make a call in which others already differ
 ENOUGH = 8  # calls that must be known before a swap is reported
 PLENTY = 16  # calls after which a channel without a swap is ignored
@@ -142,6 +143,8 @@ def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
     for key, channel in picture.channels.items():
         members = picture.members(key)
         for moment, sums in _sums(key, members):
+            if moment == END:  # a rank that has made no call there has no mark
+                sums = {r.rank: (0, 0) for r in members if r.end == "finished"} | sums
             if len(set(sums.values())) < 2:
                 continue
             stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, sums))

@@ -273,12 +273,11 @@ class Recorder:
         tracks = [track for track in list(self.tracks.values()) if track.owner == thread]
         self.mark(tracks, f"the end of step {number}")
 
-    def mark(self, tracks: Iterable[Track], moment: str = "") -> None:
-        """Keep the checksums of the calls so far, by the moment's name or the number of calls."""
+    def mark(self, tracks: Iterable[Track], moment: str) -> None:
+        """Keep the checksums of the calls so far, by the moment's name."""
         with self._lock:
             for track in tracks:  # the two ends of a message may be in different steps
-                counted = track.channel.message or not moment
-                track.mark(f"call {track.count}" if counted else moment)
+                track.mark(f"call {track.count}" if track.channel.message else moment)
 
     def free_threads(self, waits: Container[int]) -> tuple[int, bool]:
         """Return how many calling threads are not in `waits`, and whether others might call."""
