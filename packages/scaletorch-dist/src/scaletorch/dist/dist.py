@@ -9,8 +9,12 @@ from .collectives.all_to_all import all_to_all
 from .collectives.copies import all_gather, broadcast, gather, scatter
 from .collectives.messages import exchange, irecv, isend, recv, send
 from .collectives.reduce import all_reduce, reduce, reduce_scatter
-from .objects.object_calls import all_gather_object, broadcast_object_list, gather_object
-from .objects.results import collect_results
+from .objects.object_calls import (
+    all_gather_object,
+    broadcast_object_list,
+    collect_results,
+    gather_object,
+)
 from .params import all_reduce_dict, all_reduce_params, sync_random_seed
 from .wire.work import Work
 

@@ -39,8 +39,8 @@ _TYPES = {
     torch.int32: "INT32_T",
     torch.int64: "INT64_T",
 }
-_OPS = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX",
-        "band": "BAND", "bor": "BOR", "bxor": "BXOR"}  # fmt: skip
+OPS = {"sum": "SUM", "product": "PROD", "min": "MIN", "max": "MAX",
+       "band": "BAND", "bor": "BOR", "bxor": "BXOR"}  # fmt: skip
 MOST = 2**31 - 1  # elements that every MPI can count
 
 
@@ -145,7 +145,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
 
         def issue(mpi: Any, comm: Any) -> list[Any]:
             return [
-                comm.Iallreduce(mpi.IN_PLACE, typed(mpi, data), op=operation(mpi, recipe))
+                comm.Iallreduce(mpi.IN_PLACE, typed(mpi, data), op=getattr(mpi, OPS[recipe.run]))
                 for data, recipe in packed
             ]
 
@@ -160,7 +160,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
 
         def issue(mpi: Any, comm: Any) -> list[Any]:
             ends = (mpi.IN_PLACE, typed(mpi, data)) if mine else (typed(mpi, data), None)
-            return [comm.Ireduce(*ends, op=operation(mpi, recipe), root=root)]
+            return [comm.Ireduce(*ends, op=getattr(mpi, OPS[recipe.run]), root=root)]
 
         finish = partial(self._unpack, tensors, [(data, recipe)]) if mine else None
         return self._start("reduce", issue, tensors, finish, opts=opts)
@@ -179,7 +179,9 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
             for (data, recipe), shards, (shard, _) in zip(packed, inputs, received, strict=True):
                 counts = [each.numel() * (2 if data.is_complex() else 1) for each in shards]
                 ends = typed(mpi, data), typed(mpi, shard)
-                requests.append(comm.Ireduce_scatter(*ends, counts, op=operation(mpi, recipe)))
+                requests.append(
+                    comm.Ireduce_scatter(*ends, counts, op=getattr(mpi, OPS[recipe.run]))
+                )
             return requests
 
         finish = partial(self._unpack, outputs, received)
@@ -237,8 +239,8 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
         return self._exchange("scatter", outputs, received, shards, sent, opts=opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> MPIWork:
-        self._check_count(outputs, "all_to_all")
-        self._check_count(inputs, "all_to_all")
+        for shards in (outputs, inputs):
+            self._check_count(shards, "all_to_all")
         ends = outputs, sizes(outputs), inputs, sizes(inputs)
         return self._exchange("all_to_all", *ends, opts=opts)
 
@@ -367,11 +369,6 @@ def pack(data: Tensor, op: Any) -> tuple[Tensor, Recipe]:
     recipe = recipe_for(op_name(op), data.dtype)
     packed = recipe.pack(data)
     return packed.to(sum_dtype(packed.dtype)), recipe  # MPI has no 16-bit floats
-
-
-def operation(mpi: Any, recipe: Recipe) -> Any:
-    """Return MPI's operation for a recipe."""
-    return getattr(mpi, _OPS[recipe.run])
 
 
 def bring_home(target: Tensor, source: Tensor) -> None:

@@ -20,9 +20,9 @@ from typing import Any
 from ..errors import InvalidArgumentError, StateError
 from ..launchers import LOOPBACK
 from ..startup.rendezvous import free_port
+from .child import own_filters
 from .locate import locate, locate_name, rank_body
 from .process import START_TIMEOUT, RankProcess, RankReport, collect, get_server, stop
-from .state import own_filters
 
 CLOSE_GRACE = 2.0  # seconds that ranks get to exit before they are killed
 # Variables of an outer launch, which would mislead a rank of the pool.
