@@ -50,17 +50,15 @@ class Engine:
     def start(self, call: Call, seconds: float, group: Any) -> MPIWork:
         """Start a call of a group.
 
-        A barrier is done after earlier collectives of its group, also those whose handles were
+        A barrier waits first for earlier collectives of its group, also those whose handles were
         dropped.
         """
+        for earlier in list(self._active) if call.name == "barrier" else ():
+            if earlier.group is group and earlier.name not in ("send", "recv"):
+                self.wait(earlier, seconds)
         with self.lock:
             requests = call.issue(self.mpi, group.communicator)
-            earlier = [
-                work
-                for work in self._active
-                if call.name == "barrier" and work.group is group and not work.is_message
-            ]
-            work = MPIWork(self, call, requests, seconds, group, earlier)
+            work = MPIWork(self, call, requests, seconds, group)
             self._active.append(work)
         return work
 
@@ -98,18 +96,12 @@ class MPIWork(c10d.Work):
     """The handle of a call in flight; dropping it does not cancel the call."""
 
     def __init__(
-        self,
-        engine: Engine,
-        call: Call,
-        requests: list[Any],
-        seconds: float,
-        group: Any,
-        earlier: list[MPIWork],
+        self, engine: Engine, call: Call, requests: list[Any], seconds: float, group: Any
     ) -> None:
         super().__init__()
-        self.name, self.group, self.is_message = call.name, group, call.name in ("send", "recv")
+        self.name, self.group = call.name, group
         self._call: Call | None = call
-        self._requests, self._earlier = requests, earlier
+        self._requests = requests
         self._engine, self._seconds = engine, seconds
         self._results, self._source = call.results, -1
         self._error: BaseException | None = None
@@ -119,8 +111,6 @@ class MPIWork(c10d.Work):
         call = self._call
         if call is None:
             return True
-        if any(work._call is not None for work in self._earlier):
-            return False
         try:
             statuses = None if call.expected is None else [mpi.Status()]
             if not mpi.Request.Testall(self._requests, statuses):
@@ -131,7 +121,7 @@ class MPIWork(c10d.Work):
                 call.finish()
         except BaseException as error:
             self._error = error
-        self._call, self._requests, self._earlier = None, [], []  # frees the buffers
+        self._call, self._requests = None, []  # frees the buffers
         return True
 
     def _check_message(self, mpi: Any, status: Any, expected: int | None) -> None:

@@ -26,10 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (
-    FileStore,  # type: ignore[attr-defined]
-    PrefixStore,  # type: ignore[attr-defined]
-)
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from ..startup.creators import Notice, prepare_local_rank
 from .locate import Locator, loading

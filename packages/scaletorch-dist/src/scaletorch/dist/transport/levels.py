@@ -101,22 +101,14 @@ class LevelsWay(Way):
         counts = even_counts(flat.numel(), len(self.order))
         own = flat.split(counts)[self.inside.rank()]
         alike = recipe_for(recipe.run, flat.dtype)  # the buffer is packed already
-
-        def inside(later: bool) -> object:
-            way = way_of(flat, self.inside)
-            return way.reduce_scatter(flat, counts, alike, own.copy_, later)
-
-        def across(later: bool) -> object:
-            if not own.numel():
-                return None
-            way = way_of(own, self.across)
-            call = way.reduce_here if self.across.size() == 2 else way.all_reduce
-            return call(own, alike, own.copy_, later)
-
-        def back(later: bool) -> object:
-            return way_of(flat, self.back).gather_flat(flat, counts, arrived, later)
-
-        stages = [(INSIDE, inside), (ACROSS, across), (BACK, back)]
+        reduce = "reduce_here" if self.across.size() == 2 else "all_reduce"
+        stages = [
+            self._stage(INSIDE, "reduce_scatter", flat, counts, alike, own.copy_),
+            self._stage(ACROSS, reduce, own, alike, own.copy_),
+            self._stage(BACK, "gather_flat", flat, counts, arrived),
+        ]
+        if not own.numel():  # as on the other ranks of this column
+            del stages[ACROSS]
         return self._make(stages, partial(done, buffer), async_op)
 
     def reduce_scatter(
@@ -130,18 +122,14 @@ class LevelsWay(Way):
         own = [entry.numel() for entry in by_place[self.inside.rank()]]
         found: list[Tensor] = []
 
-        def inside(later: bool) -> object:
-            way = way_of(joined, self.inside)
-            return way.reduce_scatter(joined, sizes, recipe, found.append, later)
-
         def across(later: bool) -> object:
             mine = found.pop()
             alike = recipe_for(recipe.run, mine.dtype)
             way = way_of(mine, self.across)
             return way.reduce_scatter(mine, own, alike, found.append, later)
 
-        stages = [(INSIDE, inside), (ACROSS, across)]
-        return self._make(stages, lambda: done(found.pop()), async_op)
+        inside = self._stage(INSIDE, "reduce_scatter", joined, sizes, recipe, found.append)
+        return self._make([inside, (ACROSS, across)], lambda: done(found.pop()), async_op)
 
     fold_scatter = reduce_scatter  # it adds 16-bit floats in float32 at both levels
 
@@ -164,13 +152,6 @@ class LevelsWay(Way):
         own = column.split(by_place[place])[self.across.rank()]
         own.copy_(shards[self.group.rank()])
 
-        def across(later: bool) -> object:
-            way = way_of(column, self.across)
-            return way.gather_flat(column, by_place[place], arrived, later)
-
-        def back(later: bool) -> object:
-            return way_of(joined, self.back).gather_flat(joined, sizes, arrived, later)
-
         def finish() -> T:
             ordered = [shards[rank] for ranks in self.order for rank in ranks]
             came = joined.split([shard.numel() for shard in ordered])
@@ -178,7 +159,11 @@ class LevelsWay(Way):
                 shard.copy_(values)
             return done(data)
 
-        return self._make([(ACROSS, across), (BACK, back)], finish, async_op)
+        stages = [
+            self._stage(ACROSS, "gather_flat", column, by_place[place], arrived),
+            self._stage(BACK, "gather_flat", joined, sizes, arrived),
+        ]
+        return self._make(stages, finish, async_op)
 
     def advance(self, until: Task | None = None) -> None:
         """Start the stages of all calls that have become ready; run those of `until` to the end."""
@@ -192,6 +177,11 @@ class LevelsWay(Way):
             if until is None or until.column == OVER:
                 return
             self._tasks[0].advance(OVER, wait=True)
+
+    def _stage(self, column: int, call: str, data: Tensor, *arguments: Any) -> Stage:
+        """Return a stage that makes a call of `Way` on this column's group."""
+        group = (self.inside, self.across, self.back)[column]
+        return column, lambda later: getattr(way_of(data, group), call)(data, *arguments, later)
 
     def _make(
         self, stages: Sequence[Stage], finish: Callable[[], T], async_op: bool
