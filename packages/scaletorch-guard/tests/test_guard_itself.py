@@ -19,7 +19,6 @@ from scaletorch import dist, guard
 from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.guard import control
-from scaletorch.guard.control import one_line
 from scaletorch.guard.diagnosis import diagnose
 from scaletorch.guard.facts import Fault, Need, Picture, Report, Wait
 from scaletorch.guard.messages import Answer, Connection, Hello, News, Welcome
@@ -201,17 +200,6 @@ def many_times():
 def test_it_starts_beyond_1024_descriptors_and_leaves_none_open():
     for counts in run_ranks(many_times, 2):
         assert max(counts) <= min(counts) + 1, counts
-
-
-class Odd(Exception):
-    def __str__(self):
-        raise ValueError
-
-
-def test_an_exception_on_one_line():
-    assert one_line(dist.MismatchError("a")) == "scaletorch.dist.errors.MismatchError: a"
-    assert one_line(ValueError("x" * 999)).endswith("x …")
-    assert one_line(Odd()).endswith("Odd")
 
 
 def from_other_lines(orders):
