@@ -10,7 +10,6 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..launchers import Placement
 from .rendezvous import Meeting, open_store
 
 DEFAULT = "nccl"  # default backend of init_dist
-Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
+LIBRARIES = ("torch", "deepspeed", "colossalai")  # that can create the group
 
 
 def choose_backend(backend: str, *, warn: bool = True) -> str:
@@ -63,6 +62,23 @@ def check_world(config: str, rank: int, world_size: int) -> None:
             entry.check(rank, world_size)
 
 
+def create_group(
+    library: str, placement: Placement, meeting: Meeting | str, options: dict[str, Any]
+) -> None:
+    """Create the default group with one of `LIBRARIES`."""
+    module: Any = None if library == "torch" else _import_library(library)
+    if library == "colossalai":  # it reads torchrun's variables, and adopts no existing group
+        options = {name: value for name, value in options.items() if value is not None}
+        timeout = options.pop("timeout", None)  # launch_from_torch has no timeout
+        module.launch_from_torch(**options)
+        if timeout is not None:
+            c10d.distributed_c10d._set_pg_timeout(timeout, c10d.group.WORLD)
+        return
+    _create_with_torch(placement, meeting, options)
+    if library == "deepspeed":  # it adopts an existing group
+        module.init_distributed(dist_backend=options["backend"], auto_mpi_discovery=False)
+
+
 def _create_with_torch(
     placement: Placement, meeting: Meeting | str, options: dict[str, Any]
 ) -> None:
@@ -78,39 +94,11 @@ def _create_with_torch(
     c10d.init_process_group(**options)
 
 
-def _create_with_deepspeed(
-    placement: Placement, meeting: Meeting | str, options: dict[str, Any]
-) -> None:
-    """Create the group with torch first; DeepSpeed adopts an existing group."""
-    deepspeed = _import_library("deepspeed")
-    _create_with_torch(placement, meeting, options)
-    deepspeed.init_distributed(dist_backend=options["backend"], auto_mpi_discovery=False)
-
-
-def _create_with_colossalai(
-    placement: Placement, meeting: Meeting | str, options: dict[str, Any]
-) -> None:
-    """Let ColossalAI create the group from torchrun's variables; it adopts no existing one."""
-    colossalai = _import_library("colossalai")
-    options = {name: value for name, value in options.items() if value is not None}
-    timeout = options.pop("timeout", None)  # launch_from_torch has no timeout
-    colossalai.launch_from_torch(**options)
-    if timeout is not None:
-        c10d.distributed_c10d._set_pg_timeout(timeout, c10d.group.WORLD)
-
-
 def _import_library(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise StateError(f"init_backend={name!r} needs {name}: pip install {name}") from error
-
-
-CREATORS: dict[str, Creator] = {
-    "torch": _create_with_torch,
-    "deepspeed": _create_with_deepspeed,
-    "colossalai": _create_with_colossalai,
-}
 
 
 SETTING = "SCALETORCH_SHARE_DEVICES"  # allows ranks of a launcher to share devices

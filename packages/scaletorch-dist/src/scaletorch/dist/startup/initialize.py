@@ -27,7 +27,15 @@ from ..launchers import (
     remember_launcher,
 )
 from ..world.info import expect_one_process, forget_nodes, get_local_rank, wait_for_connections
-from .creators import CREATORS, DEFAULT, Notice, asked_to_share, choose_backend, rank_variables
+from .creators import (
+    DEFAULT,
+    LIBRARIES,
+    Notice,
+    asked_to_share,
+    choose_backend,
+    create_group,
+    rank_variables,
+)
 from .rendezvous import Meeting, find_meeting
 
 logger = logging.getLogger(__package__)
@@ -73,7 +81,7 @@ def init_dist(
         >>> init_dist("pytorch", backend="nccl", timeout=600)
     """
     _check_choice("launcher", launcher, (*LAUNCHERS, "none", None))
-    _check_choice("init_backend", init_backend, tuple(CREATORS))
+    _check_choice("init_backend", init_backend, LIBRARIES)
     options = {"timeout": _timedelta(timeout), **kwargs}
     if c10d.is_initialized():
         if _group is not None and _group() is c10d.group.WORLD:
@@ -108,7 +116,7 @@ def _create_group(
     try:
         if placement.local_rank is not None:
             devices.set_device(placement.local_rank)
-        CREATORS[init_backend](placement, meeting, options)
+        create_group(init_backend, placement, meeting, options)
     except BaseException:
         _restore_environment()
         raise
