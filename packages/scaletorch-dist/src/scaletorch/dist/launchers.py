@@ -196,20 +196,11 @@ def _optional_number(name: str) -> int | None:
 def _local_size(environment: LauncherEnvironment) -> int | None:
     if environment.launcher != "slurm":
         return _optional_number(environment.local_size)
-    sizes = expand_tasks_per_node(os.environ.get(environment.local_size, ""))
+    # Slurm's short form: "2(x3),1" for 2, 2, 2, 1.
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get(environment.local_size, ""))
+    sizes = [int(count) for count, times in runs for _ in range(int(times or 1))]
     node = _optional_number("SLURM_NODEID") or 0
     return sizes[node] if node < len(sizes) else None
-
-
-def expand_tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks on each node from Slurm's short form.
-
-    Example:
-        >>> expand_tasks_per_node("2(x3),1")
-        [2, 2, 2, 1]
-    """
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in runs for _ in range(int(times or 1))]
 
 
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # gloo on it accepts only this machine

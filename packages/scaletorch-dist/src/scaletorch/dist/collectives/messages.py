@@ -59,8 +59,7 @@ def isend(data: Tensor, dst: int, group: Group = None, tag: int = 0) -> Work[Non
 
     Args and errors as in `send`.
     """
-    members = _to_other(data, dst, "dst", group)
-    check_tag(tag, data, members)
+    members = _to_other(data, dst, "dst", group, tag)
     buffer = movable(on_wire(data, members))
     handle = post(c10d.isend, (buffer, dst, members, tag), note(data, dst, members, tag, True))
     return Work((handle,), nothing, keep=buffer)
@@ -72,8 +71,7 @@ def irecv(data: Tensor, src: int, group: Group = None, tag: int = 0) -> Work[Non
     Args and errors as in `recv`.
     """
     check_target(data, "recv")
-    members = _to_other(data, src, "src", group)
-    check_tag(tag, data, members)
+    members = _to_other(data, src, "src", group, tag)
     buffer = on_wire(data, members)
     call = movable(buffer), src, members, tag
     handle = post(c10d.irecv, call, note(data, src, members, tag, False))
@@ -173,11 +171,12 @@ def _copies_to_self(sent: list[Tensor], received: list[Tensor]) -> list[tuple[Te
     return list(zip(received, sent, strict=True))
 
 
-def _to_other(data: Tensor, peer: int, name: str, group: Group) -> ProcessGroup:
+def _to_other(data: Tensor, peer: int, name: str, group: Group, tag: int) -> ProcessGroup:
     """Check a message between this rank and another, and return its process group."""
     check_tensor(data, "send" if name == "dst" else "recv")
     members = process_group(group)
     if check_member(peer, name, group) or members is None:
         message = f"{name}={peer} is this rank itself: only exchange() can send to its own rank"
         raise InvalidArgumentError(message)
+    check_tag(tag, data, members)
     return members

@@ -155,15 +155,8 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> MPIWork:
-        (data, recipe), root = pack(flat(tensors[0]), opts.reduceOp), opts.rootRank
-        mine = self.rank() == root
-
-        def issue(mpi: Any, comm: Any) -> list[Any]:
-            ends = (mpi.IN_PLACE, typed(mpi, data)) if mine else (typed(mpi, data), None)
-            return [comm.Ireduce(*ends, op=getattr(mpi, OPS[recipe.run]), root=root)]
-
-        finish = partial(self._unpack, tensors, [(data, recipe)]) if mine else None
-        return self._start("reduce", issue, tensors, finish, opts=opts)
+        mine = self.rank() == opts.rootRank  # other ranks keep their values
+        return self.allreduce(tensors if mine else [data.clone() for data in tensors], opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> MPIWork:
         for shards in inputs:

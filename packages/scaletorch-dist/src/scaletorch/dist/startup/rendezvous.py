@@ -6,7 +6,6 @@ A launcher's environment gives the address. Rank 0 opens the store on as few int
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import queue
@@ -18,7 +17,6 @@ import subprocess
 import threading
 import time
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -267,13 +265,15 @@ def _reach(placement: Placement, meeting: Meeting, timeout: timedelta, deadline:
     _try_plainly(placement, meeting, deadline)
     results: queue.SimpleQueue[TCPStore | BaseException] = queue.SimpleQueue()
     left = max(deadline - time.monotonic(), 1.0)
-    connect = functools.partial(
-        TCPStore, meeting.address, meeting.port, placement.world_size, is_master=False,
-        timeout=timedelta(seconds=left), wait_for_workers=False,
-    )  # fmt: skip
-    threading.Thread(
-        target=_put_result, args=(connect, results), daemon=True, name="scaletorch-store"
-    ).start()
+
+    def connect() -> None:
+        own = placement.world_size, False, timedelta(seconds=left), False
+        try:
+            results.put(TCPStore(meeting.address, meeting.port, *own))
+        except BaseException as error:
+            results.put(error)
+
+    threading.Thread(target=connect, daemon=True, name="scaletorch-store").start()
     try:
         result = results.get(timeout=left)
     except queue.Empty:
@@ -286,15 +286,6 @@ def _reach(placement: Placement, meeting: Meeting, timeout: timedelta, deadline:
         what = f"what listens there is not the store of rank 0, or it has ended ({said})"
         raise _unreachable(placement, meeting, what) from result
     raise result
-
-
-def _put_result(
-    connect: Callable[[], TCPStore], results: queue.SimpleQueue[TCPStore | BaseException]
-) -> None:
-    try:
-        results.put(connect())
-    except BaseException as error:
-        results.put(error)
 
 
 def _try_plainly(placement: Placement, meeting: Meeting, deadline: float) -> None:
