@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from .errors import StateError
 
 LAUNCHERS = ("pytorch", "slurm", "mpi")
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # gloo on it accepts only this machine
+_GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +203,6 @@ def _local_size(environment: LauncherEnvironment) -> int | None:
     sizes = [int(count) for count, times in runs for _ in range(int(times or 1))]
     node = _optional_number("SLURM_NODEID") or 0
     return sizes[node] if node < len(sizes) else None
-
-
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # gloo on it accepts only this machine
-_GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 
 def is_loopback(address: str) -> bool:

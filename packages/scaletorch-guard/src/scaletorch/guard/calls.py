@@ -22,6 +22,8 @@ from ..dist.errors import StateError
 
 _PACKAGE = __name__.rpartition(".guard.")[0] + "."  # this library, also in a vendored copy
 _SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
+_PLACES = 1 << 16
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 
 def collective_texts(call: str, facts: Sequence[Any]) -> tuple[str, str]:
@@ -74,10 +76,6 @@ def call_site() -> tuple[str, int]:
 def encoded(text: str) -> bytes:
     """Return the text in UTF-8; file names may have characters that are not in it."""
     return text.encode(errors="backslashreplace")
-
-
-_PLACES = 1 << 16
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 
 class Board:

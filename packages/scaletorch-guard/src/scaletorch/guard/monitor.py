@@ -32,6 +32,10 @@ CONFIRM = 0.4  # seconds that ranks get to answer before a fault is declared
 WELCOME = 60.0  # seconds within which all ranks must connect
 LINGER = 30.0  # seconds that ranks get to disconnect after a verdict
 PAUSE = 1.0  # seconds; a longer gap of this process is not counted, since it did not run
+REMEMBERED = 64  # marks of a rank in a channel that are kept until they are compared
+TAIL = 64  # entries of a channel that are kept
+AGAIN = 1.0  # seconds after which an unanswered question is asked again
+_numbers = count(1)
 
 
 class Monitor:
@@ -240,13 +244,6 @@ def serve() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     listener = socket.socket(fileno=agreed.pop("listener"))
     Monitor(listener, **agreed).run()
-
-
-REMEMBERED = 64  # marks of a rank in a channel that are kept until they are compared
-TAIL = 64  # entries of a channel that are kept
-AGAIN = 1.0  # seconds after which an unanswered question is asked again
-
-_numbers = count(1)
 
 
 def new_picture(size: int, *, warn: float, patience: float) -> Picture:

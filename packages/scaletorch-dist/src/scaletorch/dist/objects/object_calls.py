@@ -41,6 +41,8 @@ Buffer = bytearray | memoryview
 PIECE = 1 << 30  # bytes in one message: some backends count in 31 bits
 LONGEST_ERROR = 2000  # characters of an error's text that are sent
 SMALL = 1 << 16  # bytes up to which padding costs less than one message per rank
+T = TypeVar("T")
+_DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
 
 
 class _Head(NamedTuple):
@@ -248,11 +250,6 @@ def _read(data: Tensor, length: int) -> bytearray:
     content = bytearray(length)
     torch.frombuffer(content, dtype=torch.uint8).copy_(data[:length])
     return content
-
-
-T = TypeVar("T")
-
-_DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
 
 
 def collect_results(

@@ -33,6 +33,8 @@ from .locate import Locator, loading
 
 # A function, the modules of its arguments, these in pickled form, and filters of warnings.
 Task = tuple[Locator, list[Locator], bytes, list[bytes]]
+STATE_HOOK = "__rank_state__"
+_VOLATILE = {"PYTEST_CURRENT_TEST"}
 
 
 def main(connection_fd: int, request: dict[str, Any]) -> None:
@@ -170,10 +172,6 @@ def _below_here(trace: TracebackType | None) -> TracebackType | None:
     while rest is not None and rest.tb_frame.f_code.co_filename == here:
         rest = rest.tb_next
     return rest or trace
-
-
-STATE_HOOK = "__rank_state__"
-_VOLATILE = {"PYTEST_CURRENT_TEST"}
 
 
 def environment() -> dict[str, str]:

@@ -29,6 +29,12 @@ _BOOT = (
     "package, fd, sys.path[:] = json.loads(sys.argv[1])\n"
     "importlib.import_module(package + '.fork_server').serve(fd, package)\n"
 )
+FAILURE_GRACE = 2.0  # seconds that other ranks get to finish or fail after the first failure
+STACK_WAIT = 0.5  # seconds to wait for the stacks of ranks that hang
+_CHILD = os.path.join(os.path.dirname(__file__), "child.py")
+Answer = tuple[str, Any, Any]  # a message from `child`: its kind and two values
+# The coordinates of a rank in messages, on a grid and for experts.
+_COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b(?: edp\d+ ep\d+ etp\d+\b)?")
 
 
 @dataclass(eq=False, slots=True)
@@ -176,15 +182,6 @@ def stop(processes: Iterable[RankProcess], grace: float) -> None:
                 break
     for process in processes:
         process.release()
-
-
-FAILURE_GRACE = 2.0  # seconds that other ranks get to finish or fail after the first failure
-STACK_WAIT = 0.5  # seconds to wait for the stacks of ranks that hang
-
-_CHILD = os.path.join(os.path.dirname(__file__), "child.py")
-Answer = tuple[str, Any, Any]  # a message from `child`: its kind and two values
-# The coordinates of a rank in messages, on a grid and for experts.
-_COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b(?: edp\d+ ep\d+ etp\d+\b)?")
 
 
 @dataclass(slots=True)

@@ -24,6 +24,10 @@ from .rendezvous import Meeting, open_store
 
 DEFAULT = "nccl"  # default backend of init_dist
 LIBRARIES = ("torch", "deepspeed", "colossalai")  # that can create the group
+SETTING = "SCALETORCH_SHARE_DEVICES"  # allows ranks of a launcher to share devices
+_YES = frozenset(("1", "true", "yes", "on"))
+_RANK = "{rank}"  # placeholder in the value of a variable that must differ from rank to rank
+Notice = tuple[int, str]  # level and text of a log line, written once for all ranks of a host
 
 
 def choose_backend(backend: str, *, warn: bool = True) -> str:
@@ -99,14 +103,6 @@ def _import_library(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise StateError(f"init_backend={name!r} needs {name}: pip install {name}") from error
-
-
-SETTING = "SCALETORCH_SHARE_DEVICES"  # allows ranks of a launcher to share devices
-
-_YES = frozenset(("1", "true", "yes", "on"))
-_RANK = "{rank}"  # placeholder in the value of a variable that must differ from rank to rank
-
-Notice = tuple[int, str]  # level and text of a log line, written once for all ranks of a host
 
 
 def asked_to_share(placement: Placement) -> bool:

@@ -43,6 +43,15 @@ WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: to
 # Bools as 0 and 1: a sum is "any", a product "all", and so the truncated mean is "all" too.
 _BOOL = {"sum": "max", "mean": "min", "product": "min", "min": "min", "max": "max",
          "band": "min", "bor": "max", "bxor": "bxor"}  # fmt: skip
+STEPS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
 
 
 def op_name(op: Op) -> str:
@@ -155,17 +164,6 @@ def _flip_negative(bits: Tensor) -> Tensor:
     """Flip all bits but the sign of negative numbers; the function is its own inverse."""
     limits = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
-
-
-STEPS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 
 
 def even_counts(elements: int, ranks: int) -> list[int]:
