@@ -35,34 +35,16 @@ class LauncherEnvironment:
 # Tried in this order: torchrun may run inside mpirun or srun, and mpirun inside a Slurm allocation;
 # the outer launcher's variables then describe other processes.
 ENVIRONMENTS = (
-    LauncherEnvironment(
-        "torchrun", "pytorch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    ),
-    LauncherEnvironment(
-        "mpirun of Open MPI",
-        "mpi",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    LauncherEnvironment(
-        "mpirun of MPICH (Hydra)",
-        "mpi",
-        "PMI_RANK",
-        "PMI_SIZE",
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
-    ),
-    LauncherEnvironment(
-        "srun",
-        "slurm",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",
-    ),
-)
+    LauncherEnvironment("torchrun", "pytorch",
+                        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    LauncherEnvironment("mpirun of Open MPI", "mpi",
+                        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    LauncherEnvironment("mpirun of MPICH (Hydra)", "mpi",
+                        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    LauncherEnvironment("srun", "slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+                        "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
