@@ -274,8 +274,7 @@ def held_back_in_vain():
     with guard.watch(patience=30.0):
         recorder, store = control._session.recorder, c10d.distributed_c10d._get_default_store()
         if dist.get_rank() == 0:  # another channel's call has the place of this one's
-            recorder._new_group(c10d.group.WORLD)
-            track = recorder.tracks[c10d.group.WORLD.group_name]
+            track = recorder.track(c10d.group.WORLD)
             recorder.board.differs(track.tag, 0, 1)
             store.set("taken", "")
         store.wait(["taken"])  # not by a call of the group: it would take the place itself
