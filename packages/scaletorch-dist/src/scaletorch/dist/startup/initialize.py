@@ -26,7 +26,7 @@ from ..launchers import (
     refuse_batch_script_of_many,
     remember_launcher,
 )
-from ..world.info import expect_one_process, forget_nodes, get_local_rank, wait_for_connections
+from ..world.info import expect_one_process, get_local_rank, wait_for_connections
 from .creators import (
     DEFAULT,
     LIBRARIES,
@@ -132,7 +132,6 @@ def cleanup_dist() -> None:
     """
     global _group, _ours
     ours = _ours and _group is not None and _group() is c10d.group.WORLD
-    forget_nodes()
     if ours and c10d.is_initialized():
         _release_references()
         c10d.destroy_process_group()

@@ -59,12 +59,6 @@ def info_of(group: ProcessGroup) -> GroupInfo:
         return infos.setdefault(group, GroupInfo())
 
 
-def forget_nodes() -> None:
-    """Forget the ranks' nodes, since another start may place ranks on other nodes."""
-    for info in infos.values():
-        info.nodes = None
-
-
 def is_distributed() -> bool:
     """Return whether torch.distributed is initialized in this process."""
     return c10d.is_available() and c10d.is_initialized()
