@@ -23,13 +23,9 @@ pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
 
 
 @pytest.fixture
-def card(standin, monkeypatch, tmp_path):
+def card(standin, monkeypatch, install):
     """Ranks find the stand-in card by its entry point; this process never asks for devices."""
-    info = tmp_path / "card-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: card\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[scaletorch.devices]\ncard = card_entry:ENTRY\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    install("card", "card_entry:ENTRY")
     monkeypatch.syspath_prepend(standin / "card")
     for name in SHARING:
         monkeypatch.delenv(name, raising=False)
