@@ -218,16 +218,18 @@ def use_hierarchy(group: ProcessGroup | None = None) -> bool:
     members = process_group(group)
     if members is None:
         return False
-    info = info_of(members)
-    if members.size() < 4 or info.levels is not None:
-        return info.levels is not None
+    ways = info_of(members).ways
+    if isinstance(ways.get("cpu"), LevelsWay):
+        return True
+    if members.size() < 4:
+        return False
     nodes, found = ranks_by_node(members), route(torch.empty(0), members)
     sizes = {len(node) for node in nodes}
     if len(nodes) == 1 or len(sizes) > 1 or sizes == {1} or found.backend != "gloo":
         return False
     order = tuple(tuple(sorted(ranks)) for ranks in zip(*nodes, strict=True))
     mine = next(node for node in nodes if members.rank() in node)
-    info.levels = LevelsWay(members, found, order, mine)
+    ways["cpu"] = LevelsWay(members, found, order, mine)
     return True
 
 

@@ -40,20 +40,11 @@ Done = Callable[[Tensor], T]
 
 def way_of(data: Tensor, group: ProcessGroup) -> Way:
     """Return the `Way` for a tensor on the group's device."""
+    device = "cpu" if data.is_cpu else data.device.type
     try:
-        info = infos[group]
+        return infos[group].ways[device]  # type: ignore[no-any-return]
     except KeyError:
-        info = info_of(group)
-    if not data.is_cpu:
-        device = data.device.type
-    elif info.levels is not None:
-        return info.levels  # type: ignore[no-any-return]
-    else:
-        device = "cpu"
-    try:
-        return info.ways[device]  # type: ignore[no-any-return]
-    except KeyError:
-        found = info.ways[device] = Way(group, route(data, group))
+        found = info_of(group).ways[device] = Way(group, route(data, group))
         return found
 
 

@@ -45,7 +45,6 @@ class GroupInfo:
     nodes: list[bytes] | None = None  # a digest of each rank's node, in group order
     routes: dict[str, Any] = field(default_factory=dict)  # device type → `Route` of its tensors
     ways: dict[str, Any] = field(default_factory=dict)  # device type → `Way` of its tensors
-    levels: Any = None  # the `LevelsWay` that `use_hierarchy` has set
 
 
 infos: WeakKeyDictionary[ProcessGroup, GroupInfo] = WeakKeyDictionary()
