@@ -193,9 +193,13 @@ def find_swap(picture: Picture, now: float) -> Fault | Need | None:
     A channel in which lines differ in another way is ignored from then on.
     """
     for key, channel in picture.channels.items():
-        if channel.message or key in picture.own_lines or not _lines_differ(key, picture):
+        if channel.message or key in picture.own_lines:
             continue
         members = picture.members(key)
+        marks = [report.marks.get(key, {}) for report in members]
+        shared = set(marks[0]).intersection(*marks[1:])
+        if all(len({mark[moment] for mark in marks}) == 1 for moment in shared):
+            continue
         sums = {r.rank: mark[:2] for r in members for mark in list(r.marks[key].values())[-1:]}
         stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, sums))
         if stale:
@@ -208,12 +212,6 @@ def find_swap(picture: Picture, now: float) -> Fault | Need | None:
         if len(seen) >= PLENTY:
             picture.own_lines.add(key)
     return None
-
-
-def _lines_differ(key: str, picture: Picture) -> bool:
-    marks = [report.marks.get(key, {}) for report in picture.members(key)]
-    shared = set(marks[0]).intersection(*marks[1:])
-    return any(len({mark[moment] for mark in marks}) > 1 for moment in shared)
 
 
 def _swap(

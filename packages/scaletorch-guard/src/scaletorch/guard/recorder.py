@@ -258,11 +258,6 @@ class Recorder:
             self.streams.add(next(self._waits), note, note.track.device)
         return result
 
-    @property
-    def on_device(self) -> bool:
-        """True if this process has made calls on a device's streams."""
-        return any(track.device for track in list(self.tracks.values()))
-
     def end_step(self, number: int) -> None:
         """Keep the checksums of this thread's calls at the end of a step."""
         thread, self.step = _ident(), number

@@ -227,7 +227,7 @@ class Watcher(threading.Thread):
         self._recorder.verdict.conclude(fault)
         if fault is None:
             return
-        if self._recorder.on_device:
+        if any(track.device for track in list(self._recorder.tracks.values())):
             # A backend's own watchdog may kill this process before the error is raised.
             logger.error("%s", fault.text.split("\n", 1)[0])
             abort_device_groups()

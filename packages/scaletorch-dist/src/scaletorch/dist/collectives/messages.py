@@ -152,13 +152,12 @@ def _start(sends: Messages, recvs: Messages, members: Group) -> Work[None]:
     notes = [note(data, dst, members, 0, True) for data, dst in sends]
     notes += [note(data, src, members, 0, False) for data, src in recvs]
     handles = post(c10d.batch_isend_irecv, (operations,), *notes)
-    targets = [data.detach() for data, _ in recvs]
-    return Work(handles, partial(_bring_all_home, targets, buffers), keep=operations)
 
+    def finish() -> None:
+        for (target, _), buffer in zip(recvs, buffers, strict=True):
+            bring_home(target.detach(), buffer)
 
-def _bring_all_home(targets: list[Tensor], buffers: list[Tensor]) -> None:
-    for target, buffer in zip(targets, buffers, strict=True):
-        bring_home(target, buffer)
+    return Work(handles, finish, keep=operations)
 
 
 def _copies_to_self(sent: list[Tensor], received: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

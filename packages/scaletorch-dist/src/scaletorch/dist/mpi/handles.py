@@ -116,21 +116,19 @@ class MPIWork(c10d.Work):
             if not mpi.Request.Testall(self._requests, statuses):
                 return False
             if statuses is not None:
-                self._check_message(mpi, statuses[0], call.expected)
+                came, self._source = statuses[0].Get_count(mpi.BYTE), statuses[0].Get_source()
+                if came != call.expected:
+                    raise DistBackendError(
+                        f"a message of {came} bytes from rank {self._source} of the group came "
+                        f"where {call.expected} were expected: sender and receiver must agree in "
+                        "dtype and size"
+                    )
             if call.finish is not None:
                 call.finish()
         except BaseException as error:
             self._error = error
         self._call, self._requests = None, []  # frees the buffers
         return True
-
-    def _check_message(self, mpi: Any, status: Any, expected: int | None) -> None:
-        came, self._source = status.Get_count(mpi.BYTE), status.Get_source()
-        if came != expected:
-            raise DistBackendError(
-                f"a message of {came} bytes from rank {self._source} of the group came where "
-                f"{expected} were expected: sender and receiver must agree in dtype and size"
-            )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call is done; raise if it times out or a message has another size."""

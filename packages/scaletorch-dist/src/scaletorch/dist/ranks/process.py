@@ -209,7 +209,10 @@ class RankReport:
         """Return one error with all failures, in order of arrival, and all stacks."""
         hung = tuple(rank for rank in self.stacks if rank not in self.failures)
         lines = [self._headline(hung, timeout, timed_out)]
-        for ranks, text in self._alike():
+        alike: dict[str, tuple[list[int], str]] = {}  # failures that differ only in coordinates
+        for rank, text in self.failures.items():
+            alike.setdefault(without_coordinates(text), ([], text))[0].append(rank)
+        for ranks, text in alike.values():
             lines.append(f"\n--- {name_ranks(sorted(ranks))} failed ---\n{text.rstrip()}")
         for rank in hung:
             lines.append(f"\n--- rank {rank} was still at ---\n{self.stacks[rank].rstrip()}")
@@ -220,13 +223,6 @@ class RankReport:
             finished=tuple(sorted(self.results)),
             hung=hung,
         )
-
-    def _alike(self) -> list[tuple[list[int], str]]:
-        """Group ranks whose failures differ only in coordinates; keep the first one's text."""
-        found: dict[str, tuple[list[int], str]] = {}
-        for rank, text in self.failures.items():
-            found.setdefault(without_coordinates(text), ([], text))[0].append(rank)
-        return list(found.values())
 
     def _headline(self, hung: tuple[int, ...], timeout: float | None, timed_out: bool) -> str:
         phrases = []

@@ -10,7 +10,6 @@ import importlib
 import logging
 import os
 import warnings
-from types import ModuleType
 from typing import Any
 
 import torch.distributed as c10d
@@ -70,7 +69,11 @@ def create_group(
     library: str, placement: Placement, meeting: Meeting | str, options: dict[str, Any]
 ) -> None:
     """Create the default group with one of `LIBRARIES`."""
-    module: Any = None if library == "torch" else _import_library(library)
+    try:
+        module: Any = None if library == "torch" else importlib.import_module(library)
+    except ImportError as error:
+        message = f"init_backend={library!r} needs {library}: pip install {library}"
+        raise StateError(message) from error
     if library == "colossalai":  # it reads torchrun's variables, and adopts no existing group
         options = {name: value for name, value in options.items() if value is not None}
         timeout = options.pop("timeout", None)  # launch_from_torch has no timeout
@@ -96,13 +99,6 @@ def _create_with_torch(
     else:
         options["store"] = open_store(placement, meeting, options["timeout"])
     c10d.init_process_group(**options)
-
-
-def _import_library(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise StateError(f"init_backend={name!r} needs {name}: pip install {name}") from error
 
 
 def asked_to_share(placement: Placement) -> bool:

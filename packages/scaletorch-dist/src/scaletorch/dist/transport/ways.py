@@ -104,7 +104,11 @@ class Way:
     ) -> T | Work[T]:
         """Reduce-scatter: exchange shards and add them in rank order, 16-bit floats in float32."""
         length = counts[self.group.rank()]
-        finish = partial(_reduced, size=len(counts), recipe=recipe, done=done)
+
+        def finish(received: Tensor) -> T:
+            packed = recipe.pack(received)
+            return done(fold(packed.view(len(counts), packed.numel() // len(counts)), recipe.run))
+
         return self.exchange(data, counts, [length] * len(counts), finish, async_op)
 
     def all_gather(self, data: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
@@ -163,8 +167,3 @@ class Way:
             return done(fold(like.view(size, -1), recipe.run))
 
         return settled((handle,), finish, async_op, keep=flat)
-
-
-def _reduced(received: Tensor, size: int, recipe: Recipe, done: Done[T]) -> T:
-    packed = recipe.pack(received)
-    return done(fold(packed.view(size, packed.numel() // size), recipe.run))

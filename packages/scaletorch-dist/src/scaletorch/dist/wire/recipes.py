@@ -116,7 +116,12 @@ def recipe_for(op: Op, dtype: torch.dtype, taken: bool = True) -> Recipe:
         return _float_recipe(name, dtype, taken)
     if name == "mean":
         pack = partial(_to, dtype=torch.int64)
-        return _make(name, "sum", pack=pack, unpack=_truncated_mean)
+        return _make(
+            name,
+            "sum",
+            pack=pack,
+            unpack=lambda total, size: total.div_(size, rounding_mode="trunc"),
+        )
     wide = WIDENED.get(dtype)
     widen: Pack = _keep if wide is None else partial(_to, dtype=wide)
     return _make(name, name, pack=widen)
@@ -126,26 +131,20 @@ def _float_recipe(name: str, dtype: torch.dtype, taken: bool) -> Recipe:
     if name == "mean":
         # A sum in float16 may overflow even if the mean does not.
         pack = partial(_to, dtype=torch.float32) if dtype == torch.float16 else _keep
-        return _make(name, "sum", pack=pack, unpack=_mean)
+        return _make(name, "sum", pack=pack, unpack=lambda total, size: total.div_(size))
     if name == "product" and dtype == torch.bfloat16:  # HCCL has no such product
         return _make(name, name, pack=partial(_to, dtype=torch.float32))
     if name in ("min", "max") and taken:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         pack = partial(_to_keys, wide=wide, greatest=name == "max")
-        return _make(name, name, pack=pack, unpack=partial(_from_keys, wide=wide))
+        return _make(
+            name, name, pack=pack, unpack=lambda keys, size: _flip_negative(keys).view(wide)
+        )
     return _make(name, name)
 
 
 def _to(data: Tensor, dtype: torch.dtype) -> Tensor:
     return data.to(dtype)
-
-
-def _mean(total: Tensor, size: int) -> Tensor:
-    return total.div_(size)
-
-
-def _truncated_mean(total: Tensor, size: int) -> Tensor:
-    return total.div_(size, rounding_mode="trunc")
 
 
 def _to_keys(data: Tensor, wide: torch.dtype, greatest: bool) -> Tensor:
@@ -154,10 +153,6 @@ def _to_keys(data: Tensor, wide: torch.dtype, greatest: bool) -> Tensor:
     limits = torch.iinfo(integer)
     keys = _flip_negative(data.to(wide).view(integer))
     return keys.masked_fill_(data.isnan(), limits.max if greatest else limits.min)
-
-
-def _from_keys(keys: Tensor, size: int, wide: torch.dtype) -> Tensor:
-    return _flip_negative(keys).view(wide)
 
 
 def _flip_negative(bits: Tensor) -> Tensor:
