@@ -1,4 +1,4 @@
-"""Ranks, sizes and other facts of process groups, cached in one record per group.
+"""Ranks, sizes, hosts and other facts of process groups, cached in one record per group.
 
 Every function also works without torch.distributed.
 
