@@ -15,7 +15,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch import guard
-from scaletorch.dist.wire import port as hooks
+from scaletorch.dist.wire import backend
 
 from ..harness.tables import table
 from ..harness.turns import Spent, in_turns, timed
@@ -39,7 +39,7 @@ def added() -> dict[str, float]:
     """Measure the guard's own work in a call, without communication."""
     data, group = torch.ones(4, 4), c10d.group.WORLD
     with guard.watch():
-        recorder = hooks.guard
+        recorder = backend.guard
         if recorder is None or group is None:
             raise SystemExit("the guard has not started")
         note = recorder.record(group, "all_reduce", (data, "sum"))

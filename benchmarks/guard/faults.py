@@ -29,7 +29,7 @@ from typing import Any
 import scaletorch.dist as dist
 from scaletorch import guard
 from scaletorch.dist import RankFailedError, RankFaultError
-from scaletorch.dist.ranks import collect as collecting
+from scaletorch.dist.ranks import process
 from scaletorch.dist.ranks.pool import RankPool
 
 from .kinds import CAUSE
@@ -121,7 +121,7 @@ def run_body(
         watched = threading.Thread(target=_end_when_known, args=(program, folder))
         watched.start()
         said: dict[int, str] = {}
-        collecting.FAILURE_GRACE = START + 2 * DEADLINE  # do not end hung ranks early
+        process.FAILURE_GRACE = START + 2 * DEADLINE  # do not end hung ranks early
         with RankPool(program.size, timeout=START + 2 * DEADLINE, init=init) as pool:
             try:
                 pool.run(body, program, folder)

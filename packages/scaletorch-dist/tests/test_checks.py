@@ -19,7 +19,6 @@ from scaletorch.dist import functional as F
 from scaletorch.dist.agreement import agree
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.wire import backend, checks
-from scaletorch.dist.wire import port as hooks
 from scaletorch.dist.wire.checks import checking
 
 ON = {"SCALETORCH_DIST_CHECK": "1"}
@@ -142,7 +141,7 @@ def test_the_switch_costs_one_message_a_call():
 def test_a_guard_records_calls_whether_or_not_they_are_compared(monkeypatch, compares):
     recorded, compared = [], []
     guard = SimpleNamespace(record=lambda group, call, facts: recorded.append(call))
-    monkeypatch.setattr(hooks, "guard", guard)
+    monkeypatch.setattr(backend, "guard", guard)
     monkeypatch.setattr(checks, "differing_texts", lambda text, group: compared.append(text))
     check_collectives(compares)
     try:
@@ -156,15 +155,11 @@ def test_a_guard_records_calls_whether_or_not_they_are_compared(monkeypatch, com
 X = torch.ones(4)
 WRONG = {
     "check_collectives": (lambda: check_collectives("no"), "True, False or None, got 'no'"),
-    "bucket": (lambda: dist.all_reduce_params([X], bucket_size_mb="1"), "must be positive"),
-    "infinite bucket": (
-        lambda: dist.all_reduce_params([X], bucket_size_mb=float("inf")), "must be positive"
-    ),
     "dim": (lambda: F.all_gather(X, "a"), "dim a does not exist in a tensor of shape"),
     "backend": (lambda: devices.resolve_backend(None), "named by a text such as 'nccl', got None"),
     "local rank": (lambda: devices.set_device("0"), "local_rank must be a number of at least 0"),
     "negative rank": (lambda: devices.set_device(-1), "local_rank must be a number of at least 0"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -13,7 +13,7 @@ import torch.distributed as c10d
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, StateError, devices
 from scaletorch.dist.building import map_tensors, tensors_in
-from scaletorch.dist.devices import DeviceEntry, probe, register_device, table
+from scaletorch.dist.devices import DeviceEntry, current, register_device, table
 from scaletorch.dist.devices.current import synchronize
 from scaletorch.dist.devices.table import DEVICES
 from scaletorch.dist.startup import creators
@@ -25,7 +25,7 @@ PLUGINS = [entry for entry in DEVICES if entry.plugin and entry.device != "cpu"]
 
 def test_what_is_missing_says_where_it_comes_from():
     for entry in PLUGINS:
-        problem = probe.device_problem(entry)
+        problem = current.device_problem(entry)
         assert f"{entry.plugin} is not installed" in problem
         assert entry.source in problem
         assert devices.backend_problem(entry.backend) == problem
@@ -47,7 +47,7 @@ def test_hardware_without_its_plugin_is_an_error(monkeypatch, tmp_path, entry):
 def test_a_plugin_that_does_not_import_is_told_apart(monkeypatch, tmp_path):
     (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no driver')")
     monkeypatch.syspath_prepend(tmp_path)
-    problem = probe.plugin_problem("broken_plugin")
+    problem = current.plugin_problem("broken_plugin")
     assert problem == "broken_plugin is installed but does not import (RuntimeError: no driver)"
 
 
@@ -191,27 +191,18 @@ def test_bad_entries_are_refused_by_field(fresh, entry, message):
     assert not table._added
 
 
-def install(folder, name, value):
-    """A package with an entry point, as pip would leave it."""
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[scaletorch.devices]\n{name} = {value}\n")
-
-
-def test_entry_points_are_loaded_when_devices_are_asked_for(fresh, monkeypatch, tmp_path):
+def test_entry_points_are_loaded_when_devices_are_asked_for(fresh, install, tmp_path):
     (tmp_path / "their_devices.py").write_text(
         "from scaletorch.dist.devices import DeviceEntry\n"
         "ONE = DeviceEntry('tpu', 'tccl')\n"
         "TWO = DeviceEntry('vpu', 'vccl')\n"
     )
     (tmp_path / "their_copy.py").write_text("class DeviceEntry: pass\nENTRY = DeviceEntry()\n")
-    install(tmp_path, "one", "their_devices:ONE")
-    install(tmp_path, "two", "their_devices:TWO")
-    install(tmp_path, "copy", "their_copy:ENTRY")  # of a vendored copy: not ours
-    install(tmp_path, "number", "math:pi")
-    install(tmp_path, "absent", "no_such_module:ENTRY")
-    monkeypatch.syspath_prepend(tmp_path)
+    install("one", "their_devices:ONE")
+    install("two", "their_devices:TWO")
+    install("copy", "their_copy:ENTRY")  # of a vendored copy: not ours
+    install("number", "math:pi")
+    install("absent", "no_such_module:ENTRY")
     assert devices.entry_of_backend("gloo").device == "cpu"
     assert "their_devices" not in sys.modules  # the built-in entries need no look
     with pytest.warns(RuntimeWarning) as warned:

@@ -19,11 +19,9 @@ import torch.distributed.nn.functional
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, StateError, devices
-from scaletorch.dist.launchers.environment import read_placement
-from scaletorch.dist.startup import rollcall
-from scaletorch.dist.startup.creators import CREATORS
-from scaletorch.dist.startup.rendezvous import find_meeting
-from scaletorch.dist.startup.store import open_store
+from scaletorch.dist.launchers import read_placement
+from scaletorch.dist.startup import initialize, rollcall
+from scaletorch.dist.startup.rendezvous import find_meeting, open_store
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -303,7 +301,7 @@ def slow(function, folder):
 
 @distributed_test(world_size=2, init=False)
 def test_all_are_connected_when_init_dist_returns(tmp_path):
-    with mock.patch.dict(CREATORS, torch=slow(CREATORS["torch"], tmp_path)):
+    with mock.patch.object(initialize, "create_group", slow(initialize.create_group, tmp_path)):
         dist.init_dist("pytorch", backend="gloo")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["0", "1"]
 

@@ -52,9 +52,9 @@ def check_results(nodes, members):
     flat, deep = c10d.new_group(members), c10d.new_group(members)
     if dist.get_rank() in members:
         assert dist.use_hierarchy(deep)
-        made = info_of(deep).levels
+        made = info_of(deep).ways["cpu"]
         assert dist.use_hierarchy(deep)
-        assert info_of(deep).levels is made  # a second time changes nothing
+        assert info_of(deep).ways["cpu"] is made  # a second time changes nothing
         for dtype, ops in CASES:
             for op in ops:
                 for shape in ((3, 5), (0, 2)):
@@ -115,7 +115,7 @@ def test_calls_under_way_go_through_the_nodes_too():
             found.append([results[at] for at in range(len(works))])
         for one, other in zip(*found, strict=True):
             assert torch.equal(one, other), (dtype, one, other)
-    assert not info_of(deep).levels._tasks
+    assert not info_of(deep).ways["cpu"]._tasks
     work = dist.all_reduce(torch.ones(3), group=deep, async_op=True)
     last = torch.ones(3)
     dist.all_reduce(last, group=deep)  # a call that waits makes those before it first

@@ -9,7 +9,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, NotInGroupError, StateError
-from scaletorch.dist.objects import object_calls, packing, results
+from scaletorch.dist.objects import object_calls
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 
@@ -133,18 +133,6 @@ def test_pickle_can_be_switched_off(kind):
     assert type(dist.all_gather_object(odd)[1]) is Text
 
 
-ALLOWED = {None: True, "1": True, "true": True, "0": False, "no": False, "what": False}
-
-
-@pytest.mark.parametrize("value", ALLOWED)
-def test_the_environment_allows_pickle(monkeypatch, value):
-    monkeypatch.delenv(packing.VARIABLE, raising=False)
-    if value is not None:
-        monkeypatch.setenv(packing.VARIABLE, value)
-    assert packing.pickle_allowed(True) is ALLOWED[value]
-    assert packing.pickle_allowed(False) is False
-
-
 @pytest.mark.parametrize(
     ("sizes", "pickled"),
     [((5, 200_000, 70), True), ((300_000, 5, 0), False), ((400_000, 400_000, 399_000), True)],
@@ -221,19 +209,19 @@ def test_trouble_with_files_is_an_error_on_every_rank(tmp_path):
 @distributed_test(world_size=2)
 def test_a_file_that_was_cut_is_an_error_on_every_rank(tmp_path):
     """Rank 1's file is cut while rank 0 has not read it."""
-    read = results._read
+    read = object_calls._read_file
 
     def read_cut(path, terms):
         assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
         path.write_bytes(path.read_bytes()[:-9])
         return read(path, terms)
 
-    results._read = read_cut
+    object_calls._read_file = read_cut
     try:
         with pytest.raises(StateError, match=r"rank 0: .*does not unpickle"):
             dist.collect_results([dist.get_rank()] * 99, 198, tmpdir=str(tmp_path))
     finally:
-        results._read = read
+        object_calls._read_file = read
     c10d.barrier()
     assert list(tmp_path.iterdir()) == []
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.wire.recipes import REDUCE_OPS, op_name, recipe_for
-from scaletorch.dist.wire.sums import fold
+from scaletorch.dist.wire.recipes import REDUCE_OPS, fold, op_name, recipe_for
 
 INTEGERS = (
     torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,

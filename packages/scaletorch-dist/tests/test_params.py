@@ -68,7 +68,10 @@ def refuse():
         "iterable of tensors, got dict": lambda: dist.all_reduce_params({"a": one}),
         r"tensor for params\[1\], got int": lambda: dist.all_reduce_params([one, 2]),
         "positive, or -1 for no limit, got 0": lambda: dist.all_reduce_params([one], True, 0),
-        "positive, or -1 for no limit, got -2": lambda: dist.all_reduce_params([one], True, -2),
+        "positive, or -1 for no limit, got inf": lambda: dist.all_reduce_params(
+            [one], True, float("inf")
+        ),
+        "positive, or -1 for no limit, got '1'": lambda: dist.all_reduce_params([one], True, "1"),
     }.items():
         with pytest.raises(InvalidArgumentError, match=text):
             call()

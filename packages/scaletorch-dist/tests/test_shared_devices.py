@@ -11,7 +11,7 @@ import scaletorch.dist as dist
 from scaletorch.dist import devices
 from scaletorch.dist.devices import entry_of_backend
 from scaletorch.dist.ranks import pool
-from scaletorch.dist.startup import sharing
+from scaletorch.dist.startup.creators import SETTING
 from scaletorch.dist.testing import run_ranks
 
 SHARING = dict(entry_of_backend("nccl").sharing)
@@ -23,13 +23,9 @@ pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
 
 
 @pytest.fixture
-def card(standin, monkeypatch, tmp_path):
+def card(standin, monkeypatch, install):
     """Ranks find the stand-in card by its entry point; this process never asks for devices."""
-    info = tmp_path / "card-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: card\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[scaletorch.devices]\ncard = card_entry:ENTRY\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    install("card", "card_entry:ENTRY")
     monkeypatch.syspath_prepend(standin / "card")
     for name in SHARING:
         monkeypatch.delenv(name, raising=False)
@@ -92,7 +88,7 @@ def test_launch_takes_the_machines_own_backend_where_each_rank_has_a_device(card
 
 def join(setting):
     """Join as a rank of torchrun, and say where this rank is."""
-    os.environ[sharing.SETTING] = setting
+    os.environ[SETTING] = setting
     before = dict(os.environ)
     dist.init_dist("pytorch", backend="cardcl", timeout=60)
     found = place()

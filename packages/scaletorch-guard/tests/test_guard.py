@@ -11,10 +11,10 @@ import torch.distributed as c10d
 
 from scaletorch import dist, guard
 from scaletorch.dist import RankFailedError, RankFaultError
-from scaletorch.dist.collectives.flat import all_gather_flat, reduce_scatter_flat
+from scaletorch.dist.building import all_gather_flat, reduce_scatter_flat
 from scaletorch.dist.startup.rendezvous import free_port
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.dist.wire import port as hooks
+from scaletorch.dist.wire import backend
 
 
 def label():
@@ -37,7 +37,7 @@ def guarded(mistake):
                     mistake(rank)
                 guard.step(number)
     except BaseException as error:
-        assert hooks.guard is None
+        assert backend.guard is None
         kind = getattr(error, "kind", "")
         return type(error).__name__, kind, getattr(error, "ranks", ()), str(error)
     return "", "", (), ""
@@ -172,7 +172,7 @@ def without_fault():
             work.wait()
             dist.all_gather_object({"me": me})
             guard.step()
-    return hooks.guard is None
+    return backend.guard is None
 
 
 def test_nothing_is_left_where_nothing_happened(tmp_path):
@@ -191,7 +191,7 @@ def test_wrong_use():
             dist.all_reduce(torch.ones(1), "no such")
         child = os.fork()  # is no rank, and its end is no rank's death
         if child == 0:
-            os._exit(0 if hooks.guard is None else 1)
+            os._exit(0 if backend.guard is None else 1)
         assert os.waitpid(child, 0)[1] == 0
     guard.stop()
 
@@ -199,7 +199,7 @@ def test_wrong_use():
 def test_one_process_is_not_guarded():
     assert guard.tell(ValueError("nobody hears it")) is False
     with guard.watch():
-        assert hooks.guard is None
+        assert backend.guard is None
         guard.step()
 
 

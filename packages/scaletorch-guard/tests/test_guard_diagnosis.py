@@ -12,7 +12,7 @@ import pytest
 from scaletorch.guard.diagnosis import diagnose, with_details
 from scaletorch.guard.facts import Fault, Need, Slowness
 from scaletorch.guard.messages import Answer, Bye, Message, News, Raised
-from scaletorch.guard.updates import lose, new_picture, new_question, update
+from scaletorch.guard.monitor import lose, new_picture, new_question, update
 
 Step = tuple[str, str]  # name of a group, what is called there
 

@@ -19,13 +19,11 @@ from scaletorch import dist, guard
 from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.guard import control
-from scaletorch.guard.control import one_line
 from scaletorch.guard.diagnosis import diagnose
 from scaletorch.guard.facts import Fault, Need, Picture, Report, Wait
 from scaletorch.guard.messages import Answer, Connection, Hello, News, Welcome
 from scaletorch.guard.mismatch import find_swap
-from scaletorch.guard.monitor import Monitor
-from scaletorch.guard.updates import new_picture, update
+from scaletorch.guard.monitor import Monitor, new_picture, update
 
 
 class Late(dict):
@@ -204,17 +202,6 @@ def test_it_starts_beyond_1024_descriptors_and_leaves_none_open():
         assert max(counts) <= min(counts) + 1, counts
 
 
-class Odd(Exception):
-    def __str__(self):
-        raise ValueError
-
-
-def test_an_exception_on_one_line():
-    assert one_line(dist.MismatchError("a")) == "scaletorch.dist.errors.MismatchError: a"
-    assert one_line(ValueError("x" * 999)).endswith("x …")
-    assert one_line(Odd()).endswith("Odd")
-
-
 def from_other_lines(orders):
     """Four ranks' reports of 12 calls, of which each rank makes two from the lines that it says."""
     picture = new_picture(len(orders), warn=9.0, patience=99.0)
@@ -287,8 +274,7 @@ def held_back_in_vain():
     with guard.watch(patience=30.0):
         recorder, store = control._session.recorder, c10d.distributed_c10d._get_default_store()
         if dist.get_rank() == 0:  # another channel's call has the place of this one's
-            recorder._new_group(c10d.group.WORLD)
-            track = recorder.tracks[c10d.group.WORLD.group_name]
+            track = recorder.track(c10d.group.WORLD)
             recorder.board.differs(track.tag, 0, 1)
             store.set("taken", "")
         store.wait(["taken"])  # not by a call of the group: it would take the place itself

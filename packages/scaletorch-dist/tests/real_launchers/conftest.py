@@ -165,14 +165,23 @@ def python_path(*folders):
     return ":".join([*filter(None, own), *map(str, folders)])
 
 
+def mpi4py_of(kind):
+    """The folder of an MPI, and variables with which mpi4py uses it."""
+    folder, packages = installed(kind)
+    library = next(folder.glob("lib/libmpi.so.*"))
+    return folder, {"PYTHONPATH": python_path(packages), "MPI4PY_LIBMPI": str(library)}
+
+
+@pytest.fixture
+def open_mpi4py():
+    return mpi4py_of("openmpi")[1]
+
+
 @pytest.fixture(params=["openmpi", "mpich"])
 def mpirun(request):
     """An mpirun: its kind, the command, variables that it needs, and those that give mpi4py."""
-    folder, packages = installed(request.param)
-    command = [folder / "bin" / "mpirun"]
-    library = next(folder.glob("lib/libmpi.so.*"))
-    with_mpi4py = {"PYTHONPATH": python_path(packages), "MPI4PY_LIBMPI": str(library)}
-    variables = {}
+    folder, with_mpi4py = mpi4py_of(request.param)
+    command, variables = [folder / "bin" / "mpirun"], {}
     if request.param == "openmpi":
         command.append("--oversubscribe")
         names = [f"{p}_ALLOW_RUN_AS_ROOT{s}" for p in ("OMPI", "PRTE") for s in ("", "_CONFIRM")]

@@ -27,11 +27,11 @@ import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
 from . import dist
-from .collectives.broadcast import barrier
+from .collectives.copies import barrier
 from .devices import default_backend, get_comm_device
 from .devices.current import synchronize
 from .errors import InvalidArgumentError, ScaletorchError
-from .launchers.environment import infer_launcher
+from .launchers import infer_launcher
 from .ranks import launch
 from .startup.initialize import cleanup_dist, init_dist
 from .world.info import get_backend, get_rank, get_world_size, group_ranks

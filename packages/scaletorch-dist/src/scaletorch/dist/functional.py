@@ -55,18 +55,24 @@ __all__ = [
 ]
 
 
-def _apply(function: type[Function], *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)
-    return result
-
-
 def _is_alone(group: Group) -> bool:
     """Return whether the group has one rank, so that nothing is sent."""
     members = process_group(group)
     return members is None or members.size() == 1
 
 
-def _backward(function: type[Function], grad: Tensor, group: Group, *args: Any) -> Tensor:
+def _call(function: Any, group: Group, x: Tensor, *args: Any) -> Tensor:
+    """Check that `x` is a tensor, and apply a function; with one rank, without recording it."""
+    if not isinstance(x, Tensor):
+        raise InvalidArgumentError(f"expected a tensor, got {type(x).__name__}")
+    alone = _is_alone(group)
+    if function is Copy and (alone or not torch.is_grad_enabled()):
+        return x
+    result: Tensor = function._run(x, *args) if alone else function.apply(x, *args)
+    return result
+
+
+def _backward(function: Any, grad: Tensor, group: Group, *args: Any) -> Tensor:
     """Apply the forward of another function to a gradient.
 
     An identity must return the same tensor object: autograd would treat a view as its own and
@@ -74,7 +80,8 @@ def _backward(function: type[Function], grad: Tensor, group: Group, *args: Any) 
     """
     if _is_alone(group) or (function is Copy and not torch.is_grad_enabled()):
         return grad
-    return _apply(function, grad, *args)
+    result: Tensor = function.apply(grad, *args)
+    return result
 
 
 def spmd_type(x: Tensor, group: Group, rule: str, src: str | int, dst: str | int) -> Any:
@@ -187,7 +194,7 @@ class _Along(Function):
 def _summed_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> Tensor:
     """Return this rank's shard of a sum, not as a view, so that a model may change it in place."""
     shard = shards.sum_shard(x, dim, group, sizes)
-    if not shard._is_view():
+    if shard is x or not shard._is_view():
         return shard
     alias: Tensor = shard.new_empty(0)
     alias.data = shard
@@ -229,6 +236,8 @@ class Split(_Along):
 class AllToAll(Function):
     """All-to-all: split along one dim, join along another; backward swaps the two dims."""
 
+    _run = staticmethod(shards.exchange_shards)
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, split_dim: int, concat_dim: int, group: Group = None
@@ -248,13 +257,6 @@ class AllToAll(Function):
         return _backward(AllToAll, grads[0], ctx.args[-1], *ctx.args), None, None, None
 
 
-def _stays(x: Tensor, group: Group) -> bool:
-    """Check that `x` is a tensor; return whether nothing is sent."""
-    if not isinstance(x, Tensor):
-        raise InvalidArgumentError(f"expected a tensor, got {type(x).__name__}")
-    return _is_alone(group)
-
-
 def copy(x: Tensor, group: Group = None) -> Tensor:
     """Return `x`; backward sums the gradient over the ranks (enters a parallel region).
 
@@ -262,7 +264,7 @@ def copy(x: Tensor, group: Group = None) -> Tensor:
         x: Any shape; the same values on every rank.
         group: The ranks; the default group by default.
     """
-    return x if _stays(x, group) or not torch.is_grad_enabled() else _apply(Copy, x, group)
+    return _call(Copy, group, x, group)
 
 
 def reduce(x: Tensor, group: Group = None) -> Tensor:
@@ -272,12 +274,12 @@ def reduce(x: Tensor, group: Group = None) -> Tensor:
         x: Any shape, equal on every rank.
         group: The ranks; the default group by default.
     """
-    return x if _stays(x, group) else _apply(Reduce, x, group)
+    return _call(Reduce, group, x, group)
 
 
 def all_reduce(x: Tensor, group: Group = None) -> Tensor:
     """Return the sum of every rank's `x`; backward sums the gradient too. Args as in `reduce`."""
-    return x if _stays(x, group) else _apply(AllReduce, x, group)
+    return _call(AllReduce, group, x, group)
 
 
 def all_gather(
@@ -294,9 +296,7 @@ def all_gather(
     Raises:
         InvalidArgumentError: `dim` is out of range, or `sizes` do not fit.
     """
-    if _stays(x, group):
-        return shards.join(x, dim, group, sizes)
-    return _apply(AllGather, x, dim, group, sizes)
+    return _call(AllGather, group, x, dim, group, sizes)
 
 
 def reduce_scatter(
@@ -315,9 +315,7 @@ def reduce_scatter(
     Raises:
         InvalidArgumentError: `dim` is out of range or not divisible, or `sizes` do not fit.
     """
-    if _stays(x, group):
-        return shards.sum_shard(x, dim, group, sizes)
-    return _apply(ReduceScatter, x, dim, group, sizes)
+    return _call(ReduceScatter, group, x, dim, group, sizes)
 
 
 def gather(
@@ -327,9 +325,7 @@ def gather(
 
     Args and errors as in `all_gather`.
     """
-    if _stays(x, group):
-        return shards.join(x, dim, group, sizes)
-    return _apply(Gather, x, dim, group, sizes)
+    return _call(Gather, group, x, dim, group, sizes)
 
 
 def split(
@@ -339,9 +335,7 @@ def split(
 
     `x` has the same values on every rank. Args and errors as in `reduce_scatter`.
     """
-    if _stays(x, group):
-        return shards.shard_of(x, dim, group, sizes)
-    return _apply(Split, x, dim, group, sizes)
+    return _call(Split, group, x, dim, group, sizes)
 
 
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group = None) -> Tensor:
@@ -356,6 +350,4 @@ def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group = None) 
     Raises:
         InvalidArgumentError: A dim is out of range, or `split_dim` is not divisible.
     """
-    if _stays(x, group):
-        return shards.exchange_shards(x, split_dim, concat_dim, group)
-    return _apply(AllToAll, x, split_dim, concat_dim, group)
+    return _call(AllToAll, group, x, split_dim, concat_dim, group)

@@ -2,7 +2,7 @@
 
 from torch.distributed import ReduceOp as ReduceOp
 
-from .collectives.broadcast import barrier as barrier
+from .collectives.copies import barrier as barrier
 from .devices import get_comm_device as get_comm_device
 from .dist import Work as Work
 from .dist import all_gather as all_gather
@@ -33,7 +33,7 @@ from .errors import RankFailedError as RankFailedError
 from .errors import RankFaultError as RankFaultError
 from .errors import ScaletorchError as ScaletorchError
 from .errors import StateError as StateError
-from .launchers.environment import infer_launcher as infer_launcher
+from .launchers import infer_launcher as infer_launcher
 from .members import require_member as require_member
 from .ranks import RankPool as RankPool
 from .ranks import launch as launch
@@ -41,11 +41,11 @@ from .startup.initialize import cleanup_dist as cleanup_dist
 from .startup.initialize import init_dist as init_dist
 from .transport.levels import use_hierarchy as use_hierarchy
 from .wire.checks import check_collectives as check_collectives
-from .world.hosts import get_local_rank as get_local_rank
-from .world.hosts import get_local_size as get_local_size
 from .world.info import get_backend as get_backend
 from .world.info import get_default_group as get_default_group
 from .world.info import get_dist_info as get_dist_info
+from .world.info import get_local_rank as get_local_rank
+from .world.info import get_local_size as get_local_size
 from .world.info import get_rank as get_rank
 from .world.info import get_timeout as get_timeout
 from .world.info import get_world_size as get_world_size

@@ -12,10 +12,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from .errors import RankFailedError
+from .ranks.child import environment
 from .ranks.locate import BODY_ATTRIBUTE, PYTEST_REWRITING, importing
 from .ranks.pool import RankPool
 from .ranks.process import get_server
-from .ranks.state import environment
 from .tensors import relative_error, worst
 
 __all__ = ["distributed_test", "preload", "relative_error", "run_ranks", "worst"]

@@ -6,11 +6,11 @@ them. The processes, their threads and the files that they run:
     a rank's process (every rank)                          the monitor's process (one for a job)
     .-----------------------------------------------.      .----------------------------------.
     | threads of the program                        |      | one thread: monitor.py, no torch |
-    |   control.py   start, step, tell, watch, stop |      |   lets ranks in, hears them      |
-    |   recorder.py  every call, wait and verdict   |      |   updates.py    message          |
-    |     |   calls.py   its text, checksum, line   |      |                   -> picture     |
-    |     |   board.py   memory that the host's     |      |   diagnosis.py  picture          |
-    |     v              ranks share                |      |     mismatch.py   -> fault, text |
+    |   control.py   start, step, tell, watch, stop |      |   lets ranks in, hears them:     |
+    |   recorder.py  every call, wait and verdict   |      |               message -> picture |
+    |     |   calls.py   its text and line, and     |      |   diagnosis.py  picture          |
+    |     |              memory that the host's     |      |     mismatch.py   -> fault, text |
+    |     v              ranks share                |      |                                  |
     |   tracks, waits, steps        verdict         | News |                                  |
     |     v                            ^            | ---> |                                  |
     | one thread: watcher.py ----------'            | <--- |                                  |

@@ -17,8 +17,9 @@ from torch.distributed import ProcessGroup
 from ..dist import get_comm_device, get_default_group, get_rank, get_timeout, get_world_size
 from ..dist.building import install_guard, tell_guard
 from ..dist.errors import InvalidArgumentError, RankFaultError, StateError
-from .board import Board
+from .calls import Board
 from .messages import Bye, Hello, Raised
+from .mismatch import END
 from .recorder import Recorder, Verdict
 from .start_monitor import Agreed, connect, start_monitor
 from .watcher import Watcher
@@ -67,22 +68,21 @@ class Session:
 
     def raised(self, error: BaseException) -> None:
         """Report an exception that ends this rank to the other ranks."""
-        if self.ended or self.verdict.over.is_set():
-            return
-        self.ended = True
         text = "".join(traceback.format_exception(error))[-LONGEST:]
-        self.watcher.say(Raised(text, one_line(error), self.watcher.tail()), TOLD)
         # On rank 0 an exit may end the monitor too, so live until all ranks know.
-        self.verdict.over.wait(TOLD)
+        self._end(Raised(text, one_line(error), self.watcher.tail()), TOLD)
 
     def leave(self) -> None:
         """Report that this rank makes no more calls, and wait a while for the others to leave."""
-        if self.ended or self.verdict.over.is_set():
-            return
-        self.ended = True
-        self.recorder.mark(list(self.recorder.tracks.values()))
-        self.watcher.say(Bye(self.watcher.tail()), TOLD)
-        self.verdict.over.wait(LEAVE if self.rank else max(LEAVE, self._patience))
+        self.recorder.mark(list(self.recorder.tracks.values()), END)
+        self._end(Bye(self.watcher.tail()), LEAVE if self.rank else max(LEAVE, self._patience))
+
+    def _end(self, message: Bye | Raised, patience: float) -> None:
+        """Send this rank's last message, and wait until the guard has ended everywhere."""
+        if not self.ended and not self.verdict.over.is_set():
+            self.ended = True
+            self.watcher.say(message, TOLD)
+            self.verdict.over.wait(patience)
 
     def close(self) -> None:
         """Release the guard's resources."""

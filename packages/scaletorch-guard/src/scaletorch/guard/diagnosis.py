@@ -8,7 +8,7 @@ nothing: it causes a warning after a while, and a fault only much later.
 from __future__ import annotations
 
 from .facts import Fault, Need, Picture, Report, Slowness, Wait
-from .mismatch import UNDECIDED, as_others, find_disagreement, find_mismatch, find_swap, most_common
+from .mismatch import as_others, find_disagreement, find_mismatch, find_swap
 
 STALL = 0.2  # seconds of waiting after which calls are compared
 ASKING = 0.5  # seconds that a slow rank gets to report where it is
@@ -20,75 +20,45 @@ Verdict = Fault | Need | Slowness | None
 
 def diagnose(picture: Picture, now: float) -> Verdict:
     """Return the first fault, else the ranks to ask, else the slow ranks, or None."""
-    for look in (_exception, find_mismatch, _death, _left):
-        verdict = look(picture, now)
-        if verdict is not None:
-            return verdict
     return (
-        find_disagreement(picture, now)
+        _ended(picture, "exception")
+        or find_mismatch(picture, now)
+        or _ended(picture, "death")
+        or _left(picture)
+        or find_disagreement(picture, now)
         or find_swap(picture, now)
-        or _unequal_ends(picture)
         or _stalled(picture, now)
         or _circle(picture, now)
         or _slow(picture, now)
     )
 
 
-def _exception(picture: Picture, now: float) -> Verdict:
-    first = _first(picture, "exception")
-    if first is None:
-        return None
-    return Fault("exception", (first.rank,), f"{first.label} raised {first.headline}")
-
-
-def _death(picture: Picture, now: float) -> Verdict:
-    first = _first(picture, "death")
-    if first is None:
-        return None
-    return Fault("death", (first.rank,), f"{first.label} died: {first.what}")
-
-
-def _first(picture: Picture, end: str) -> Report | None:
-    """Return the report of the first rank that ended in the given way, or None."""
+def _ended(picture: Picture, end: str) -> Fault | None:
+    """Return the fault of the first rank that ended in the given way, or None."""
     ended = [report for report in picture.reports.values() if report.end == end]
-    return min(ended, key=lambda report: report.ended, default=None)
+    if not ended:
+        return None
+    first = min(ended, key=lambda report: report.ended)
+    what = f"raised {first.headline}" if end == "exception" else f"died: {first.what}"
+    return Fault(end, (first.rank,), f"{first.label} {what}")
 
 
-def _left(picture: Picture, now: float) -> Verdict:
+def _left(picture: Picture) -> Fault | None:
+    """Return the fault of ranks that left while others wait for them; most ranks are right."""
     for report, wait, missing in _waits(picture):
         gone = [other for other in missing if other.end == "finished"]
         if not gone:
             continue
         channel = picture.channels[wait.channel]
-        if len(gone) > len(channel.members) / 2:
-            headline = (
-                f"{report.label} waits in call {wait.seq + 1} of {channel.label}, but most ranks "
-                f"have left after {gone[0].counts.get(wait.channel, 0)} calls there"
-            )
-            there = set(channel.members) - {other.rank for other in gone}
-            return Fault("left", tuple(sorted(there)), headline)
-        who = ", ".join(other.label for other in gone)
+        guilty = {other.rank for other in gone}
+        if len(guilty) > len(channel.members) / 2:
+            guilty = set(channel.members) - guilty
         headline = (
-            f"{who} left after {gone[0].counts.get(wait.channel, 0)} calls in {channel.label}, "
-            f"while {report.label} waits in call {wait.seq + 1} there"
+            f"{picture.names(other.rank for other in gone)} left after "
+            f"{gone[0].counts.get(wait.channel, 0)} calls in {channel.label}, while {report.label} "
+            f"waits in call {wait.seq + 1} there"
         )
-        return Fault("left", tuple(other.rank for other in gone), headline)
-    return None
-
-
-def _unequal_ends(picture: Picture) -> Fault | None:
-    """Compare the ranks' numbers of collectives once all ranks have finished."""
-    if any(report.end != "finished" for report in picture.reports.values()):
-        return None
-    for key, channel in picture.channels.items():
-        counts = {rank: picture.reports[rank].counts.get(key, 0) for rank in channel.members}
-        if channel.message or len(set(counts.values())) == 1:
-            continue
-        usual = most_common(list(counts.values()))
-        guilty = tuple(rank for rank, count in counts.items() if count != usual)
-        made = ", ".join(f"{picture.reports[r].label} has made {n}" for r, n in counts.items())
-        made += "" if usual is not None else UNDECIDED
-        return Fault("mismatch", guilty, f"calls are missing in {channel.label}: {made}")
+        return Fault("left", tuple(sorted(guilty)), headline)
     return None
 
 

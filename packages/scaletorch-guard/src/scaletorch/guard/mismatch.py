@@ -11,6 +11,7 @@ from .facts import Channel, Entry, Fault, Need, Picture, Report, Wait
 T = TypeVar("T")
 
 UNDECIDED = "; there is no majority, so it is unknown which of them is right"
+END = "the end"  # the moment at which a rank leaves
 SETTLE = 1.0  # seconds that a member gets to make a call in which others already differ
 ENOUGH = 8  # calls that must be known before a swap is reported
 PLENTY = 16  # calls after which a channel without a swap is ignored
@@ -142,6 +143,8 @@ def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
     for key, channel in picture.channels.items():
         members = picture.members(key)
         for moment, sums in _sums(key, members):
+            if moment == END:  # a rank that has made no call there has no mark
+                sums = {r.rank: (0, 0) for r in members if r.end == "finished"} | sums
             if len(set(sums.values())) < 2:
                 continue
             stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, sums))
@@ -190,9 +193,13 @@ def find_swap(picture: Picture, now: float) -> Fault | Need | None:
     A channel in which lines differ in another way is ignored from then on.
     """
     for key, channel in picture.channels.items():
-        if channel.message or key in picture.own_lines or not _lines_differ(key, picture):
+        if channel.message or key in picture.own_lines:
             continue
         members = picture.members(key)
+        marks = [report.marks.get(key, {}) for report in members]
+        shared = set(marks[0]).intersection(*marks[1:])
+        if all(len({mark[moment] for mark in marks}) == 1 for moment in shared):
+            continue
         sums = {r.rank: mark[:2] for r in members for mark in list(r.marks[key].values())[-1:]}
         stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, sums))
         if stale:
@@ -205,12 +212,6 @@ def find_swap(picture: Picture, now: float) -> Fault | Need | None:
         if len(seen) >= PLENTY:
             picture.own_lines.add(key)
     return None
-
-
-def _lines_differ(key: str, picture: Picture) -> bool:
-    marks = [report.marks.get(key, {}) for report in picture.members(key)]
-    shared = set(marks[0]).intersection(*marks[1:])
-    return any(len({mark[moment] for mark in marks}) > 1 for moment in shared)
 
 
 def _swap(

@@ -15,11 +15,13 @@ import socket
 import sys
 import time
 import traceback
+from itertools import count
 
+from . import messages
 from .diagnosis import diagnose, with_details
-from .facts import Fault, Need, Slowness
-from .messages import LONGEST, Ask, Connection, End, Hello, Message, Off, Warn, Welcome
-from .updates import lose, new_picture, new_question, update
+from .facts import MISSED, Channel, Entry, Fault, Need, Picture, Report, Slowness, Wait, news_period
+from .messages import LONGEST, Connection, Hello, Message
+from .mismatch import drop_agreed
 
 HELLO = 4096  # largest greeting in bytes
 WAIT = 5.0  # seconds within which a connection must show the token
@@ -30,6 +32,10 @@ CONFIRM = 0.4  # seconds that ranks get to answer before a fault is declared
 WELCOME = 60.0  # seconds within which all ranks must connect
 LINGER = 30.0  # seconds that ranks get to disconnect after a verdict
 PAUSE = 1.0  # seconds; a longer gap of this process is not counted, since it did not run
+REMEMBERED = 64  # marks of a rank in a channel that are kept until they are compared
+TAIL = 64  # entries of a channel that are kept
+AGAIN = 1.0  # seconds after which an unanswered question is asked again
+_numbers = count(1)
 
 
 class Monitor:
@@ -111,16 +117,16 @@ class Monitor:
         self._selector.register(stranger, selectors.EVENT_READ, stranger)
 
     def _hear(self, connection: Connection) -> None:
-        messages = connection.receive()
-        if connection.rank is None and messages:
-            self._greet(connection, messages.pop(0))
+        received = connection.receive()
+        if connection.rank is None and received:
+            self._greet(connection, received.pop(0))
         rank = connection.rank
         if rank is None:
             if not connection.open:
                 self._hang_up(connection)
             return
-        for message in messages:
-            if isinstance(message, Off):
+        for message in received:
+            if isinstance(message, messages.Off):
                 self._turn_off(message.why)
             update(self._picture, rank, message, self._now())
         if connection.open:
@@ -157,7 +163,7 @@ class Monitor:
         self._stop_listening()
         for rank, report in self._reports.items():
             report.heard = self._now()
-            self._ranks[rank].send(Welcome())
+            self._ranks[rank].send(messages.Welcome())
 
     def _stop_listening(self) -> None:
         for stranger in list(self._strangers):
@@ -184,7 +190,7 @@ class Monitor:
         elif isinstance(verdict, Slowness):
             self._warn(verdict)
         elif all(report.end == "finished" for report in self._reports.values()):
-            self._tell_all(End())
+            self._tell_all(messages.End())
 
     def _confirmed(self, now: float) -> bool:
         """Ask all able ranks before declaring a fault; return whether all answered or are late."""
@@ -203,7 +209,7 @@ class Monitor:
 
     def _turn_off(self, why: str) -> None:
         if self._over is None:
-            self._tell_all(Off(why))
+            self._tell_all(messages.Off(why))
 
     def _tell_all(self, message: Message) -> None:
         self._over = time.monotonic()
@@ -214,7 +220,7 @@ class Monitor:
         for rank in need.ranks:
             number = new_question(self._reports[rank], now, afresh=afresh)
             if number is not None:
-                self._ranks[rank].send(Ask(number))
+                self._ranks[rank].send(messages.Ask(number))
 
     def _warn(self, slowness: Slowness) -> None:
         """Let the first able rank log a warning about slow ranks."""
@@ -226,7 +232,7 @@ class Monitor:
         text = "\n".join([slowness.text, *stacks])
         for rank, report in self._reports.items():
             if report.able(now):
-                self._ranks[rank].send(Warn(text))
+                self._ranks[rank].send(messages.Warn(text))
                 return
 
 
@@ -238,3 +244,72 @@ def serve() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     listener = socket.socket(fileno=agreed.pop("listener"))
     Monitor(listener, **agreed).run()
+
+
+def new_picture(size: int, *, warn: float, patience: float) -> Picture:
+    """Return the initial picture of a job of `size` ranks."""
+    missed = MISSED * news_period(size)
+    reports = {rank: Report(rank, patience=missed) for rank in range(size)}
+    return Picture(reports, {}, warn, patience)
+
+
+def new_question(report: Report, now: float, *, afresh: bool = False) -> int | None:
+    """Return the number of a new question to a rank, or None while one is pending."""
+    if report.question is not None and now - report.question[1] < AGAIN and not afresh:
+        return None
+    report.question = next(_numbers), now
+    return report.question[0]
+
+
+def lose(report: Report, what: str, now: float) -> None:
+    """Record a rank's death and its cause."""
+    report.end, report.ended, report.what = "death", now, what
+
+
+def update(picture: Picture, rank: int, message: Message, now: float) -> None:
+    """Record a message of a rank."""
+    report = picture.reports[rank]
+    report.heard = now
+    match message:
+        case messages.News():
+            _take_news(picture, report, message, now)
+        case messages.Answer():
+            report.tails, report.stack = _tails(message.tail), message.stack
+            if report.question is not None and report.question[0] == message.number:
+                report.asked, report.question = report.question[1], None
+        case messages.Raised() if report.alive:
+            report.end, report.ended, report.what = "exception", now, message.what
+            report.headline, report.tails = message.headline, _tails(message.tail)
+        case messages.Bye() if report.alive:
+            report.end, report.ended, report.tails = "finished", now, _tails(message.tail)
+
+
+def _take_news(picture: Picture, report: Report, news: messages.News, now: float) -> None:
+    channels = picture.channels
+    for key, (label, members, message) in news.channels.items():
+        channels.setdefault(key, Channel(label, tuple(members), message))
+    report.counts |= news.counts
+    for key, marks in news.marks.items():
+        kept = report.marks.setdefault(key, {})
+        # The sender and the receiver of a message call from different lines: do not compare them.
+        ends = channels[key].message
+        kept |= {at: (made, rolling, 0 if ends else sites) for at, made, rolling, sites in marks}
+        for oldest in list(kept)[: max(0, len(kept) - REMEMBERED)]:
+            del kept[oldest]
+    report.step = news.step
+    report.waits = [Wait(*values) for values in news.waits]
+    report.since = {w.number: report.since.get(w.number, now) for w in report.waits}
+    report.free, report.foreign = news.free, news.foreign
+    report.last = Entry(*news.last) if news.last else None
+    if news.marks:
+        drop_agreed(picture)
+
+
+def _tails(values: messages.Tail) -> dict[str, dict[int, Entry]]:
+    """Return the last `TAIL` entries of each channel, by number."""
+    found: dict[str, dict[int, Entry]] = {}
+    for entry in (Entry(*fields) for fields in reversed(values)):
+        tail = found.setdefault(entry.channel, {})
+        if len(tail) < TAIL:
+            tail[entry.seq] = entry
+    return found

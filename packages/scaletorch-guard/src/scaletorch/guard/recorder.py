@@ -21,8 +21,16 @@ from torch.distributed import ProcessGroup
 from ..dist import get_rank
 from ..dist.devices import comm_entry
 from ..dist.errors import RankFaultError
-from .board import Board, channel_number
-from .calls import call_site, collective_texts, encoded, group_label, message_label, message_text
+from .calls import (
+    Board,
+    call_site,
+    channel_number,
+    collective_texts,
+    encoded,
+    group_label,
+    message_label,
+    message_text,
+)
 from .facts import Channel, Entry, Fault
 
 PATIENCE = 3.0  # seconds to wait for the verdict on the cause of a network error
@@ -120,6 +128,8 @@ KEPT = 64  # marks of a channel that are kept until they are sent
 TEXT = 140  # characters of a call's text
 LAST = 256  # recorded calls that are kept
 
+Path = tuple[int, int, bool]  # of messages: the other rank, their tag, and whether this rank sends
+
 _ident = threading.get_ident
 _wall, _clock = time.time, time.monotonic
 
@@ -186,9 +196,8 @@ class Recorder:
         self.board: Board | None = board
         self._check = verdict.check
         self._lock = threading.Lock()
-        self._groups: WeakKeyDictionary[ProcessGroup, tuple[Track, int]] = WeakKeyDictionary()
-        self._paths: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int, bool], Track]]
-        self._paths = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[ProcessGroup, dict[Path | None, Track]]
+        self._known = WeakKeyDictionary()
         self._callers: set[int] = set()  # threads that have made calls
         self.tracks: dict[str, Track] = {}
         self.waits: dict[int, tuple[int, Note, float]] = {}  # thread -> its wait
@@ -199,21 +208,16 @@ class Recorder:
     def record(self, group: ProcessGroup, call: str, facts: Sequence[Any]) -> Note:
         """Record a collective that this thread is about to start."""
         self._check()
-        found = self._groups.get(group)
-        track, size = found if found is not None else self._new_group(group)
+        track = self.track(group)
         same, text = collective_texts(call, facts)
-        return self._write(track, f"{same} {size}", text)
+        return self._write(track, f"{same} {len(track.channel.members)}", text)
 
     def record_message(
         self, group: ProcessGroup, data: Tensor, peer: int, tag: int, sends: bool
     ) -> Note:
         """Record a send or receive that this thread is about to start."""
         self._check()
-        path = (peer, tag, sends)
-        try:
-            track = self._paths[group][path]
-        except KeyError:
-            track = self._new_path(group, *path)
+        track = self.track(group, (peer, tag, sends))
         # A message must agree in the number of elements, not in the shape.
         same, text = f"{data.dtype} {data.numel()}", message_text(data, peer, sends)
         return self._write(track, same, text)
@@ -254,23 +258,17 @@ class Recorder:
             self.streams.add(next(self._waits), note, note.track.device)
         return result
 
-    @property
-    def on_device(self) -> bool:
-        """True if this process has made calls on a device's streams."""
-        return any(track.device for track in list(self.tracks.values()))
-
     def end_step(self, number: int) -> None:
         """Keep the checksums of this thread's calls at the end of a step."""
         thread, self.step = _ident(), number
         tracks = [track for track in list(self.tracks.values()) if track.owner == thread]
         self.mark(tracks, f"the end of step {number}")
 
-    def mark(self, tracks: Iterable[Track], moment: str = "") -> None:
-        """Keep the checksums of the calls so far, by the moment's name or the number of calls."""
+    def mark(self, tracks: Iterable[Track], moment: str) -> None:
+        """Keep the checksums of the calls so far, by the moment's name."""
         with self._lock:
             for track in tracks:  # the two ends of a message may be in different steps
-                counted = track.channel.message or not moment
-                track.mark(f"call {track.count}" if counted else moment)
+                track.mark(f"call {track.count}" if track.channel.message else moment)
 
     def free_threads(self, waits: Container[int]) -> tuple[int, bool]:
         """Return how many calling threads are not in `waits`, and whether others might call."""
@@ -310,25 +308,22 @@ class Recorder:
             self.board = None  # a hash collision of two channels: the board would only delay
         self._check()
 
-    def _new_group(self, group: ProcessGroup) -> tuple[Track, int]:
-        ranks = tuple(c10d.get_process_group_ranks(group))
-        track = self._new_track(group, group.group_name, Channel(group_label(group), ranks))
-        self._groups[group] = track, len(ranks)
-        return track, len(ranks)
-
-    def _new_path(self, group: ProcessGroup, peer: int, tag: int, sends: bool) -> Track:
-        src, dst = (get_rank(), peer) if sends else (peer, get_rank())
-        key = f"{group.group_name}:{src}>{dst}:{tag}"
-        label = message_label(group, peer, tag, sends)
-        track = self._new_track(group, key, Channel(label, (src, dst), True))
-        self._paths.setdefault(group, {})[peer, tag, sends] = track
-        return track
-
-    def _new_track(self, group: ProcessGroup, key: str, channel: Channel) -> Track:
-        device = comm_entry(group)[0]
+    def track(self, group: ProcessGroup, path: Path | None = None) -> Track:
+        """Return the track of a group's collectives, or of its messages on one path."""
+        try:
+            return self._known[group][path]
+        except KeyError:
+            device = comm_entry(group)[0]
+        if path is None:
+            key: str = group.group_name
+            channel = Channel(group_label(group), tuple(c10d.get_process_group_ranks(group)))
+        else:
+            peer, tag, sends = path
+            src, dst = (get_rank(), peer) if sends else (peer, get_rank())
+            key = f"{group.group_name}:{src}>{dst}:{tag}"
+            channel = Channel(message_label(group, *path), (src, dst), True)
         with self._lock:
-            track = self.tracks.get(key)
-            if track is None:
-                track = Track(key, channel, "" if device == "cpu" else device)
-                self.tracks[key] = track
+            new = Track(key, channel, "" if device == "cpu" else device)
+            track = self.tracks.setdefault(key, new)
+        self._known.setdefault(group, {})[path] = track
         return track

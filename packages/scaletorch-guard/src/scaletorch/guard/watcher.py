@@ -143,17 +143,14 @@ class Watcher(threading.Thread):
             if self._connection in ready:
                 self._hear()
             now = time.monotonic()
-            if now >= due or self._waits_changed():
+            waits = self._waits(self._recorder.waits.copy())
+            if now >= due or [wait.number for wait in waits] != self._shown:
                 due = now + self._period
                 self._connection.send(self._news())
             while not self._queue.empty():
                 message, sent = self._queue.get()
                 self._connection.send(self._news(behind=0.0), message)
                 sent.set()
-
-    def _waits_changed(self) -> bool:
-        """Return whether this rank's waits differ from those that the monitor knows."""
-        return [wait.number for wait in self._waits(self._recorder.waits.copy())] != self._shown
 
     def _waits(
         self, threads: dict[int, tuple[int, Note, float]], behind: float = BEHIND
@@ -230,7 +227,7 @@ class Watcher(threading.Thread):
         self._recorder.verdict.conclude(fault)
         if fault is None:
             return
-        if self._recorder.on_device:
+        if any(track.device for track in list(self._recorder.tracks.values())):
             # A backend's own watchdog may kill this process before the error is raised.
             logger.error("%s", fault.text.split("\n", 1)[0])
             abort_device_groups()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any, cast, overload
 
 import torch
@@ -12,7 +13,14 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError, MismatchError
 from ..transport.ways import way_of
-from ..wire.backend import as_bytes, bring_home, gather_ints, on_wire
+from ..wire.backend import (
+    all_to_all_single,
+    as_bytes,
+    bring_home,
+    gather_ints,
+    movable,
+    on_wire,
+)
 from ..wire.checks import (
     begin,
     check_form_with_list,
@@ -22,7 +30,7 @@ from ..wire.checks import (
     checking,
     comparing,
 )
-from ..wire.sums import as_one
+from ..wire.recipes import as_one
 from ..wire.work import Async, Group, Sync, Work, identity, settled
 from ..world.info import get_dist_info, get_world_size, group_ranks
 
@@ -118,7 +126,7 @@ def all_to_all_flat(
         )
         _compare_pairs(sent_bytes, received_bytes, members)
     sent = on_wire(data, members)
-    done = identity if sent is data else partial(_moved, data.device)
+    done = identity if sent is data else methodcaller("to", data.device)
     way = way_of(sent, members)
     return cast("Work[Tensor]", way.exchange(sent, counts, received_counts, done, True))
 
@@ -134,8 +142,10 @@ def _all_to_all(data: Tensor, group: Group = None, async_op: bool = False) -> Te
     if members is None or data.numel() == 0:
         return settled((), partial(_copied, data), async_op)
     sent = on_wire(data, members)
-    done = partial(_moved, data.device)
-    return way_of(sent, members).all_to_all(sent, done, async_op)
+    received = torch.empty_like(sent)
+    ends = movable(received), movable(sent)
+    handle = all_to_all_single(*ends, None, None, members, async_op)
+    return settled((handle,), partial(received.to, data.device), async_op, keep=sent)
 
 
 def _check_blocks(data: Tensor, members: ProcessGroup) -> None:
@@ -206,10 +216,6 @@ def _distribute(targets: Sequence[Tensor], counts: list[int], received: Tensor) 
         if block.storage_offset() % target.element_size():  # a view needs the dtype's alignment
             block = block.clone()
         target.detach().copy_(block.view(target.dtype).view(target.shape))
-
-
-def _moved(device: torch.device, received: Tensor) -> Tensor:
-    return received.to(device)
 
 
 def _copied(data: Tensor) -> Tensor:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
 from ..errors import InvalidArgumentError
-from ..wire.backend import bring_home, movable, on_wire, process_group
+from ..wire.backend import bring_home, movable, note, on_wire, post, process_group
 from ..wire.checks import check_member, check_tag, check_target, check_tensor
-from ..wire.port import note, post
 from ..wire.work import Async, Group, Sync, Work, nothing
 from ..world.info import get_rank
 
@@ -60,8 +59,7 @@ def isend(data: Tensor, dst: int, group: Group = None, tag: int = 0) -> Work[Non
 
     Args and errors as in `send`.
     """
-    members = _to_other(data, dst, "dst", group)
-    check_tag(tag, data, members)
+    members = _to_other(data, dst, "dst", group, tag)
     buffer = movable(on_wire(data, members))
     handle = post(c10d.isend, (buffer, dst, members, tag), note(data, dst, members, tag, True))
     return Work((handle,), nothing, keep=buffer)
@@ -73,8 +71,7 @@ def irecv(data: Tensor, src: int, group: Group = None, tag: int = 0) -> Work[Non
     Args and errors as in `recv`.
     """
     check_target(data, "recv")
-    members = _to_other(data, src, "src", group)
-    check_tag(tag, data, members)
+    members = _to_other(data, src, "src", group, tag)
     buffer = on_wire(data, members)
     call = movable(buffer), src, members, tag
     handle = post(c10d.irecv, call, note(data, src, members, tag, False))
@@ -155,13 +152,12 @@ def _start(sends: Messages, recvs: Messages, members: Group) -> Work[None]:
     notes = [note(data, dst, members, 0, True) for data, dst in sends]
     notes += [note(data, src, members, 0, False) for data, src in recvs]
     handles = post(c10d.batch_isend_irecv, (operations,), *notes)
-    targets = [data.detach() for data, _ in recvs]
-    return Work(handles, partial(_bring_all_home, targets, buffers), keep=operations)
 
+    def finish() -> None:
+        for (target, _), buffer in zip(recvs, buffers, strict=True):
+            bring_home(target.detach(), buffer)
 
-def _bring_all_home(targets: list[Tensor], buffers: list[Tensor]) -> None:
-    for target, buffer in zip(targets, buffers, strict=True):
-        bring_home(target, buffer)
+    return Work(handles, finish, keep=operations)
 
 
 def _copies_to_self(sent: list[Tensor], received: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -174,11 +170,12 @@ def _copies_to_self(sent: list[Tensor], received: list[Tensor]) -> list[tuple[Te
     return list(zip(received, sent, strict=True))
 
 
-def _to_other(data: Tensor, peer: int, name: str, group: Group) -> ProcessGroup:
+def _to_other(data: Tensor, peer: int, name: str, group: Group, tag: int) -> ProcessGroup:
     """Check a message between this rank and another, and return its process group."""
     check_tensor(data, "send" if name == "dst" else "recv")
     members = process_group(group)
     if check_member(peer, name, group) or members is None:
         message = f"{name}={peer} is this rank itself: only exchange() can send to its own rank"
         raise InvalidArgumentError(message)
+    check_tag(tag, data, members)
     return members

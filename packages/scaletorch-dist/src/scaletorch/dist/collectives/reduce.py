@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..transport.ways import arrived, way_of
-from ..wire.backend import on_wire, route
+from ..wire.backend import as_real, on_wire, raw_reduce, route
 from ..wire.checks import begin, check_list, check_member, check_target
-from ..wire.recipes import Op, Recipe, recipe_for
-from ..wire.sums import as_one
+from ..wire.recipes import Op, Recipe, as_one, recipe_for
 from ..wire.work import Async, Group, Sync, Work, nothing, settled
 from ..world.info import get_dist_info
 
@@ -78,7 +77,11 @@ def reduce(
     if buffer.data_ptr() == data.data_ptr() and not mine:
         buffer = buffer.clone()  # backends write partial results into it
     done = partial(_unpack_into, data, recipe, members.size()) if mine else arrived
-    return way_of(buffer, members).reduce(buffer, dst, recipe, done, async_op)
+    way = way_of(buffer, members)
+    if way.lacks(recipe, buffer):
+        return way.reduce_here(buffer, recipe, done, async_op)
+    handle = raw_reduce(as_real(buffer), dst, recipe.raw, members, async_op)
+    return settled((handle,), partial(done, buffer), async_op)
 
 
 @overload

@@ -1,7 +1,16 @@
 """Devices and their backends: the table, probes of this machine, and the current device."""
 
-from .current import comm_entry, current_device, get_comm_device, set_device
-from .probe import backend_problem, check_pair, default_backend, default_entry, resolve_backend
+from .current import (
+    backend_problem,
+    check_pair,
+    comm_entry,
+    current_device,
+    default_backend,
+    default_entry,
+    get_comm_device,
+    resolve_backend,
+    set_device,
+)
 from .table import DeviceEntry, entry_of_backend, register_device
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The device on which this process computes, and the device with which a group communicates.
+"""Devices and backends of this machine: whether they are usable, their names, the current device.
 
 Each thread has a current device of its own, and a new thread has none.
 """
@@ -6,6 +6,8 @@ Each thread has a current device of its own, and a new thread has none.
 from __future__ import annotations
 
 import functools
+import glob
+import importlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,9 +16,168 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, ScaletorchError, StateError
 from ..members import require_member
-from .probe import default_entry, is_usable, torch_module
+from .table import DeviceEntry, device_entries, entry_of_backend
+
+
+def torch_module(device: str) -> Any:
+    """Return torch's module for an accelerator (`torch.cuda`, `torch.npu` …), or None."""
+    return getattr(torch, device, None)
+
+
+def is_usable(device: str) -> bool:
+    """Return whether torch can use a device now, without importing any plugin."""
+    if device == "cpu":
+        return True
+    module = torch_module(device)
+    return module is not None and bool(module.is_available())
+
+
+@functools.cache
+def plugin_problem(plugin: str) -> str | None:
+    """Import a vendor's plugin, once; return the problem with it, or None."""
+    try:
+        importlib.import_module(plugin)
+    except Exception as error:  # a plugin without its driver may raise anything
+        if isinstance(error, ModuleNotFoundError) and plugin.startswith(error.name or plugin):
+            return f"{plugin} is not installed"
+        return f"{plugin} is installed but does not import ({type(error).__name__}: {error})"
+    return None
+
+
+def device_problem(entry: DeviceEntry) -> str | None:
+    """Return the reason why this machine cannot use an entry's device, or None if it can."""
+    problem = plugin_problem(entry.plugin) if entry.plugin else None
+    if problem is not None:
+        return f"{problem}; it comes from {entry.source}"
+    if not is_usable(entry.device):
+        return f"this machine has no {entry.device} device that torch can use"
+    return None
+
+
+def backend_problem(backend: str) -> str | None:
+    """Return the reason why this machine cannot use a backend, or None if it can.
+
+    Raises:
+        InvalidArgumentError: Neither the table nor torch knows the name.
+    """
+    entry = entry_of_backend(backend)
+    if entry is not None and not c10d.is_backend_available(backend):
+        problem = device_problem(entry)
+        try:
+            if problem is None and entry.activate is not None:
+                entry.activate()
+        except ScaletorchError as error:
+            problem = str(error)
+        except Exception as error:  # another package's code may raise anything
+            problem = f"backend {backend!r} does not start ({type(error).__name__}: {error})"
+        if problem is not None:
+            return problem
+    if c10d.is_backend_available(backend):
+        devices = c10d.Backend.backend_capability.get(backend, ["cpu"])
+        if any(map(is_usable, devices)):
+            return None
+        return f"this machine has no {' or '.join(devices)} device that torch can use"
+    if entry is None:
+        known = ", ".join(sorted({e.backend for e in device_entries()}))
+        raise InvalidArgumentError(
+            f"unknown backend {backend!r}: this package knows {known}, and any backend that was "
+            "registered with torch.distributed"
+        )
+    return f"this torch has no {backend}; it comes from {entry.source}"
+
+
+def default_entry() -> DeviceEntry:
+    """Return the entry of this machine's own device: the first usable accelerator, or the CPU."""
+    return next(entry for entry in device_entries() if device_problem(entry) is None)
+
+
+def default_backend() -> str:
+    """Return the backend of the first device in the table that is usable with its backend."""
+    return next(
+        entry.backend
+        for entry in device_entries()
+        if device_problem(entry) is None and backend_problem(entry.backend) is None
+    )
+
+
+def require_plugin(entry: DeviceEntry) -> None:
+    """Check that this machine has an entry's plugin if it has the hardware."""
+    problem = plugin_problem(entry.plugin) if entry.plugin else None
+    if problem is not None and entry.nodes and glob.glob(entry.nodes):
+        raise StateError(
+            f"this machine has {entry.device} hardware, but {problem}: backend {entry.backend!r} "
+            f"needs it. It comes from {entry.source}"
+        )
+
+
+def resolve_backend(backend: str) -> list[tuple[str, str]]:
+    """Parse a backend's name, or comma-separated `device:backend` pairs.
+
+    Returns:
+        (device, backend) pairs; the device is "" for a single name. The table's substitute
+        replaces a backend that this torch was built without.
+
+    Raises:
+        InvalidArgumentError: Names and pairs are mixed, a device occurs twice, or a name is empty.
+
+    Example:
+        >>> resolve_backend("cpu:gloo,cuda:nccl")
+        [('cpu', 'gloo'), ('cuda', 'nccl')]
+    """
+    if not isinstance(backend, str):
+        raise InvalidArgumentError(f"a backend is named by a text such as 'nccl', got {backend!r}")
+    entries = [entry.strip().lower() for entry in backend.split(",")]
+    pairs = [(device, name) for device, _, name in (entry.rpartition(":") for entry in entries)]
+    named = [device for device, _ in pairs]
+    if not all(name for _, name in pairs) or (len(pairs) > 1 and not all(named)):
+        raise InvalidArgumentError(
+            f"cannot read backend {backend!r}: write one name, such as 'nccl', or device:backend "
+            "pairs with commas between, such as 'cpu:gloo,cuda:nccl'"
+        )
+    if len(set(named)) < len(named):
+        raise InvalidArgumentError(f"backend {backend!r} names a device twice")
+    return [(device, _substitute(name)) for device, name in pairs]
+
+
+def check_pair(device: str, backend: str) -> None:
+    """Check that a backend serves the device paired with it.
+
+    Raises:
+        InvalidArgumentError: The backend serves other devices only.
+    """
+    entry = entry_of_backend(backend)
+    served = c10d.Backend.backend_capability.get(backend)
+    if served is None:
+        served = [entry.device] if entry is not None else [device]
+    if device and device not in served:
+        raise InvalidArgumentError(
+            f"backend {backend!r} serves {' and '.join(served)} tensors, not {device}: write "
+            f"'{served[0]}:{backend}'"
+        )
+
+
+def _substitute(backend: str) -> str:
+    entry = entry_of_backend(backend)
+    if entry is not None and entry.instead and not c10d.is_backend_available(backend):
+        return entry.instead
+    return backend
+
+
+def backend_config(backend: str) -> str:
+    """Return the configuration for `init_process_group`, adding gloo if the backend lacks the CPU.
+
+    Example:
+        >>> backend_config("nccl")
+        'cpu:gloo,cuda:nccl'
+    """
+    if ":" in backend or backend in ("gloo", "mpi"):
+        return backend
+    served = [d for d in c10d.Backend.backend_capability.get(backend, ["cpu"]) if is_usable(d)]
+    pairs = [] if "cpu" in served else ["cpu:gloo"]
+    return ",".join(pairs + [f"{device}:{backend}" for device in served])
+
 
 _prepared: set[torch.device] = set()  # devices that autograd's threads have entered
 

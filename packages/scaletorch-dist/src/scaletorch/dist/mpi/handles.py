@@ -6,7 +6,7 @@ import atexit
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,29 +22,19 @@ _NAP = 1e-4  # seconds between later polls
 _LAST_WORDS = 1.0  # seconds before the job is aborted, for mpirun to read the ranks' last output
 
 
+# Starts a call, given the module `mpi4py.MPI` and the communicator; returns MPI's requests.
+Issue = Callable[[Any, Any], list[Any]]
+
+
 @dataclass(slots=True)
 class Call:
-    """A non-blocking call that was issued."""
+    """A non-blocking call; it keeps its buffers alive through its functions."""
 
     name: str  # for error messages
-    requests: Sequence[Any]  # of MPI; the call is done when all have completed
+    issue: Issue
     results: list[Tensor]  # the tensors that hold the result
     finish: Callable[[], None] | None = None  # called once after all requests have completed
-    keep: Any = None  # buffers to keep alive until then
     expected: int | None = None  # bytes that the one request must receive; None accepts any number
-
-
-def join_calls(calls: Sequence[Call]) -> Call:
-    """Return one call that is done when all the given calls are."""
-
-    def finish() -> None:
-        for call in calls:
-            if call.finish is not None:
-                call.finish()
-
-    requests = [request for call in calls for request in call.requests]
-    results = [result for call in calls for result in call.results]
-    return Call(calls[0].name, requests, results, finish, keep=calls)
 
 
 class Engine:
@@ -57,20 +47,18 @@ class Engine:
         self._late = False  # whether a call has timed out
         atexit.register(self._end)  # runs before mpi4py's handler, which finalizes MPI
 
-    def start(self, make: Callable[[], Call], seconds: float, group: Any) -> MPIWork:
-        """Start a call of a group: `make` issues its requests.
+    def start(self, call: Call, seconds: float, group: Any) -> MPIWork:
+        """Start a call of a group.
 
-        A barrier is done after earlier collectives of its group, also those whose handles were
+        A barrier waits first for earlier collectives of its group, also those whose handles were
         dropped.
         """
+        for earlier in list(self._active) if call.name == "barrier" else ():
+            if earlier.group is group and earlier.name not in ("send", "recv"):
+                self.wait(earlier, seconds)
         with self.lock:
-            call = make()
-            earlier = [
-                work
-                for work in self._active
-                if call.name == "barrier" and work.group is group and not work.is_message
-            ]
-            work = MPIWork(self, call, seconds, group, earlier)
+            requests = call.issue(self.mpi, group.communicator)
+            work = MPIWork(self, call, requests, seconds, group)
             self._active.append(work)
         return work
 
@@ -90,7 +78,7 @@ class Engine:
             if waited > seconds:
                 self._late = True
                 raise DistBackendError(
-                    f"{work.call.name} over MPI did not end within {seconds:g} s: some rank of the "
+                    f"{work.name} over MPI did not end within {seconds:g} s: some rank of the "
                     "group has not called it, has ended, or is late"
                 )
             time.sleep(0 if waited < _EAGER else _NAP)  # 0 yields to other threads and ranks
@@ -108,44 +96,39 @@ class MPIWork(c10d.Work):
     """The handle of a call in flight; dropping it does not cancel the call."""
 
     def __init__(
-        self, engine: Engine, call: Call, seconds: float, group: Any, earlier: list[MPIWork]
+        self, engine: Engine, call: Call, requests: list[Any], seconds: float, group: Any
     ) -> None:
         super().__init__()
-        self.call, self.group, self.is_message = call, group, call.name in ("send", "recv")
-        self._earlier = earlier
+        self.name, self.group = call.name, group
+        self._call: Call | None = call
+        self._requests = requests
         self._engine, self._seconds = engine, seconds
-        self._results, self._done, self._source = call.results, False, -1
+        self._results, self._source = call.results, -1
         self._error: BaseException | None = None
 
     def look(self, mpi: Any) -> bool:
         """Return whether the call is done, completing it if so. Requires the engine's lock."""
-        call = self.call
-        if self._done:
+        call = self._call
+        if call is None:
             return True
-        if not all(work._done for work in self._earlier):
-            return False
         try:
             statuses = None if call.expected is None else [mpi.Status()]
-            if not mpi.Request.Testall(list(call.requests), statuses):
+            if not mpi.Request.Testall(self._requests, statuses):
                 return False
             if statuses is not None:
-                self._check_message(mpi, statuses[0])
+                came, self._source = statuses[0].Get_count(mpi.BYTE), statuses[0].Get_source()
+                if came != call.expected:
+                    raise DistBackendError(
+                        f"a message of {came} bytes from rank {self._source} of the group came "
+                        f"where {call.expected} were expected: sender and receiver must agree in "
+                        "dtype and size"
+                    )
             if call.finish is not None:
                 call.finish()
         except BaseException as error:
             self._error = error
-        self._done, self._earlier = True, []
-        self.call = Call(call.name, (), [])  # frees the buffers
+        self._call, self._requests = None, []  # frees the buffers
         return True
-
-    def _check_message(self, mpi: Any, status: Any) -> None:
-        came, self._source = status.Get_count(mpi.BYTE), status.Get_source()
-        if came != self.call.expected:
-            raise DistBackendError(
-                f"a message of {came} bytes from rank {self._source} of the group came where "
-                f"{self.call.expected} were expected: sender and receiver must agree in dtype and "
-                "size"
-            )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call is done; raise if it times out or a message has another size."""
@@ -161,9 +144,9 @@ class MPIWork(c10d.Work):
 
     def is_completed(self) -> bool:
         """Return whether `wait()` would return at once."""
-        if not self._done:
+        if self._call is not None:
             self._engine.poll()
-        return self._done
+        return self._call is None
 
     def result(self) -> list[Tensor]:
         """Return the tensors that hold the result."""

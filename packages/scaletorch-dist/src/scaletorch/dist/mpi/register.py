@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as c10d
 
 from ..errors import StateError
-from ..launchers.environment import ENVIRONMENTS, find_environment
+from ..launchers import ENVIRONMENTS, find_environment
 from .group import MPIGroup
 from .handles import Engine
 

@@ -1,4 +1,4 @@
-"""Collectives of Python objects.
+"""Collectives of Python objects, and collecting the results of a distributed evaluation.
 
 Objects are serialized before anything is sent. Their sizes, with any failure, are exchanged first,
 so that an object that cannot be sent fails on all ranks at once. Objects are pickled if every rank
@@ -7,9 +7,13 @@ allows it; then the ranks must trust each other. Otherwise only plain objects ca
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as c10d
@@ -17,12 +21,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..collectives.messages import recv, send
-from ..errors import InvalidArgumentError
-from ..transport.ways import arrived, way_of
-from ..wire.backend import bring_home, gather_ints, gather_texts, host_device
+from ..errors import InvalidArgumentError, StateError
+from ..transport.ways import way_of
+from ..wire.backend import (
+    bring_home,
+    gather_ints,
+    gather_texts,
+    host_device,
+    process_group,
+    raw_broadcast,
+)
 from ..wire.checks import begin, check_member
 from ..wire.work import Group, identity
-from ..world.info import group_ranks
+from ..world.info import get_rank, group_ranks
 from .packing import Terms, dump_object, load_object, pickle_allowed
 
 Buffer = bytearray | memoryview
@@ -30,6 +41,8 @@ Buffer = bytearray | memoryview
 PIECE = 1 << 30  # bytes in one message: some backends count in 31 bits
 LONGEST_ERROR = 2000  # characters of an error's text that are sent
 SMALL = 1 << 16  # bytes up to which padding costs less than one message per rank
+T = TypeVar("T")
+_DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
 
 
 class _Head(NamedTuple):
@@ -80,7 +93,7 @@ def broadcast_object_list(
             message = f"broadcast_object_list needs lists of one length, got {lengths}"
             raise InvalidArgumentError(message)
         whole = content if mine else bytearray(heads[ranks.index(src)].length)
-        broadcast_bytes(whole, src, members)
+        _in_pieces(whole, members, raw_broadcast, src)
         return [] if mine else [whole]
 
     def pack(agreed: Terms) -> Buffer:
@@ -178,13 +191,17 @@ def _loaded(contents: list[Buffer], terms: Terms, members: ProcessGroup) -> list
     return loaded
 
 
-def broadcast_bytes(content: Buffer, src: int, members: ProcessGroup) -> None:
-    """Fill `content`, equally long on every rank, with that of global rank `src`."""
+def _in_pieces(
+    content: Buffer,
+    members: ProcessGroup,
+    call: Callable[[Tensor, int, ProcessGroup], Any],
+    peer: int,
+) -> None:
+    """Send bytes to a rank, or fill them from it, by a call for each piece."""
     data = torch.frombuffer(content, dtype=torch.uint8)
     wire = data.to(host_device(members))
-    way = way_of(wire, members)
     for piece in wire.split(PIECE):
-        way.broadcast(piece, src, arrived, False)
+        call(piece, peer, members)
     bring_home(data, wire)
 
 
@@ -199,7 +216,7 @@ def all_gather_bytes(content: Buffer, lengths: list[int], members: ProcessGroup)
     found: list[Buffer] = []
     for rank, length in zip(group_ranks(members), lengths, strict=True):
         found.append(content if rank == c10d.get_rank() else bytearray(length))
-        broadcast_bytes(found[-1], rank, members)
+        _in_pieces(found[-1], members, raw_broadcast, rank)
     return found
 
 
@@ -207,24 +224,18 @@ def gather_bytes(
     content: Buffer, lengths: list[int], dst: int, members: ProcessGroup
 ) -> list[Buffer]:
     """Gather the ranks' bytes on global rank `dst`; return an empty list on other ranks."""
-    rank, device = c10d.get_rank(), host_device(members)
+    rank = c10d.get_rank()
     if max(lengths) <= SMALL:
         found = all_gather_bytes(content, lengths, members)
         return found if rank == dst else []
     if rank != dst:
-        wire = torch.frombuffer(content, dtype=torch.uint8).to(device)
-        for piece in wire.split(PIECE):
-            send(piece, dst, members)
+        _in_pieces(content, members, send, dst)
         return []
     found = []
     for source, length in zip(group_ranks(members), lengths, strict=True):
         found.append(content if source == rank else bytearray(length))
         if source != rank:
-            data = torch.frombuffer(found[-1], dtype=torch.uint8)
-            wire = data.to(device)
-            for piece in wire.split(PIECE):
-                recv(piece, source, members)
-            bring_home(data, wire)
+            _in_pieces(found[-1], members, recv, source)
     return found
 
 
@@ -239,3 +250,112 @@ def _read(data: Tensor, length: int) -> bytearray:
     content = bytearray(length)
     torch.frombuffer(content, dtype=torch.uint8).copy_(data[:length])
     return content
+
+
+def collect_results(
+    results: list[Any],
+    size: int,
+    device: str = "cpu",
+    tmpdir: str | os.PathLike[str] | None = None,
+    group: ProcessGroup | None = None,
+    *,
+    allow_pickle: bool = True,
+) -> list[Any] | None:
+    """Gather the results of samples that were assigned to the ranks round-robin.
+
+    Args:
+        results: This rank's results in the order of its samples; any objects that pickle, also
+            None.
+        size: Number of samples; the results of padding at the end are dropped.
+        device: Where the results came from: cpu, gpu, npu, cuda, mlu, musa or xpu. It does not
+            change how they are sent.
+        tmpdir: A folder that all ranks share, to collect through files instead; only with "cpu".
+            It is created if it is missing. The files are private to this user, and are removed.
+        group: The default group by default.
+        allow_pickle: As in `broadcast_object_list`.
+
+    Returns:
+        The results in the order of the samples on the group's first rank, None on other ranks.
+
+    Raises:
+        InvalidArgumentError: An argument is invalid, or (on every rank) a result cannot be sent.
+        StateError: A file cannot be written or read; raised on every rank.
+    """
+    _check(results, size, device, tmpdir)
+    terms = Terms(allow_pickle)
+    members = process_group(group)
+    if members is None or members.size() == 1:
+        return results[:size]
+    if tmpdir is not None:
+        shards = _through_files(results, os.fspath(tmpdir), members, terms)
+    else:
+        first = group_ranks(members)[0]
+        shards = gather_object(results, first, members, allow_pickle=allow_pickle)
+    if shards is None:
+        return None
+    longest = max(map(len, shards))
+    return [shard[i] for i in range(longest) for shard in shards if i < len(shard)][:size]
+
+
+def _check(results: Any, size: Any, device: Any, tmpdir: Any) -> None:
+    message = ""
+    if not isinstance(results, list):
+        message = f"collect_results needs a list of results, got {type(results).__name__}"
+    elif not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        message = f"collect_results needs a size of 0 or more, got {size!r}"
+    elif device not in _DEVICE_NAMES:
+        message = (
+            f"collect_results: device must be one of {', '.join(_DEVICE_NAMES)}, got {device!r}"
+        )
+    elif tmpdir is not None and device != "cpu":
+        message = f"collect_results: tmpdir needs device 'cpu', got {device!r}: leave tmpdir out"
+    if message:
+        raise InvalidArgumentError(message)
+
+
+def _through_files(
+    results: list[Any], tmpdir: str, members: ProcessGroup, terms: Terms
+) -> list[list[Any]] | None:
+    """Collect through a temporary folder in `tmpdir` that is private to this user."""
+    ranks = group_ranks(members)
+    first = get_rank() == ranks[0]
+    sent: list[Any] = [_caught(partial(_make_folder, tmpdir)) if first else None]
+    broadcast_object_list(sent, ranks[0], members)
+    folder, error = sent[0]
+    _raise_together(error if first else None, members)
+    shards: list[list[Any]] | None = None
+    try:
+        path = Path(folder, f"rank-{get_rank()}")
+        _raise_together(_caught(lambda: path.write_bytes(dump_object(results, terms)))[1], members)
+        if first:
+            paths = [Path(folder, f"rank-{rank}") for rank in ranks]
+            shards, error = _caught(lambda: [_read_file(path, terms) for path in paths])
+    finally:
+        if first:
+            shutil.rmtree(folder, ignore_errors=True)
+    _raise_together(error, members)
+    return shards
+
+
+def _make_folder(parent: str) -> str:
+    os.makedirs(parent, 0o700, exist_ok=True)
+    return tempfile.mkdtemp(prefix="scaletorch-", dir=os.path.abspath(parent))
+
+
+def _read_file(path: Path, terms: Terms) -> Any:
+    return load_object(memoryview(path.read_bytes()), terms)
+
+
+def _caught(call: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Return a call's result and None, or None and its error as text for the other ranks."""
+    try:
+        return call(), None
+    except Exception as error:  # pickling may raise anything
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _raise_together(error: str | None, members: ProcessGroup) -> None:
+    """Raise on every rank of the group if any has an error."""
+    errors = errors_of_all(error, members)
+    if errors:
+        raise StateError(f"collect_results through files failed: {'; '.join(errors)}")

@@ -110,11 +110,6 @@ class _Server:
                 os.write(fd, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
             os.close(fd)
 
-    def kill_all(self) -> None:
-        for pid in self.status_fds:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
 
 def _preload(modules: Iterable[str]) -> None:
     """Import modules, then freeze the garbage collector so that forks keep sharing their memory."""
@@ -137,5 +132,7 @@ def serve(control_fd: int, package: str) -> None:
         server.control.send({"directory": directory})
         server.run(rank_main)
     finally:
-        server.kill_all()
+        for pid in server.status_fds:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         shutil.rmtree(directory, ignore_errors=True)

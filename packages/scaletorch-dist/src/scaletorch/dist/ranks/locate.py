@@ -64,7 +64,8 @@ def locate(fn: Callable[..., Any]) -> Locator:
         )
     module = getattr(fn, "__module__", None)
     qualname = getattr(fn, "__qualname__", None)
-    if module is None or qualname is None or _is_bound(fn):
+    owner = getattr(fn, "__self__", fn)  # a built-in function is bound to its module
+    if module is None or qualname is None or not isinstance(owner, ModuleType | type(fn)):
         raise InvalidArgumentError(
             f"ranks can run a module-level function, not {fn!r}: write a function that creates "
             "the object on the rank"
@@ -96,11 +97,6 @@ def locate_name(module: str, qualname: str) -> Locator:
         )
     explains = type(getattr(source, "__loader__", None)).__module__ == PYTEST_REWRITING
     return Locator(module, path and os.path.abspath(path), qualname, is_main, explains)
-
-
-def _is_bound(fn: Callable[..., Any]) -> bool:
-    """Return whether `fn` is an object's method; a built-in function is bound to its module."""
-    return not isinstance(getattr(fn, "__self__", fn), ModuleType | type(fn))
 
 
 def rank_body(fn: Any) -> Callable[..., Any]:

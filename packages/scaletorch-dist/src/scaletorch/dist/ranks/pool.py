@@ -18,12 +18,11 @@ from types import FunctionType
 from typing import Any
 
 from ..errors import InvalidArgumentError, StateError
-from ..launchers.interfaces import LOOPBACK
+from ..launchers import LOOPBACK
 from ..startup.rendezvous import free_port
-from .collect import RankReport, collect
+from .child import own_filters
 from .locate import locate, locate_name, rank_body
-from .process import START_TIMEOUT, RankProcess, get_server, stop
-from .state import own_filters
+from .process import START_TIMEOUT, RankProcess, RankReport, collect, get_server, stop
 
 CLOSE_GRACE = 2.0  # seconds that ranks get to exit before they are killed
 # Variables of an outer launch, which would mislead a rank of the pool.
@@ -76,6 +75,7 @@ class RankPool:
         folder = tempfile.mkdtemp(dir=get_server().directory)
         self._processes: list[RankProcess] = []
         self._close = weakref.finalize(self, _close, os.getpid(), self._processes, folder)
+        environment = _environment(world_size, init, env or {})
         request = {
             "world_size": world_size,
             "backend": backend,
@@ -84,12 +84,17 @@ class RankPool:
             "threads": threads,
             "folder": os.getcwd(),
             "path": list(sys.path),
-            "environment": _environment(world_size, init, env or {}),
             "seed": seed,
         }
         try:
             for rank in range(world_size):
-                self._processes.append(_spawn(rank, request, folder))
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own = {
+                    "rank": rank,
+                    "environment": {**environment, **place},
+                    "stack_file": os.path.join(folder, f"stack-{rank}"),
+                }
+                self._processes.append(get_server().spawn({**request, **own}))
             report = RankReport("starting", world_size)
             *_, notice = collect(self._processes, report, START_TIMEOUT)[0]
         except BaseException:
@@ -219,13 +224,6 @@ def _check_world_size(world_size: int) -> None:
         raise InvalidArgumentError(
             f"the number of ranks must be an integer of at least 1, not {world_size!r}"
         )
-
-
-def _spawn(rank: int, request: dict[str, Any], folder: str) -> RankProcess:
-    environment = {**request["environment"], "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    stack_file = os.path.join(folder, f"stack-{rank}")
-    own = {"rank": rank, "environment": environment, "stack_file": stack_file}
-    return get_server().spawn({**request, **own})
 
 
 def _environment(

@@ -1,24 +1,32 @@
-"""Choose the backend of the default group, and create the group."""
+"""Choose a rank's backend and device, and create the default group.
+
+NCCL refuses two ranks on one device of one host. It trusts the host ID that a rank sets: if the IDs
+differ, messages go through sockets, and everything else works as on several devices.
+"""
 
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import warnings
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch.distributed as c10d
 
 from .. import devices
-from ..devices.probe import backend_config, require_plugin
+from ..devices import DeviceEntry
+from ..devices.current import backend_config, is_usable, require_plugin, torch_module
 from ..errors import InvalidArgumentError, StateError
-from ..launchers.environment import Placement
-from .rendezvous import Meeting
-from .store import open_store
+from ..launchers import Placement
+from .rendezvous import Meeting, open_store
 
 DEFAULT = "nccl"  # default backend of init_dist
-Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
+LIBRARIES = ("torch", "deepspeed", "colossalai")  # that can create the group
+SETTING = "SCALETORCH_SHARE_DEVICES"  # allows ranks of a launcher to share devices
+_YES = frozenset(("1", "true", "yes", "on"))
+_RANK = "{rank}"  # placeholder in the value of a variable that must differ from rank to rank
+Notice = tuple[int, str]  # level and text of a log line, written once for all ranks of a host
 
 
 def choose_backend(backend: str, *, warn: bool = True) -> str:
@@ -57,6 +65,27 @@ def check_world(config: str, rank: int, world_size: int) -> None:
             entry.check(rank, world_size)
 
 
+def create_group(
+    library: str, placement: Placement, meeting: Meeting | str, options: dict[str, Any]
+) -> None:
+    """Create the default group with one of `LIBRARIES`."""
+    try:
+        module: Any = None if library == "torch" else importlib.import_module(library)
+    except ImportError as error:
+        message = f"init_backend={library!r} needs {library}: pip install {library}"
+        raise StateError(message) from error
+    if library == "colossalai":  # it reads torchrun's variables, and adopts no existing group
+        options = {name: value for name, value in options.items() if value is not None}
+        timeout = options.pop("timeout", None)  # launch_from_torch has no timeout
+        module.launch_from_torch(**options)
+        if timeout is not None:
+            c10d.distributed_c10d._set_pg_timeout(timeout, c10d.group.WORLD)
+        return
+    _create_with_torch(placement, meeting, options)
+    if library == "deepspeed":  # it adopts an existing group
+        module.init_distributed(dist_backend=options["backend"], auto_mpi_discovery=False)
+
+
 def _create_with_torch(
     placement: Placement, meeting: Meeting | str, options: dict[str, Any]
 ) -> None:
@@ -72,36 +101,75 @@ def _create_with_torch(
     c10d.init_process_group(**options)
 
 
-def _create_with_deepspeed(
-    placement: Placement, meeting: Meeting | str, options: dict[str, Any]
-) -> None:
-    """Create the group with torch first; DeepSpeed adopts an existing group."""
-    deepspeed = _import_library("deepspeed")
-    _create_with_torch(placement, meeting, options)
-    deepspeed.init_distributed(dist_backend=options["backend"], auto_mpi_discovery=False)
+def asked_to_share(placement: Placement) -> bool:
+    """Return whether `SETTING` is on and all ranks are on one host, so that they share devices."""
+    one_host = placement.local_size in (None, placement.world_size)
+    return one_host and os.environ.get(SETTING, "").strip().lower() in _YES
 
 
-def _create_with_colossalai(
-    placement: Placement, meeting: Meeting | str, options: dict[str, Any]
-) -> None:
-    """Let ColossalAI create the group from torchrun's variables; it adopts no existing one."""
-    colossalai = _import_library("colossalai")
-    options = {name: value for name, value in options.items() if value is not None}
-    timeout = options.pop("timeout", None)  # launch_from_torch has no timeout
-    colossalai.launch_from_torch(**options)
-    if timeout is not None:
-        c10d.distributed_c10d._set_pg_timeout(timeout, c10d.group.WORLD)
+def rank_variables(
+    config: str, rank: int, ranks: int, *, share: bool
+) -> tuple[dict[str, str], Notice | None]:
+    """Return the unset variables that a rank needs before it uses its device; one rank has none."""
+    wanted: dict[str, str] = {}
+    notice = None
+    for _, name in devices.resolve_backend(config) if ranks > 1 else ():
+        entry = devices.entry_of_backend(name)
+        if entry is None or entry.device == "cpu" or not is_usable(entry.device):
+            continue
+        # A device in use would no longer read its variables.
+        if entry.variables and not torch_module(entry.device).is_initialized():
+            wanted.update(entry.variables)
+        if share and entry.sharing is not None and _count(entry) < ranks:
+            if not entry.sharing:
+                raise StateError(
+                    f"backend {entry.backend!r} takes one rank per device: {ranks} ranks, "
+                    f"{_devices(entry)}. Start fewer ranks, or take backend 'gloo'"
+                )
+            wanted |= {name: value.replace(_RANK, str(rank)) for name, value in entry.sharing}
+            text = (
+                f"{ranks} ranks share {_devices(entry)} with backend {entry.backend!r}, by sockets "
+                "of this host: good for tests, and slow"
+            )
+            notice = logging.WARNING, text
+    return {name: value for name, value in wanted.items() if name not in os.environ}, notice
 
 
-def _import_library(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise StateError(f"init_backend={name!r} needs {name}: pip install {name}") from error
+def _count(entry: DeviceEntry) -> int:
+    return int(torch_module(entry.device).device_count())
 
 
-CREATORS: dict[str, Creator] = {
-    "torch": _create_with_torch,
-    "deepspeed": _create_with_deepspeed,
-    "colossalai": _create_with_colossalai,
-}
+def _devices(entry: DeviceEntry) -> str:
+    count = _count(entry)
+    return f"{count} {entry.device} device{'s' * (count != 1)}"
+
+
+def prepare_local_rank(
+    backend: str | None, rank: int, ranks: int, *, warn: bool = True
+) -> tuple[str, Notice | None]:
+    """Choose the backend and the device of a rank in a group whose ranks are all on this host."""
+    chosen = None
+    if backend is None:
+        backend, chosen = _own_backend(ranks)
+        if chosen is None:
+            return backend, None
+    config = choose_backend(backend, warn=warn and rank == 0)
+    check_world(config, rank, ranks)
+    variables, shared = rank_variables(config, rank, ranks, share=True)
+    os.environ.update(variables)
+    devices.set_device(rank)
+    return config, shared or chosen
+
+
+def _own_backend(ranks: int) -> tuple[str, Notice | None]:
+    """Return the accelerator's backend if each rank can have a device, else gloo."""
+    entry = devices.default_entry()
+    if entry.device == "cpu":
+        return "gloo", None
+    own = devices.default_backend()
+    numbers = f"{ranks} ranks, {_devices(entry)}"
+    if _count(entry) >= ranks:
+        return own, (logging.INFO, f"{numbers}: backend {own!r}")
+    hint = f"; backend={own!r} lets ranks share devices" if entry.sharing else ""
+    text = f"{numbers}: backend 'gloo', through the host's memory{hint}"
+    return "gloo", (logging.WARNING, text)

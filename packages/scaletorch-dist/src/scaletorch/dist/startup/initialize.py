@@ -17,20 +17,26 @@ from torch.distributed import ProcessGroup
 
 from .. import devices
 from ..errors import InvalidArgumentError, StateError
-from ..launchers.environment import (
+from ..launchers import (
     LAUNCHERS,
     Placement,
+    gloo_interface,
     infer_launcher,
     read_placement,
     refuse_batch_script_of_many,
     remember_launcher,
 )
-from ..launchers.interfaces import gloo_interface
-from ..world.hosts import get_local_rank, wait_for_connections
-from ..world.info import expect_one_process, forget_nodes
-from .creators import CREATORS, DEFAULT, choose_backend
-from .rendezvous import Meeting, agent_holds_store, find_meeting
-from .sharing import Notice, asked_to_share, rank_variables
+from ..world.info import expect_one_process, get_local_rank, wait_for_connections
+from .creators import (
+    DEFAULT,
+    LIBRARIES,
+    Notice,
+    asked_to_share,
+    choose_backend,
+    create_group,
+    rank_variables,
+)
+from .rendezvous import Meeting, find_meeting
 
 logger = logging.getLogger(__package__)
 
@@ -75,7 +81,7 @@ def init_dist(
         >>> init_dist("pytorch", backend="nccl", timeout=600)
     """
     _check_choice("launcher", launcher, (*LAUNCHERS, "none", None))
-    _check_choice("init_backend", init_backend, tuple(CREATORS))
+    _check_choice("init_backend", init_backend, LIBRARIES)
     options = {"timeout": _timedelta(timeout), **kwargs}
     if c10d.is_initialized():
         if _group is not None and _group() is c10d.group.WORLD:
@@ -88,10 +94,10 @@ def init_dist(
         refuse_batch_script_of_many()
         return
     placement = read_placement(launcher)
-    meeting = _find_meeting(placement, port, init_method)
+    meeting = find_meeting(placement, port, init_method)
     warns = 0 in (placement.rank, placement.local_rank)  # one rank per machine
     options["backend"] = choose_backend(backend, warn=warns)
-    notice = _create_group(placement, meeting, init_backend, init_method, options)
+    notice = _create_group(placement, meeting, init_backend, options)
     if notice is not None and placement.rank == 0:
         logger.log(*notice)
     _remember(ours=True)
@@ -101,11 +107,7 @@ def init_dist(
 
 
 def _create_group(
-    placement: Placement,
-    meeting: Meeting | None,
-    init_backend: str,
-    init_method: str | None,
-    options: dict[str, Any],
+    placement: Placement, meeting: Meeting | str, init_backend: str, options: dict[str, Any]
 ) -> Notice | None:
     """Set the environment variables and create the default group; undo them on failure."""
     place, share = (placement.rank, placement.world_size), asked_to_share(placement)
@@ -114,7 +116,7 @@ def _create_group(
     try:
         if placement.local_rank is not None:
             devices.set_device(placement.local_rank)
-        CREATORS[init_backend](placement, meeting or init_method or "env://", options)
+        create_group(init_backend, placement, meeting, options)
     except BaseException:
         _restore_environment()
         raise
@@ -130,7 +132,6 @@ def cleanup_dist() -> None:
     """
     global _group, _ours
     ours = _ours and _group is not None and _group() is c10d.group.WORLD
-    forget_nodes()
     if ours and c10d.is_initialized():
         _release_references()
         c10d.destroy_process_group()
@@ -177,21 +178,7 @@ def _remember(ours: bool) -> None:
     _ours = ours
 
 
-def _find_meeting(
-    placement: Placement, port: int | None, init_method: str | None
-) -> Meeting | None:
-    """Return the address of rank 0's store, or None if torch uses `init_method`."""
-    if init_method in (None, "env://"):
-        return find_meeting(placement, port)
-    if agent_holds_store() and init_method.startswith("tcp://"):
-        raise InvalidArgumentError(
-            f"init_method {init_method!r} hangs under torchrun, whose agent holds the store so "
-            "that no rank opens one: leave init_method out"
-        )
-    return None
-
-
-def _export(placement: Placement, meeting: Meeting | None, more: Mapping[str, str]) -> None:
+def _export(placement: Placement, meeting: Meeting | str, more: Mapping[str, str]) -> None:
     """Set `more` and torchrun's variables, which other libraries may read later."""
     values: dict[str, object] = {
         **more,
@@ -201,7 +188,7 @@ def _export(placement: Placement, meeting: Meeting | None, more: Mapping[str, st
         "LOCAL_WORLD_SIZE": placement.local_size,
     }
     address = os.environ.get("MASTER_ADDR", "")
-    if meeting is not None:
+    if not isinstance(meeting, str):
         address = meeting.address
         values |= {"MASTER_ADDR": meeting.address, "MASTER_PORT": meeting.port}
     if address and "GLOO_SOCKET_IFNAME" not in os.environ:

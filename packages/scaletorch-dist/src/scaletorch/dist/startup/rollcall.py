@@ -172,7 +172,13 @@ def _knock(store: Store, me: Caller, deadline: float, shared: bool) -> str:
         if store.check([key]):
             return True
         if not shared and store.check([_COMPLETE]):
-            _refuse_latecomer(store.get(_COMPLETE).decode(), me)
+            name = store.get(_COMPLETE).decode()
+            if name == _last_start:  # rank 0 is about to close this store and open the next one
+                raise StoreClosedError(name)
+            raise StateError(
+                f"another process has already joined as rank {me.rank}, and all ranks are there: "
+                "two programs share this MASTER_PORT, or two processes were given one RANK"
+            )
         return False
 
     if not _wait(answered, deadline, me.world_size):
@@ -181,15 +187,6 @@ def _knock(store: Store, me: Caller, deadline: float, shared: bool) -> str:
             "called init_dist, or it has failed; see what it printed"
         )
     return store.get(key).decode()
-
-
-def _refuse_latecomer(name: str, me: Caller) -> None:
-    if name == _last_start:  # rank 0 is about to close this store and open the next one
-        raise StoreClosedError(name)
-    raise StateError(
-        f"another process has already joined as rank {me.rank}, and all ranks are there: two "
-        "programs share this MASTER_PORT, or two processes were given one RANK"
-    )
 
 
 def _drain(store: Store, key: str) -> Iterator[str]:

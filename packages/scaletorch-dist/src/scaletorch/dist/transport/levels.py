@@ -21,13 +21,10 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..wire import port
-from ..wire.backend import Route, process_group, route
-from ..wire.recipes import Recipe, recipe_for
-from ..wire.sums import as_one, even_counts
+from ..wire.backend import Route, as_noted, last_note, process_group, route
+from ..wire.recipes import Recipe, as_one, even_counts, recipe_for
 from ..wire.work import Work
-from ..world.hosts import ranks_by_node
-from ..world.info import get_timeout, group_ranks, info_of
+from ..world.info import get_timeout, group_ranks, info_of, ranks_by_node
 from .ways import Done, T, Way, arrived, way_of
 
 Stage = tuple[int, Callable[[bool], Any]]  # a column, and the call that takes `async_op`
@@ -41,7 +38,7 @@ class Task:
 
     def __init__(self, way: LevelsWay, stages: Sequence[Stage]) -> None:
         self._way, self._stages = way, deque(stages)
-        self._note = port.last_note()
+        self._note = last_note()
         self._work: Work[Any] | None = None
         self.column = -1  # of the running stage; OVER if none is left
         self._error: Exception | None = None
@@ -58,7 +55,7 @@ class Task:
                 if following > before:
                     return
                 if self._stages:
-                    self._work = port.as_noted(self._note, self._stages.popleft()[1])
+                    self._work = as_noted(self._note, self._stages.popleft()[1])
                 self.column = following
             except Exception as error:
                 self._error, self.column = error, OVER
@@ -104,22 +101,14 @@ class LevelsWay(Way):
         counts = even_counts(flat.numel(), len(self.order))
         own = flat.split(counts)[self.inside.rank()]
         alike = recipe_for(recipe.run, flat.dtype)  # the buffer is packed already
-
-        def inside(later: bool) -> object:
-            way = way_of(flat, self.inside)
-            return way.reduce_scatter(flat, counts, alike, own.copy_, later)
-
-        def across(later: bool) -> object:
-            if not own.numel():
-                return None
-            way = way_of(own, self.across)
-            call = way.reduce_here if self.across.size() == 2 else way.all_reduce
-            return call(own, alike, own.copy_, later)
-
-        def back(later: bool) -> object:
-            return way_of(flat, self.back).gather_flat(flat, counts, arrived, later)
-
-        stages = [(INSIDE, inside), (ACROSS, across), (BACK, back)]
+        reduce = "reduce_here" if self.across.size() == 2 else "all_reduce"
+        stages = [
+            self._stage(INSIDE, "reduce_scatter", flat, counts, alike, own.copy_),
+            self._stage(ACROSS, reduce, own, alike, own.copy_),
+            self._stage(BACK, "gather_flat", flat, counts, arrived),
+        ]
+        if not own.numel():  # as on the other ranks of this column
+            del stages[ACROSS]
         return self._make(stages, partial(done, buffer), async_op)
 
     def reduce_scatter(
@@ -133,18 +122,14 @@ class LevelsWay(Way):
         own = [entry.numel() for entry in by_place[self.inside.rank()]]
         found: list[Tensor] = []
 
-        def inside(later: bool) -> object:
-            way = way_of(joined, self.inside)
-            return way.reduce_scatter(joined, sizes, recipe, found.append, later)
-
         def across(later: bool) -> object:
             mine = found.pop()
             alike = recipe_for(recipe.run, mine.dtype)
             way = way_of(mine, self.across)
             return way.reduce_scatter(mine, own, alike, found.append, later)
 
-        stages = [(INSIDE, inside), (ACROSS, across)]
-        return self._make(stages, lambda: done(found.pop()), async_op)
+        inside = self._stage(INSIDE, "reduce_scatter", joined, sizes, recipe, found.append)
+        return self._make([inside, (ACROSS, across)], lambda: done(found.pop()), async_op)
 
     fold_scatter = reduce_scatter  # it adds 16-bit floats in float32 at both levels
 
@@ -167,13 +152,6 @@ class LevelsWay(Way):
         own = column.split(by_place[place])[self.across.rank()]
         own.copy_(shards[self.group.rank()])
 
-        def across(later: bool) -> object:
-            way = way_of(column, self.across)
-            return way.gather_flat(column, by_place[place], arrived, later)
-
-        def back(later: bool) -> object:
-            return way_of(joined, self.back).gather_flat(joined, sizes, arrived, later)
-
         def finish() -> T:
             ordered = [shards[rank] for ranks in self.order for rank in ranks]
             came = joined.split([shard.numel() for shard in ordered])
@@ -181,7 +159,11 @@ class LevelsWay(Way):
                 shard.copy_(values)
             return done(data)
 
-        return self._make([(ACROSS, across), (BACK, back)], finish, async_op)
+        stages = [
+            self._stage(ACROSS, "gather_flat", column, by_place[place], arrived),
+            self._stage(BACK, "gather_flat", joined, sizes, arrived),
+        ]
+        return self._make(stages, finish, async_op)
 
     def advance(self, until: Task | None = None) -> None:
         """Start the stages of all calls that have become ready; run those of `until` to the end."""
@@ -195,6 +177,11 @@ class LevelsWay(Way):
             if until is None or until.column == OVER:
                 return
             self._tasks[0].advance(OVER, wait=True)
+
+    def _stage(self, column: int, call: str, data: Tensor, *arguments: Any) -> Stage:
+        """Return a stage that makes a call of `Way` on this column's group."""
+        group = (self.inside, self.across, self.back)[column]
+        return column, lambda later: getattr(way_of(data, group), call)(data, *arguments, later)
 
     def _make(
         self, stages: Sequence[Stage], finish: Callable[[], T], async_op: bool
@@ -231,16 +218,18 @@ def use_hierarchy(group: ProcessGroup | None = None) -> bool:
     members = process_group(group)
     if members is None:
         return False
-    info = info_of(members)
-    if members.size() < 4 or info.levels is not None:
-        return info.levels is not None
+    ways = info_of(members).ways
+    if isinstance(ways.get("cpu"), LevelsWay):
+        return True
+    if members.size() < 4:
+        return False
     nodes, found = ranks_by_node(members), route(torch.empty(0), members)
     sizes = {len(node) for node in nodes}
     if len(nodes) == 1 or len(sizes) > 1 or sizes == {1} or found.backend != "gloo":
         return False
     order = tuple(tuple(sorted(ranks)) for ranks in zip(*nodes, strict=True))
     mine = next(node for node in nodes if members.rank() in node)
-    info.levels = LevelsWay(members, found, order, mine)
+    ways["cpu"] = LevelsWay(members, found, order, mine)
     return True
 
 

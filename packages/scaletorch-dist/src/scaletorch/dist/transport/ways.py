@@ -27,38 +27,24 @@ from ..wire.backend import (
     movable,
     raw_all_reduce,
     raw_broadcast,
-    raw_gather,
-    raw_reduce,
-    raw_scatter,
     reduce_scatter_single,
     route,
 )
-from ..wire.recipes import Recipe
-from ..wire.sums import fold
+from ..wire.recipes import Recipe, fold
 from ..wire.work import Work, settled
 from ..world.info import group_ranks, info_of, infos
 
 T = TypeVar("T")
 Done = Callable[[Tensor], T]
-Entries = Sequence[Tensor] | None  # one tensor per rank on the source rank, else None
 
 
 def way_of(data: Tensor, group: ProcessGroup) -> Way:
     """Return the `Way` for a tensor on the group's device."""
+    device = "cpu" if data.is_cpu else data.device.type
     try:
-        info = infos[group]
+        return infos[group].ways[device]  # type: ignore[no-any-return]
     except KeyError:
-        info = info_of(group)
-    if not data.is_cpu:
-        device = data.device.type
-    elif info.levels is not None:
-        return info.levels  # type: ignore[no-any-return]
-    else:
-        device = "cpu"
-    try:
-        return info.ways[device]  # type: ignore[no-any-return]
-    except KeyError:
-        found = info.ways[device] = Way(group, route(data, group))
+        found = info_of(group).ways[device] = Way(group, route(data, group))
         return found
 
 
@@ -96,15 +82,6 @@ class Way:
         handle = raw_all_reduce(buffer, recipe.raw, self._known(), async_op)
         return Work((handle,), partial(done, buffer)) if async_op else done(buffer)
 
-    def reduce(
-        self, buffer: Tensor, dst: int, recipe: Recipe, done: Done[T], async_op: bool
-    ) -> T | Work[T]:
-        """Reduce a tensor to global rank `dst`; on other ranks the values are undefined."""
-        if self.lacks(recipe, buffer):
-            return self.reduce_here(buffer, recipe, done, async_op)
-        handle = raw_reduce(as_real(buffer), dst, recipe.raw, self.group, async_op)
-        return settled((handle,), partial(done, buffer), async_op)
-
     def reduce_scatter(
         self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
@@ -127,7 +104,11 @@ class Way:
     ) -> T | Work[T]:
         """Reduce-scatter: exchange shards and add them in rank order, 16-bit floats in float32."""
         length = counts[self.group.rank()]
-        finish = partial(_reduced, size=len(counts), recipe=recipe, done=done)
+
+        def finish(received: Tensor) -> T:
+            packed = recipe.pack(received)
+            return done(fold(packed.view(len(counts), packed.numel() // len(counts)), recipe.run))
+
         return self.exchange(data, counts, [length] * len(counts), finish, async_op)
 
     def all_gather(self, data: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
@@ -153,37 +134,6 @@ class Way:
         filled = [(rank, one) for rank, one in zip(ranks, shards, strict=True) if one.numel()]
         handles = [raw_broadcast(movable(one), rank, group, async_op) for rank, one in filled]
         return settled(handles, partial(done, data), async_op)
-
-    def gather(self, data: Tensor, dst: int, done: Done[T], async_op: bool) -> T | Work[T]:
-        """Gather all ranks' tensors on global rank `dst`, into the rows of a new tensor."""
-        if "gather" in self.route.lacks:
-            return self.all_gather(data, done, async_op)
-        group = self.group
-        mine = group_ranks(group)[group.rank()] == dst
-        rows = data.new_empty((group.size() if mine else 0, *data.shape))
-        entries = [movable(row) for row in rows.unbind(0)] if mine else None
-        handle = raw_gather(movable(data), entries, dst, group, async_op)
-        return settled((handle,), partial(done, rows), async_op, keep=data)
-
-    def broadcast(self, buffer: Tensor, src: int, done: Done[T], async_op: bool) -> T | Work[T]:
-        """Fill a tensor with the one of global rank `src`."""
-        handle = raw_broadcast(movable(buffer), src, self.group, async_op)
-        return settled((handle,), partial(done, buffer), async_op)
-
-    def scatter(
-        self, buffer: Tensor, entries: Entries, src: int, done: Done[T], async_op: bool
-    ) -> T | Work[T]:
-        """Fill a tensor with this rank's entry of the list of global rank `src`."""
-        raw = None if entries is None else [movable(entry) for entry in entries]
-        handle = raw_scatter(movable(buffer), raw, src, self.group, async_op)
-        return settled((handle,), partial(done, buffer), async_op, keep=entries)
-
-    def all_to_all(self, sent: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
-        """Split a tensor evenly in memory, send block i to rank i, and receive one from each."""
-        received = sent.new_empty(sent.shape)
-        ends = movable(received), movable(sent)
-        handle = all_to_all_single(*ends, None, None, self.group, async_op)
-        return settled((handle,), partial(done, received), async_op, keep=sent)
 
     def exchange(
         self,
@@ -217,8 +167,3 @@ class Way:
             return done(fold(like.view(size, -1), recipe.run))
 
         return settled((handle,), finish, async_op, keep=flat)
-
-
-def _reduced(received: Tensor, size: int, recipe: Recipe, done: Done[T]) -> T:
-    packed = recipe.pack(received)
-    return done(fold(packed.view(size, packed.numel() // size), recipe.run))

@@ -19,7 +19,7 @@ from ..devices import entry_of_backend
 from ..errors import InvalidArgumentError, MismatchError, NotInGroupError
 from ..members import name_ranks
 from ..world.info import group_ranks
-from . import port
+from . import backend
 from .backend import digest_of, gather_ints, gather_texts, process_group, route
 
 VARIABLE = "SCALETORCH_DIST_CHECK"
@@ -49,7 +49,7 @@ def __rank_state__() -> object:
 
 def checking() -> bool:
     """Return whether calls must be described: the comparison is on, or a guard is installed."""
-    return port.guard is not None or comparing()
+    return backend.guard is not None or comparing()
 
 
 def comparing() -> bool:
@@ -62,8 +62,8 @@ def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
 
     Facts are tensors, whose shapes and dtypes are compared, and other values that must agree.
     """
-    if port.guard is not None:
-        port.record(group, call, facts)
+    if backend.guard is not None:
+        backend.record(group, call, facts)
         if not comparing():
             return
     difference = differing_texts(describe(call, *facts, f"{group.size()} ranks"), group)
@@ -188,11 +188,11 @@ def check_tag(tag: Any, data: Tensor, group: ProcessGroup) -> None:
     if not isinstance(tag, int) or tag < 0:
         raise InvalidArgumentError(f"tag must be a number of at least 0, got {tag!r}")
     if tag:
-        backend = route(data, group).backend
-        entry = entry_of_backend(backend)
+        name = route(data, group).backend
+        entry = entry_of_backend(name)
         if entry is not None and not entry.tags:
             raise InvalidArgumentError(
-                f"tag={tag}: {backend} has no tags, it matches the messages between two ranks in "
+                f"tag={tag}: {name} has no tags, it matches the messages between two ranks in "
                 "the order of sending; leave tag=0 and receive in that order, or send each kind of "
                 "message by a group of its own"
             )

@@ -8,7 +8,7 @@ max (backends alone keep or lose it, depending on the rank that has it).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -43,6 +43,15 @@ WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: to
 # Bools as 0 and 1: a sum is "any", a product "all", and so the truncated mean is "all" too.
 _BOOL = {"sum": "max", "mean": "min", "product": "min", "min": "min", "max": "max",
          "band": "min", "bor": "max", "bxor": "bxor"}  # fmt: skip
+STEPS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
 
 
 def op_name(op: Op) -> str:
@@ -107,7 +116,12 @@ def recipe_for(op: Op, dtype: torch.dtype, taken: bool = True) -> Recipe:
         return _float_recipe(name, dtype, taken)
     if name == "mean":
         pack = partial(_to, dtype=torch.int64)
-        return _make(name, "sum", pack=pack, unpack=_truncated_mean)
+        return _make(
+            name,
+            "sum",
+            pack=pack,
+            unpack=lambda total, size: total.div_(size, rounding_mode="trunc"),
+        )
     wide = WIDENED.get(dtype)
     widen: Pack = _keep if wide is None else partial(_to, dtype=wide)
     return _make(name, name, pack=widen)
@@ -117,26 +131,20 @@ def _float_recipe(name: str, dtype: torch.dtype, taken: bool) -> Recipe:
     if name == "mean":
         # A sum in float16 may overflow even if the mean does not.
         pack = partial(_to, dtype=torch.float32) if dtype == torch.float16 else _keep
-        return _make(name, "sum", pack=pack, unpack=_mean)
+        return _make(name, "sum", pack=pack, unpack=lambda total, size: total.div_(size))
     if name == "product" and dtype == torch.bfloat16:  # HCCL has no such product
         return _make(name, name, pack=partial(_to, dtype=torch.float32))
     if name in ("min", "max") and taken:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         pack = partial(_to_keys, wide=wide, greatest=name == "max")
-        return _make(name, name, pack=pack, unpack=partial(_from_keys, wide=wide))
+        return _make(
+            name, name, pack=pack, unpack=lambda keys, size: _flip_negative(keys).view(wide)
+        )
     return _make(name, name)
 
 
 def _to(data: Tensor, dtype: torch.dtype) -> Tensor:
     return data.to(dtype)
-
-
-def _mean(total: Tensor, size: int) -> Tensor:
-    return total.div_(size)
-
-
-def _truncated_mean(total: Tensor, size: int) -> Tensor:
-    return total.div_(size, rounding_mode="trunc")
 
 
 def _to_keys(data: Tensor, wide: torch.dtype, greatest: bool) -> Tensor:
@@ -147,11 +155,43 @@ def _to_keys(data: Tensor, wide: torch.dtype, greatest: bool) -> Tensor:
     return keys.masked_fill_(data.isnan(), limits.max if greatest else limits.min)
 
 
-def _from_keys(keys: Tensor, size: int, wide: torch.dtype) -> Tensor:
-    return _flip_negative(keys).view(wide)
-
-
 def _flip_negative(bits: Tensor) -> Tensor:
     """Flip all bits but the sign of negative numbers; the function is its own inverse."""
     limits = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+
+
+def even_counts(elements: int, ranks: int) -> list[int]:
+    """Split `elements` evenly; return the lengths of the shards; the last may be shorter."""
+    share = -(-elements // ranks)
+    return [max(min(share, elements - share * rank), 0) for rank in range(ranks)]
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which to sum: float32 for 16-bit floats, else the given one."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def fold(blocks: Tensor | Sequence[Tensor], run: str) -> Tensor:
+    """Reduce packed blocks in order by a recipe's operation, 16-bit floats in float32."""
+    step, given = STEPS[run], blocks[0].dtype
+    dtype = sum_dtype(given)
+    total = blocks[0].to(dtype, copy=len(blocks) == 1)
+    if len(blocks) > 1:  # the result needs new memory, unless the conversion took it
+        total = step(total, blocks[1], out=None if dtype is given else total)
+    for block in blocks[2:]:
+        step(total, block, out=total)
+    return total
+
+
+def as_one(entries: Sequence[Tensor]) -> Tensor:
+    """Return flat tensors joined, for reading; those adjacent in one storage are not copied."""
+    filled = [entry for entry in entries if entry.numel()]
+    if not filled:
+        return entries[0]
+    memory, end = filled[0].untyped_storage().data_ptr(), filled[0].data_ptr()
+    for entry in filled:
+        if entry.data_ptr() != end or entry.untyped_storage().data_ptr() != memory:
+            return torch.cat(filled)
+        end += entry.nbytes
+    return filled[0].as_strided((sum(entry.numel() for entry in filled),), (1,))

@@ -1,14 +1,23 @@
-"""The environment variables in which each launcher gives a process its rank and world size."""
+"""A process's launcher and rank, from environment variables, and its network interface for gloo.
+
+By default gloo resolves the host's own name.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
+import socket
+import struct
+import sys
 from dataclasses import dataclass
 
-from ..errors import StateError
+from .errors import StateError
 
 LAUNCHERS = ("pytorch", "slurm", "mpi")
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # gloo on it accepts only this machine
+_GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,34 +35,16 @@ class LauncherEnvironment:
 # Tried in this order: torchrun may run inside mpirun or srun, and mpirun inside a Slurm allocation;
 # the outer launcher's variables then describe other processes.
 ENVIRONMENTS = (
-    LauncherEnvironment(
-        "torchrun", "pytorch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    ),
-    LauncherEnvironment(
-        "mpirun of Open MPI",
-        "mpi",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    LauncherEnvironment(
-        "mpirun of MPICH (Hydra)",
-        "mpi",
-        "PMI_RANK",
-        "PMI_SIZE",
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
-    ),
-    LauncherEnvironment(
-        "srun",
-        "slurm",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",
-    ),
-)
+    LauncherEnvironment("torchrun", "pytorch",
+                        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    LauncherEnvironment("mpirun of Open MPI", "mpi",
+                        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    LauncherEnvironment("mpirun of MPICH (Hydra)", "mpi",
+                        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    LauncherEnvironment("srun", "slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+                        "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,17 +180,69 @@ def _optional_number(name: str) -> int | None:
 def _local_size(environment: LauncherEnvironment) -> int | None:
     if environment.launcher != "slurm":
         return _optional_number(environment.local_size)
-    sizes = expand_tasks_per_node(os.environ.get(environment.local_size, ""))
+    # Slurm's short form: "2(x3),1" for 2, 2, 2, 1.
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get(environment.local_size, ""))
+    sizes = [int(count) for count, times in runs for _ in range(int(times or 1))]
     node = _optional_number("SLURM_NODEID") or 0
     return sizes[node] if node < len(sizes) else None
 
 
-def expand_tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks on each node from Slurm's short form.
+def is_loopback(address: str) -> bool:
+    """Return whether an address is loopback by its text alone, without name resolution.
 
-    Example:
-        >>> expand_tasks_per_node("2(x3),1")
-        [2, 2, 2, 1]
+    A host's own name does not count: it often resolves to loopback on that host only.
     """
-    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in runs for _ in range(int(times or 1))]
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def gloo_interface(address: str, one_machine: bool) -> str | None:
+    """Return the interface to set for gloo, given rank 0's address, or None if its default works.
+
+    By default gloo uses the address to which this host's name resolves. If that is loopback or does
+    not exist (a container, Debian's 127.0.1.1), ranks of other machines could not connect.
+    """
+    if one_machine or is_loopback(address):
+        return LOOPBACK.get(sys.platform)
+    if _name_leads_elsewhere():
+        return None
+    own = own_address(address)
+    if is_loopback(own):  # on rank 0, whose own name resolves to loopback
+        own = own_address()
+    names = [name for _, name in socket.if_nameindex()] if sys.platform == "linux" else []
+    return next((name for name in names if _address_of(name) == own), None)
+
+
+def own_address(towards: str = "192.0.2.1") -> str:
+    """Return this machine's address on the route to another one; nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))
+            return str(probe.getsockname()[0])
+    except OSError:  # no such name or route: connecting to the store will report it
+        return "127.0.0.1"
+
+
+def _name_leads_elsewhere() -> bool:
+    """Return whether this host's own name resolves to an address that other hosts can use."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        return False
+    return not is_loopback(str(found[0][4][0]))
+
+
+def _address_of(interface: str) -> str:
+    import fcntl  # only reached on Linux
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer = fcntl.ioctl(probe, _GET_ADDRESS, request)
+        except OSError:  # an interface without an address
+            return ""
+    return socket.inet_ntoa(answer[20:24])

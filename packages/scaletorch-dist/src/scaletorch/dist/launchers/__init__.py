@@ -1,1 +1,0 @@
-"""Read a process's launcher, rank and network interface from its environment."""
