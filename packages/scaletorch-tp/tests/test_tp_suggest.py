@@ -293,7 +293,8 @@ def test_a_model_without_a_plan_is_divided_by_the_suggested_one(tp_size):
 
 
 def test_a_model_that_takes_no_ids_is_refused():
-    with pytest.raises(InvalidArgumentError, match=r"plan=suggest_plan\(model, example\)"):
+    words = r"plan=suggest_plan\(model, example\).*; a forward of guessed inputs raised RuntimeErr"
+    with pytest.raises(InvalidArgumentError, match=words):
         apply_tensor_parallel(Gated())
 
 

@@ -31,7 +31,8 @@ from ..regions.region import in_region
 from ..regions.sequence_shares import SequenceShares, argument_names
 from ..regions.surround import Surrounded, own_class, surround
 from ..styles import PerHead, Placed, Stacked
-from .base import Group, Options, TensorParallelLayer
+from .base import Group, Memo, TensorParallelLayer
+from .linear import row_options
 
 _SET = ("group", "tp_size", "tp_rank", "cut", "shard_sizes", "shard_dims")  # by `convert`
 # Substrings of the names of attributes that hold the width of experts.
@@ -48,16 +49,12 @@ class OwnParameters(TensorParallelLayer, Surrounded):
     own_style: PerHead | Placed | Stacked
 
     @classmethod
-    def _taken(
-        cls, module: nn.Module, group: Group, options: Options, *, even: bool
-    ) -> tuple[Any, int]:
-        """Add this mixin to a module's class; return the module and the divided length."""
-        style: PerHead | Placed | Stacked = options["own_style"]
-        cls._refuse(style.misfit(module))
-        length = style.length(module)
-        cls._require_shares(length, group)
-        vars(module)["shard_dims"] = style.dims
-        return surround(module, cls, group), length
+    def convert(cls, module: nn.Module, group: Group, memo: Memo, cut: Cut, **options: Any) -> Self:
+        """Add this mixin to the class of a module, which fits, and shard its parameters."""
+        vars(module)["shard_dims"] = options["own_style"].dims
+        layer: Any = surround(module, cls, group)
+        layer._shard(group, memo, options, cut)
+        return layer  # type: ignore[no-any-return]
 
     def cut_of(self, name: str) -> Cut:
         """Return the cut of the parameter `name` along its shard dim."""
@@ -166,6 +163,12 @@ class Bounded(AtBoundary, OwnParameters):
     """A module with a `Boundary` whose own parameters are sharded."""
 
     sharded_size = "shards"
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become one, or None if it can."""
+        return row_options(module) or super().misfit(module)
+
     options: ClassVar[dict[str, Any]] = {
         "own_style": None, "_boundary": None, "_where": "", "_seen": None,
     }  # fmt: skip
@@ -188,11 +191,6 @@ class ParallelExperts(OwnParameters):
     sharded_size = "width"
 
     own_style: Stacked
-
-    @classmethod
-    def misfit(cls, module: nn.Module) -> str | None:
-        """Return why `module` cannot become one with any style, or None if it can."""
-        return None
 
     @classmethod
     def convert(cls, module: nn.Module, *where: Any, **options: Any) -> Self:

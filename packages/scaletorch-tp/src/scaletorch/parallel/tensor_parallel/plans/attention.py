@@ -10,6 +10,7 @@ from torch import nn
 from ...placement import Cut, ModelView, fuse, modules_within, shard_sizes, share_cut
 from ..layers.base import TensorParallelLayer
 from ..layers.multihead import ParallelMultiheadAttention
+from ..layers.own_parameters import Bounded
 from ..regions.surround import own_class
 from .plan import Matches, children_of
 
@@ -36,6 +37,7 @@ class Attention:
     key_value: int  # number of key/value heads
     lengths: Mapping[nn.Module, tuple[int, ...]]  # divided lengths of packed projections
     gated: bool = False  # one projection is a gate with one feature for each query head
+    per_head: tuple[nn.Module, ...] = ()  # children with one element for each query head
 
     def cuts(self, tp_size: int) -> dict[nn.Module, Cut]:
         """Return the cut of each projection, and of the module's own per-head parameters."""
@@ -51,7 +53,7 @@ class Attention:
             return heads.times(self.head_dim * max(1, count // self.query))
 
         cuts = {layer: fuse([*map(cut, lengths)]) for layer, lengths in self.lengths.items()}
-        return {**cuts, self.module: query}
+        return {**cuts, **dict.fromkeys((self.module, *self.per_head), query)}
 
     def share(self, attribute: str, value: int, tp_size: int) -> tuple[int, ...] | None:
         """Return each rank's value of an integer attribute, or None if it counts no heads."""
@@ -163,7 +165,8 @@ def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) 
         ends = {match.module: match.lengths for match in rows}
         number = int(vars(module)["num_heads"])
         return Attention(name, module, int(vars(module)["head_dim"]), number, number, ends)
-    if len(rows) != 1 or not columns or len(layers) > 1 + len(columns):
+    bounded = [match for match in layers if match.becomes(Bounded)]
+    if len(rows) != 1 or not columns or len(layers) > 1 + len(columns) + len(bounded):
         return None
     total = sum(rows[0].lengths)
     sizes = [length for match in columns for length in match.lengths]
@@ -185,4 +188,5 @@ def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) 
     # All others are keys or values, or queries (possibly several vectors for each head).
     if query % key_value or any(c != key_value and c % query for c in counts):
         return None
-    return Attention(name, module, length, query, key_value, lengths, gated)
+    per_head = tuple(match.module for match in bounded if match.lengths == (query,))
+    return Attention(name, module, length, query, key_value, lengths, gated, per_head)

@@ -26,7 +26,6 @@ from ...placement import (
 from ..layers.base import TensorParallelLayer
 from ..layers.linear import (
     ColumnParallelConv1D,
-    ColumnParallelEmbedding,
     ColumnParallelLinear,
     RowParallelConv1D,
     RowParallelLinear,
@@ -71,7 +70,6 @@ STYLES: Mapping[str, Boundary] = {
 _LAYERS: Mapping[str, tuple[type[TensorParallelLayer], ...]] = {
     "column": (ColumnParallelLinear, ColumnParallelConv1D),
     "column_gather": (ColumnParallelLinear, ColumnParallelConv1D),
-    "column_embedding": (ColumnParallelEmbedding,),
     "row": (RowParallelLinear, RowParallelConv1D),
     "row_split": (RowParallelLinear, RowParallelConv1D),
     "vocab": (VocabParallelEmbedding, ScaledVocabParallelEmbedding),
@@ -158,6 +156,10 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     if isinstance(style, Boundary):
         return _at_boundary(match, name, module, style)
     named = style.style if isinstance(style, Fused) else style
+    if named == "column_embedding":
+        if type(module) is not nn.Embedding:
+            return match(misfit=f"it is a {type(module).__name__}, not an Embedding itself")
+        return _at_boundary(match, name, module, STYLES[named])
     if named not in _LAYERS:
         return match(mixin=_MIXINS.get(named))
     layers, boundary = _LAYERS[named], STYLES[named]
@@ -181,11 +183,10 @@ def _as_layer(
     named = boundary.inputs
     inputs = next(iter(named.values()), Invariant()) if isinstance(named, Mapping) else named
     (arrives, needed), (computed, returns) = ends(inputs), ends(boundary.outputs or Varying())
-    ids = layer.plain_class is nn.Embedding  # which are not converted
     columns, rows = "gather_output" in layer.options, "input_is_parallel" in layer.options
     inside = ends(usual.inputs)[1], ends(usual.outputs)[0]  # type: ignore[arg-type]
-    fits = (inside[0] if ids else needed, computed) == inside
-    if not (ids or columns or rows):
+    fits = (needed, computed) == inside
+    if not (columns or rows or layer.plain_class is nn.Embedding):
         fits = (inputs, boundary.outputs) == (usual.inputs, usual.outputs)
     misfit = layer.misfit(module)
     if misfit is None and type(module) is NonDynamicallyQuantizableLinear:
@@ -202,11 +203,10 @@ def _as_layer(
         misfit = "every rank would add its bias to a Partial() output; let it return the sum"
     options: dict[str, Any] = {}
     if columns:
-        overlaps = not ids and arrives == Invariant()
-        options = {"async_all_reduce": overlaps, "gather_output": returns != computed}
+        options = {"async_all_reduce": arrives == Invariant(), "gather_output": returns != computed}
     elif rows:
         options = {"input_is_parallel": arrives == needed}
-    if arrives != Invariant() and not ids and not options.get("input_is_parallel"):
+    if arrives != Invariant() and not options.get("input_is_parallel"):
         options["arrives"] = arrives
     if returns != Invariant() and not (columns and returns == computed):
         options["returns"] = returns
@@ -229,7 +229,7 @@ def _at_boundary(
             known.append({n: d for n, d in layer.shard_dims.items() if n in held})
             if known[-1] == own.dims:
                 return _as_layer(match, module, layer, boundary, STYLES[style])
-    if known:
+    if known and not isinstance(module, nn.Embedding):
         return match(misfit=f"it can be sharded along {known}, and its boundary says {own.dims}")
     if not own.dims:
         return match(mixin=AtBoundary, options=settings, misfit=own.misfit(module))

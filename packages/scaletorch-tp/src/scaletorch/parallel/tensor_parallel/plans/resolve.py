@@ -19,7 +19,7 @@ from ..regions.region import Region
 from ..regions.surround import cannot_surround
 from ..styles import Divide
 from .attention import Attention, find_attentions, find_whole, has_heads
-from .own_plans import find_own_plan, find_torch_layers
+from .own_plans import find_own_plan
 from .plan import SEQUENCE_WHOLE, Match, Matches, Plan, children_of, match_plan, with_mixins
 from .sequences import check_in_attention, check_sequences, kept_whole_on_shares, layers_that_share
 
@@ -100,7 +100,7 @@ def _match(
     model = view.model
     if plan is not None:
         return match_plan(model, plan), {}
-    known = find_own_plan(model, divided) or find_torch_layers(model, divided)
+    known = find_own_plan(model, divided)
     if known is None:
         raise UnplannedError(_UNPLANNED.format(type(model).__name__))
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -191,7 +191,7 @@ def find_lengths(
     tp_size: int,
 ) -> tuple[list[Length], list[Length]]:
     """Return the lengths that tp must divide, and the lengths that must be at least tp."""
-    by_heads = {layer for attention in attentions.values() for layer in attention.lengths}
+    by_heads = {layer for a in attentions.values() for layer in (*a.lengths, *a.per_head)}
     # Layers with heads of unknown length: an uneven division might split a head.
     attending = [module for module in view.names if has_heads(module)]
     children = [match for module in attending for match in children_of(module, matches)]
@@ -199,10 +199,12 @@ def find_lengths(
     divided: list[Length] = []
     shared = [(f"query heads of {a.name}", a.query) for a in attentions.values()]
     for match in matches.values():
+        if match.module in by_heads:
+            continue
         if match.becomes(Bounded):
             lengths = match.options["own_style"].lengths.items()
             divided += [(f"{match.name}.{n}".lstrip("."), length) for n, length in lengths]
-        elif match.layer is not None and match.module not in by_heads:
+        elif match.layer is not None:
             where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")
             kind = divided if match.module in whole else shared
             kind.extend((where, length) for length in match.lengths)

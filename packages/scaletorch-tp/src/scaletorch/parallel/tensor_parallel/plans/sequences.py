@@ -11,7 +11,7 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ...placement import Boundary, ModelView, modules_within
 from ..layers.multihead import ParallelMultiheadAttention
-from ..layers.own_parameters import HeadParameters
+from ..layers.own_parameters import Bounded, HeadParameters
 from ..regions.replicas import TailShared
 from ..sharing.sequence import OF_TOKENS, WHOLE_IDS
 from .plan import Match, look_up
@@ -103,6 +103,11 @@ def check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
                 f"{match.place} converts at its boundary, and sequence parallelism does so between "
                 "all layers: write the boundary without conversions, or do without sequence "
                 "parallelism"
+            )
+        if match.becomes(Bounded) and isinstance(match.module, nn.Embedding):
+            raise InvalidArgumentError(
+                f"{match.place} has sharded columns, which sequence parallelism would take for "
+                "hidden states of all tokens; do without sequence parallelism"
             )
     for match in (m for m in matches if m.becomes(ParallelMultiheadAttention)):
         if not vars(match.module)["batch_first"]:

@@ -310,17 +310,17 @@ def resolve_or_suggest(
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "divided": divided}
     try:
         return resolve(model, plan, tp_size, **options)
-    except UnplannedError:
+    except UnplannedError as unplanned:
         inside = modules_within(divided)
         names = {name for name, module in model.named_modules() if module in inside}
         key = structure(model), tp_size, sequence_parallel
         new = key not in _from_before
         if new:
             _from_before[key] = _unasked(model, tp_size, sequence_parallel)
-        found = _from_before[key]
+        found, reason = _from_before[key]
         found = {n: s for n, s in found.items() if names.isdisjoint(matching(n, names))}
         if not found:
-            raise
+            raise UnplannedError(f"{unplanned}{reason}") from None
     if new and tp_size > 1 and get_rank() == 0:
         linears = [name for name, module in model.named_modules() if is_linear(name, module)]
         left = {*linears}.difference(*(matching(pattern, linears) for pattern in found))
@@ -332,19 +332,25 @@ def resolve_or_suggest(
     return resolve(model, found, tp_size, **options)
 
 
-_from_before: dict[Any, dict[str, Style]] = {}  # cache: a plan is requested for each layout
+# Cache of what `_unasked` returned: a plan is requested for each layout.
+_from_before: dict[Any, tuple[dict[str, Style], str]] = {}
 
 
-def _unasked(model: nn.Module, tp_size: int, sequence_parallel: bool) -> dict[str, Style]:
-    """Return a plan from a forward of guessed inputs; empty if no guess gives one."""
+def _unasked(
+    model: nn.Module, tp_size: int, sequence_parallel: bool
+) -> tuple[dict[str, Style], str]:
+    """Return a plan from a forward of guessed inputs; if none gives one, the last error's text."""
+    reason = ""
     for example in examples(model):
         try:
             found = suggest_plan(model, example, tp_size, sequence_parallel=sequence_parallel)
-        except Exception:  # raised by model code that does not take these inputs
+        except Exception as error:  # raised by model code that does not take these inputs
+            line = next(iter(str(error).splitlines()), "")
+            reason = f"; a forward of guessed inputs raised {type(error).__name__}: {line}"
             continue
         if found:
-            return found
-    return {}
+            return found, ""
+    return {}, reason
 
 
 def _as_patterns(styles: Mapping[str, Style], model: nn.Module) -> dict[str, Style]:
