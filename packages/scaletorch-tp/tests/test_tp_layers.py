@@ -32,7 +32,8 @@ FEW = settings(max_examples=12, deadline=None, database=None, phases=[Phase.gene
 
 def shard(plain, style, **options):
     """Return this rank's shard of a copy of a plain layer."""
-    layer = apply_tensor_parallel(copy.deepcopy(plain), {"": style}, group.WORLD)
+    holder = nn.ModuleList([copy.deepcopy(plain)])
+    [layer] = apply_tensor_parallel(holder, {"0": style}, group.WORLD)
     vars(layer).update(options)
     return layer
 
