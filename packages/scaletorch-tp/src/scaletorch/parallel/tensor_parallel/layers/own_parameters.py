@@ -17,7 +17,6 @@ from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import (
     Boundary,
     Cut,
-    Invariant,
     Partial,
     Placement,
     Replicate,
@@ -27,7 +26,6 @@ from ...placement import (
     ends,
 )
 from ..regions.random import sharded_random
-from ..regions.region import in_region
 from ..regions.sequence_shares import SequenceShares, argument_names
 from ..regions.surround import Surrounded, own_class, surround
 from ..styles import PerHead, Placed, Stacked
@@ -44,7 +42,7 @@ class OwnParameters(TensorParallelLayer, Surrounded):
 
     plain_class = nn.Module
     shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
-    options: ClassVar[dict[str, Any]] = {"own_style": None}
+    options: ClassVar[dict[str, Any]] = {}
 
     own_style: PerHead | Placed | Stacked
 
@@ -169,10 +167,6 @@ class Bounded(AtBoundary, OwnParameters):
         """Return why `module` cannot become one, or None if it can."""
         return row_options(module) or super().misfit(module)
 
-    options: ClassVar[dict[str, Any]] = {
-        "own_style": None, "_boundary": None, "_where": "", "_seen": None,
-    }  # fmt: skip
-
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on shards of its parameters."""
@@ -182,7 +176,7 @@ class Bounded(AtBoundary, OwnParameters):
             return super().forward(*args, **kwargs)
 
 
-class ParallelExperts(OwnParameters):
+class ParallelExperts(Bounded):
     """Mixin put before the class of a module of stacked expert weights.
 
     With sequence parallelism it gathers all ranks' tokens and routing, and scatters the outputs.
@@ -205,34 +199,20 @@ class ParallelExperts(OwnParameters):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on this rank's slice of the width; return summed outputs."""
-        if self.tp_size == 1:
+        if self.tp_size == 1 or self.sequence is None:
             return super().forward(*args, **kwargs)
-        sequence = self.sequence
-        sizes = None if sequence is None else self._rows(sequence, args, kwargs)
-        leading = next((x.shape[:-1] for x in tensors_in((args, kwargs))), ())  # of hidden states
-        args = tuple(self._enter(each, sizes) for each in args)
-        kwargs = {name: self._enter(each, sizes) for name, each in kwargs.items()}
-        with self._terms(), in_region():
-            results = super().forward(*args, **kwargs)
-        if not isinstance(results, Tensor):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: {own_class(self).__name__} must return the experts' results, "
-                f"a tensor that is summed over the ranks, and returned a {type(results).__name__}"
-            )
-        if sizes is None:
-            return convert(results, Partial(), Invariant(), self.group)
+        sizes = self._rows(self.sequence, args, kwargs)
+        leading = next(x.shape[:-1] for x in tensors_in((args, kwargs)))  # of hidden states
+
+        def gathered(x: Tensor) -> Tensor:
+            rows = convert(x.flatten(0, -2), Shard(0, sizes), Replicate(), self.group)
+            return rows if x.ndim == 2 else rows[None]  # [1, rows, H]
+
+        args, kwargs = map_tensors(gathered, (args, kwargs))
+        with self._terms():
+            results = super(AtBoundary, self).forward(*args, **kwargs)
         rows = convert(results.flatten(0, -2), Partial(), Shard(0, sizes), self.group)
         return rows.unflatten(0, leading)
-
-    def _enter(self, x: Any, sizes: tuple[int, ...] | None) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if sizes is not None:  # the rows of all ranks, concatenated
-            entered = convert(x.flatten(0, -2), Shard(0, sizes), Replicate(), self.group)
-            return entered if x.ndim == 2 else entered[None]  # [1, rows, H]
-        # Integer indices have no gradient.
-        enters = x.is_floating_point()
-        return convert(x, Invariant(), Replicate(), self.group) if enters else x
 
     @uncompiled
     def _rows(

@@ -48,6 +48,7 @@ SEQUENCE_WHOLE = "sequence_whole"
 _ENTERED = Invariant(), Replicate()
 _SUMMED = Partial(), Invariant()
 _COLUMNS = {"weight": Shard(0), "bias": Shard(0)}
+_EXPERTS = Boundary(_ENTERED, _SUMMED)
 
 # Style -> the boundary of its module, if the plain module is torch's.
 STYLES: Mapping[str, Boundary] = {
@@ -152,7 +153,8 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
         kind, mixin = (HeadParameters, ShardedRandom) if of_heads else (ParallelExperts, None)
         misfit = style.misfit(module) or kind.misfit(module)
         lengths = () if misfit else (style.length(module),)
-        return match(kind, {"own_style": style}, mixin, lengths, misfit)
+        boundary = {} if of_heads else AtBoundary.settings(_EXPERTS, name)
+        return match(kind, {"own_style": style, **boundary}, mixin, lengths, misfit)
     if isinstance(style, Boundary):
         return _at_boundary(match, name, module, style)
     named = style.style if isinstance(style, Fused) else style

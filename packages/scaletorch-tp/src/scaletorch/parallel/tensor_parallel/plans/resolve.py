@@ -14,10 +14,10 @@ from ...placement import Cut, ModelView, fuse, share_cut
 from ..layers.base import TensorParallelLayer
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..layers.multihead import ParallelMultiheadAttention
-from ..layers.own_parameters import Bounded, HeadParameters
+from ..layers.own_parameters import HeadParameters
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
-from ..styles import Divide
+from ..styles import Divide, Placed
 from .attention import Attention, find_attentions, find_whole, has_heads
 from .own_plans import find_own_plan
 from .plan import SEQUENCE_WHOLE, Match, Matches, Plan, children_of, match_plan, with_mixins
@@ -201,8 +201,9 @@ def find_lengths(
     for match in matches.values():
         if match.module in by_heads:
             continue
-        if match.becomes(Bounded):
-            lengths = match.options["own_style"].lengths.items()
+        own = match.options.get("own_style")
+        if isinstance(own, Placed):
+            lengths = own.lengths.items()
             divided += [(f"{match.name}.{n}".lstrip("."), length) for n, length in lengths]
         elif match.layer is not None:
             where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")

@@ -120,14 +120,14 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
             unit.args, unit.kwargs = copied((args, dict(kwargs)))
 
     def keep(unit: Unit, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        unit.returned, unit.is_differentiated = copied(output), torch.is_grad_enabled()
+        unit.returned = copied(output)
 
     firsts: dict[tuple[Any, ...], Unit] = {}
     with ExitStack() as hooks:
         for unit in units.values():
             first = firsts.setdefault(unit.signature, unit)
             if first is not unit:
-                vars(unit.module)["forward"] = partial(first.again, unit.module.forward)
+                vars(unit.module)["forward"] = first.again
                 continue
             hook = partial(note, unit)
             handle = unit.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)

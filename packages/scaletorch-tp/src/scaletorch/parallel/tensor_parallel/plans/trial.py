@@ -6,7 +6,7 @@ import copy
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,12 +39,9 @@ class Unit:
     args: tuple[Any, ...] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     returned: Any = None
-    is_differentiated: bool = False  # the model's forward computes gradients
 
-    def again(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def again(self, *args: Any, **kwargs: Any) -> Any:
         """Return a copy of the first call's output, instead of calling a similar layer."""
-        if self.is_differentiated:
-            return forward(*args, **kwargs)
         return copy.deepcopy(self.returned)
 
     def run(self, module: nn.Module | None = None) -> list[Tensor]:
