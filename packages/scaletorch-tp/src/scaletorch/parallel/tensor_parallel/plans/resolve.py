@@ -1,27 +1,45 @@
-"""Resolve a plan for a model: find its changes and check them."""
+"""Resolve a plan for a model: find its changes and check them, also on sequence shards."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from inspect import signature
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ...placement import Cut, ModelView, fuse, share_cut
+from ...placement import Boundary, ModelView, modules_within
 from ..layers.base import TensorParallelLayer
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..layers.multihead import ParallelMultiheadAttention
-from ..layers.own_parameters import HeadParameters
+from ..layers.own_parameters import Bounded, HeadParameters
 from ..regions.region import Region
+from ..regions.replicas import TailShared
 from ..regions.surround import cannot_surround
-from ..styles import Divide, Placed
-from .attention import Attention, find_attentions, find_whole, has_heads
+from ..sharing.sequence import OF_TOKENS, WHOLE_IDS
+from ..styles import Divide
+from .attention import (
+    Attention,
+    check_lengths,
+    check_ties,
+    find_attentions,
+    find_lengths,
+    find_whole,
+    local_attributes,
+    with_cuts,
+)
 from .own_plans import find_own_plan
-from .plan import SEQUENCE_WHOLE, Match, Matches, Plan, children_of, match_plan, with_mixins
-from .sequences import check_in_attention, check_sequences, kept_whole_on_shares, layers_that_share
+from .plan import (
+    SEQUENCE_WHOLE,
+    Match,
+    Matches,
+    Plan,
+    children_of,
+    look_up,
+    match_plan,
+    with_mixins,
+)
 
 _ATTENTION = (HeadParameters, ParallelMultiheadAttention)
 
@@ -71,7 +89,7 @@ def resolve(
     matches = with_cuts(matches, attentions, tp_size)
     check_ties(view, matches)
     if sequence_parallel:
-        check_sequences(view, list(matches.values()))
+        _check_sequences(view, list(matches.values()))
     starts = (m for m in view.names if _is_region(m, matches, ends=m not in named))
     regions = [module for module in starts if cannot_surround(module, Region) is None]
     whole: list[nn.Module] = []
@@ -87,9 +105,9 @@ def resolve(
                 "needs full sequences, but its forward was replaced on the instance: apply tensor "
                 "parallelism before that, or do without sequence parallelism"
             )
-        check_in_attention(matches.values(), regions, whole)
+        _check_in_attention(matches.values(), regions, whole)
         if plan is None:
-            matches = kept_whole_on_shares(model, matches, [*regions, *whole])
+            matches = _kept_whole_on_shares(model, matches, [*regions, *whole])
     return Resolved(view, matches, attributes, regions, whole)
 
 
@@ -107,7 +125,7 @@ def _match(
     found, heads = known
     left = [match for match in found if match.module not in divided]
     if sequence_parallel:
-        left += layers_that_share(view, left)
+        left += _layers_that_share(view, left)
     return left, {name: modules[name] for name in heads}
 
 
@@ -178,129 +196,108 @@ def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) ->
             )
 
 
-# A size that is divided over the ranks: its description and its length.
-Length = tuple[str, int]
-Attentions = Mapping[nn.Module, Attention]
+def _kept_whole_on_shares(
+    model: nn.Module, matches: Mapping[nn.Module, Match], full: Collection[nn.Module]
+) -> dict[nn.Module, Match]:
+    """Return the matches, with "row_split" layers replicated if they are not in `full` modules.
+
+    On sequence shards their all-reduce would add up outputs of different tokens.
+    """
+    layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
+    on_shards = modules_within(layers or [model]) - modules_within(full)
+    return {
+        module: look_up(m.name, module, m.pattern, "replicate")
+        if m.style == "row_split" and module in on_shards
+        else m
+        for module, m in matches.items()
+    }
 
 
-def find_lengths(
-    view: ModelView,
-    matches: Matches,
-    attentions: Attentions,
-    named: Mapping[str, nn.Module],
-    tp_size: int,
-) -> tuple[list[Length], list[Length]]:
-    """Return the lengths that tp must divide, and the lengths that must be at least tp."""
-    by_heads = {layer for a in attentions.values() for layer in (*a.lengths, *a.per_head)}
-    # Layers with heads of unknown length: an uneven division might split a head.
-    attending = [module for module in view.names if has_heads(module)]
-    children = [match for module in attending for match in children_of(module, matches)]
-    whole = {m.module for m in children if m.is_column or m.is_row} - by_heads
-    divided: list[Length] = []
-    shared = [(f"query heads of {a.name}", a.query) for a in attentions.values()]
-    for match in matches.values():
-        if match.module in by_heads:
-            continue
-        own = match.options.get("own_style")
-        if isinstance(own, Placed):
-            lengths = own.lengths.items()
-            divided += [(f"{match.name}.{n}".lstrip("."), length) for n, length in lengths]
-        elif match.layer is not None:
-            where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")
-            kind = divided if match.module in whole else shared
-            kind.extend((where, length) for length in match.lengths)
-    unknown = [name for name, module in named.items() if module not in attentions]
-    for name in unknown if tp_size > 1 else ():
-        raise InvalidArgumentError(
-            f"the features of the projections of '{name}' are not understood as heads: expected a "
-            "head_dim, or a number of heads, on the module or its config, and query heads that are "
-            "a multiple of key/value heads; pass a plan of your own"
-        )
-    return divided, shared
+def _layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
+    """Return "sequence_layer" matches if only the layers can work on sequence shards, else none.
+
+    So it is if layers get other per-token inputs, or images, audio or a head need full sequences.
+    """
+    model = view.model
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = get_decoder() if callable(get_decoder) else None
+    if any(m.style == "sequence_layer" for m in matches) or not isinstance(decoder, nn.Module):
+        return []
+    sharded = {m.module for m in matches if m.layer is not None}
+    lists = (m for m in decoder.children() if isinstance(m, nn.ModuleList))
+    found = [layers for layers in lists if sharded.intersection(layers.modules())]
+    if len(found) != 1:
+        return []
+    [layers] = found
+    base = getattr(model, "base_model", None)
+    outside = {*view.names} - {*layers.modules()}
+    names = {name for layer in layers for name in signature(layer.forward).parameters}
+    if (
+        names.isdisjoint((*OF_TOKENS, *WHOLE_IDS))
+        and getattr(base, "config", None) is getattr(decoder, "config", None)
+        and not any(isinstance(module, nn.MultiheadAttention) for module in outside)
+        and not _has_other_head(model, base, matches)
+    ):
+        return []
+    return [look_up(view.names[m], m, view.names[m], "sequence_layer") for m in layers]
 
 
-def check_lengths(divided: Sequence[Length], shared: Sequence[Length], tp_size: int) -> None:
-    """Refuse a tp size that does not fit the lengths, and name sizes that do."""
-    uneven = [f"{where} = {length}" for where, length in divided if length % tp_size]
-    short = [f"{where} = {length}" for where, length in shared if length < tp_size]
-    problems = [f"does not divide {_some(uneven)}"] if uneven else []
-    problems += [f"leaves ranks without a share of {_some(short)}"] if short else []
-    if not problems:
-        return
-    most = min(length for _, length in [*shared, *divided])
-    common = math.gcd(*(length for _, length in divided))
-    legal = f"tp sizes up to {most} are legal"
-    if common:  # the nearest divisor on each side of tp
-        divisors = [n for n in range(1, most + 1) if common % n == 0]
-        below, above = [d for d in divisors if d < tp_size], [d for d in divisors if d > tp_size]
-        nearest = map(str, [*below[-1:], *above[:1]])
-        legal = f"the nearest legal tp sizes are {' and '.join(nearest)}"
-    raise InvalidArgumentError(
-        f"tp = {tp_size} {' and '.join(problems)}; for this model and plan {legal}"
-    )
+def _has_other_head(model: nn.Module, base: Any, matches: Sequence[Match]) -> bool:
+    """Return whether the modules outside the base model do not gather sequence shards."""
+    # A base model's `base_model` is itself; that of an adapter wrapper is not.
+    if base is model or getattr(base, "base_model", None) is not base or base is None:
+        return False
+    inside = {*base.modules()}
+    return not any(m.options.get("gather_output") for m in matches if m.module not in inside)
 
 
-def _some(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
-
-
-def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn.Module, Match]:
-    """Return the matches with their cuts: at head boundaries, or as even as possible."""
-    cuts = {layer: cut for a in attentions.values() for layer, cut in a.cuts(tp_size).items()}
-    result = dict(matches)
-    for match in (m for m in matches.values() if m.layer is not None):
-        cut = cuts.get(match.module) or fuse([share_cut(n, tp_size) for n in match.lengths])
-        if match.becomes(HeadParameters) or match.becomes(ParallelMultiheadAttention):
-            # Their parameters may have several elements for each head.
-            cut = cut.times(match.lengths[0] // cut.whole)
-        result[match.module] = replace(match, cut=cut)
-        # A layer that sums the ranks' outputs would count replicated heads twice.
-        if cut.shared and match.layer is not None and not match.layer.replicable:
-            most = min(map(len, cut.shared.values()))
+def _check_in_attention(
+    matches: Iterable[Match], regions: Collection[nn.Module], whole: Collection[nn.Module]
+) -> None:
+    """Refuse per-head parameters in modules that would work on sequence shards."""
+    inside = modules_within(whole)
+    for match in matches:
+        of_heads = match.becomes(HeadParameters) and match.module not in regions
+        if (of_heads or match.mixin is TailShared) and match.module not in inside:
             raise InvalidArgumentError(
-                f"tp = {tp_size} leaves ranks without a shard of the heads of {match.place}: one "
-                f"of its projections has {most} heads, which are not replicated, since the layer "
-                f"sums its outputs over the ranks; tp sizes up to {most} are legal"
+                f"{match.place} is in no attention that could be given whole sequences; do "
+                "without sequence parallelism"
             )
-    return result
 
 
-def local_attributes(
-    matches: Iterable[Match], attentions: Attentions, tp_size: int
-) -> tuple[dict[nn.Module, dict[str, tuple[int, ...]]], list[Length]]:
-    """Return each rank's values of changed attributes, and the values that tp must divide."""
-    found = {module: attention.groups(tp_size) for module, attention in attentions.items()}
-    divided: list[Length] = []
-    for match in (m for m in matches if isinstance(m.style, Divide)):
-        attention = attentions.get(match.module)
-        shares = found.setdefault(match.module, {})
-        for name in match.style.attributes:  # type: ignore[union-attr]
-            value = vars(match.module)[name]
-            share = attention and attention.share(name, value, tp_size)
-            shares[name] = share or (value // tp_size,) * tp_size
-            if share is None:  # it counts no heads
-                divided.append((f"{match.name}.{name}".lstrip("."), value))
-    return found, divided
-
-
-def check_ties(view: ModelView, matches: Matches) -> None:
-    """Refuse a tied parameter that the plan shards differently in its modules."""
-    for owners in view.owners.values():
-        names = [f"{view.names[module]}.{name}".lstrip(".") for module, name in owners]
-        cuts: list[tuple[int | None, Cut | None]] = [(None, None)] * len(owners)
-        for place, (module, name) in enumerate(owners):
-            if module in matches:
-                match = matches[module]
-                cuts[place] = match.dims.get(name), match.cut_of(name)
-        for name, cut in zip(names, cuts, strict=True):
-            if cut != cuts[0]:
-                raise InvalidArgumentError(
-                    f"'{names[0]}' and '{name}' are one tied parameter, but the plan "
-                    f"{_sharding(*cuts[0])} the first and {_sharding(*cut)} the second; give both "
-                    "modules styles that agree"
-                )
-
-
-def _sharding(dim: int | None, cut: Cut | None) -> str:
-    sizes = "" if cut is None else f" into {', '.join(map(str, cut.sizes[:8]))}"
-    return "replicates" if dim is None else f"shards along dim {dim}{sizes}"
+def _check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
+    """Refuse a model whose result would be wrong on sequence shards."""
+    layers = {m.name.rpartition(".")[0] for m in matches if m.style == "sequence_layer"}
+    first, *rest = sorted(layers) or [""]
+    if rest:  # only the last layer of one list would gather
+        raise InvalidArgumentError(
+            f"the plan gives the style 'sequence_layer' to the layers of {first} and of "
+            f"{', '.join(rest)}, but only the last layer of one list gathers sequences; do without "
+            "sequence parallelism"
+        )
+    for match in matches:
+        usual = match.layer is not None and not {"arrives", "returns"} & {*match.options}
+        if isinstance(match.style, Boundary) and match.style.converts and not usual:
+            raise InvalidArgumentError(
+                f"{match.place} converts at its boundary, and sequence parallelism does so between "
+                "all layers: write the boundary without conversions, or do without sequence "
+                "parallelism"
+            )
+        if match.becomes(Bounded) and isinstance(match.module, nn.Embedding):
+            raise InvalidArgumentError(
+                f"{match.place} has sharded columns, which sequence parallelism would take for "
+                "hidden states of all tokens; do without sequence parallelism"
+            )
+    for match in (m for m in matches if m.becomes(ParallelMultiheadAttention)):
+        if not vars(match.module)["batch_first"]:
+            raise InvalidArgumentError(
+                f"{match.place} takes sequences as [L, B, E], of which sequence parallelism would "
+                "divide the batch; build it with batch_first=True, or do without sequence "
+                "parallelism"
+            )
+    for module, name in view.names.items():
+        if getattr(module, "layerdrop", 0):
+            raise InvalidArgumentError(
+                f"'{name}' leaves out layers at random (layerdrop), and with sequence parallelism "
+                "each rank draws for itself; set its layerdrop to 0, or do without"
+            )
