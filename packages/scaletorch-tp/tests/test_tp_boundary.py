@@ -272,7 +272,10 @@ def test_a_plan_for_the_head_alone_is_none():
     ("change", "text"),
     [
         ({"mlp.down": "diagonal"}, r"'model.layers.\*.mlp.down' the style 'diagonal', which is"),
-        ({"attention.sinks": "colwise"}, "single parameter 'model.layers.0.attention.sinks'"),
+        (
+            {"attention.sinks": "rowwise"},
+            "'model.layers.0.attention.sinks' the style 'rowwise', wh",
+        ),
     ],
 )
 def test_a_style_that_cannot_be_is_named(change, text):

@@ -3,7 +3,6 @@
 import copy
 import re
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from torch.distributed import group
 from torch.nn import functional
 
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.dist.wire.backend import Route
-from scaletorch.dist.world.info import info_of
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -297,19 +294,3 @@ def test_an_id_outside_the_table_fails_on_every_rank(ids):
     table = VocabParallelEmbedding(8, 2, group=group.WORLD)
     with pytest.raises(IndexError):
         table(torch.tensor(ids))
-
-
-@distributed_test(world_size=2)
-def test_a_backend_without_sums():
-    """They are gathered, and added on each rank."""
-    info = info_of(group.WORLD)
-    info.ways.clear()
-    info.routes["cpu"] = Route("other", frozenset(("sum", "reduce_scatter")), True)
-    plain = nn.Linear(6, 8).double()
-    x = torch.randn(3, 6, dtype=torch.float64)
-    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("it has no sums")):
-        column = shard(plain, "column", async_all_reduce=False)
-        compare(column, copy.deepcopy(plain), x, shard_of_output=True)
-        compare(shard(plain, "row"), plain, x, whole_input=False)
-    info.routes.clear()
-    info.ways.clear()

@@ -28,7 +28,7 @@ from ...placement import (
 from ..regions.random import sharded_random
 from ..regions.sequence_shares import SequenceShares, argument_names
 from ..regions.surround import Surrounded, own_class, surround
-from ..styles import PerHead, Placed, Stacked
+from ..styles import Sliced
 from .base import Group, Memo, TensorParallelLayer
 from .linear import row_options
 
@@ -44,7 +44,7 @@ class OwnParameters(TensorParallelLayer, Surrounded):
     shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
     options: ClassVar[dict[str, Any]] = {}
 
-    own_style: PerHead | Placed | Stacked
+    own_style: Sliced
 
     @classmethod
     def convert(cls, module: nn.Module, group: Group, memo: Memo, cut: Cut, **options: Any) -> Self:
@@ -61,13 +61,13 @@ class OwnParameters(TensorParallelLayer, Surrounded):
     @property
     def settled(self) -> Collection[str]:
         """Names of the shards and of the `added` terms, whose gradient is full on each rank."""
-        return {*self.shard_dims, *getattr(self.own_style, "added", ())}
+        return {*self.shard_dims, *self.own_style.added}
 
     @contextmanager
     @around_compiled
     def _terms(self) -> Iterator[None]:
         """Replace the `added` parameters for one call: zeros with gradients but on one rank."""
-        parameters, names = self._parameters, getattr(self.own_style, "added", ())
+        parameters, names = self._parameters, self.own_style.added
         added: dict[str, Any] = {name: self.get_parameter(name) for name in names}
         if self.tp_rank:
             added = {name: p - p.detach() for name, p in added.items()}
@@ -183,8 +183,6 @@ class ParallelExperts(Bounded):
     """
 
     sharded_size = "width"
-
-    own_style: Stacked
 
     @classmethod
     def convert(cls, module: nn.Module, *where: Any, **options: Any) -> Self:

@@ -12,9 +12,9 @@ from ....dist.errors import InvalidArgumentError
 from ...placement import Cut, ModelView, fuse, modules_within, shard_sizes, share_cut
 from ..layers.base import TensorParallelLayer
 from ..layers.multihead import ParallelMultiheadAttention
-from ..layers.own_parameters import Bounded, HeadParameters
+from ..layers.own_parameters import Bounded
 from ..regions.surround import own_class
-from ..styles import Divide, Placed
+from ..styles import Divide
 from .plan import Match, Matches, children_of
 
 _HEAD_LENGTHS = ("head_dim", "head_size")
@@ -218,10 +218,9 @@ def find_lengths(
     for match in matches.values():
         if match.module in by_heads:
             continue
-        own = match.options.get("own_style")
-        if isinstance(own, Placed):
-            lengths = own.lengths.items()
-            divided += [(f"{match.name}.{n}".lstrip("."), length) for n, length in lengths]
+        if match.layer is Bounded:
+            [length], slices = match.lengths, match.options["own_style"].sharded.items()
+            divided += [(f"{match.name}.{n}".lstrip("."), length * s.unit) for n, s in slices]
         elif match.layer is not None:
             where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")
             kind = divided if match.module in whole else shared
@@ -263,8 +262,7 @@ def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn
     result = dict(matches)
     for match in (m for m in matches.values() if m.layer is not None):
         cut = cuts.get(match.module) or fuse([share_cut(n, tp_size) for n in match.lengths])
-        if match.becomes(HeadParameters) or match.becomes(ParallelMultiheadAttention):
-            # Their parameters may have several elements for each head.
+        if match.becomes(ParallelMultiheadAttention):  # its cut is of heads
             cut = cut.times(match.lengths[0] // cut.whole)
         result[match.module] = replace(match, cut=cut)
         # A layer that sums the ranks' outputs would count replicated heads twice.

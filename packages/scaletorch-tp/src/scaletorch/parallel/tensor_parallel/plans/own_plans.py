@@ -9,14 +9,11 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ..styles import Divide, Fused, PerHead, SharedTail, Slices, Stacked
-from .attention import SHARED_KEYS, has_heads, latent_heads
+from .attention import SHARED_KEYS, has_heads
 from .plan import Match, Matches, Style, children_of, look_up, with_outputs
 
 PER_HEAD = "local_params"  # the style of a module whose parameters have their own styles
 SHARED_TAIL = "mla_kv_a_proj"
-
-# Replicated modules of latent attention.
-_WHOLE = ("indexer", "q_a_layernorm", "kv_a_layernorm")
 
 EXPERTS = "moe_tp_experts"  # a module of stacked experts
 SUMMED = "all_reduce"  # stacked shared experts
@@ -127,38 +124,15 @@ def find_own_plan(
     matches = _match(plan, modules)
     if all(match.style in _OF_THE_HEAD for match in matches.values()):
         return None
-    _refuse_single_parameters(model, plan, modules, matches)
     heads = [*_attentions(modules, matches)]
     if any(sum(m.is_row for m in children_of(modules[name], matches)) > 1 for name in heads):
         return None  # the second would use only this rank's heads of the first one's output
-    latent = (f"{n}.{child}" for n in heads if latent_heads(modules[n]) for child in _WHOLE)
-    for name in latent:
-        if name in modules:  # replicated in latent attention
-            matches.setdefault(modules[name], look_up(name, modules[name], name, "replicate"))
     _add_tied(modules, matches)
     for name in heads:  # their dropout acts on this rank's heads
         matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
     matches = with_outputs(matches)
     ordered = [matches[module] for module in model.modules() if module in matches]
     return ordered, heads
-
-
-def _refuse_single_parameters(
-    model: nn.Module, plan: Mapping[str, Style], modules: Mapping[str, nn.Module], matches: Matches
-) -> None:
-    """Refuse a plan that shards a parameter of a module but not the module."""
-    for prefix, module in modules.items():
-        match = matches.get(module)
-        if match is not None and isinstance(match.style, Stacked | PerHead):
-            continue
-        for name, _ in module.named_parameters(prefix, recurse=False):
-            pattern = _pattern(plan, name)
-            if pattern is not None and plan[pattern] != "replicate":
-                raise InvalidArgumentError(
-                    f"the plan of {type(model).__name__} gives the single parameter '{name}' the "
-                    f"style '{plan[pattern]}', but only modules are sharded; pass a plan of your "
-                    "own"
-                )
 
 
 def _pattern(plan: Mapping[str, Style], name: str) -> str | None:
@@ -172,10 +146,10 @@ def _pattern(plan: Mapping[str, Style], name: str) -> str | None:
 def _match(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[nn.Module, Match]:
     matches: dict[nn.Module, Match] = {}
     for name, module in modules.items():
-        pattern = _pattern(plan, name)
-        style = None if pattern is None else _style(plan, pattern, name, modules)
-        if pattern is None or style is None:
+        style = _style(plan, name, modules)
+        if style is None:
             continue
+        pattern = _pattern(plan, name) or name
         match = look_up(name, module, pattern, style)
         full = style in ("vocab", "column_gather")  # these return full outputs
         if full and match.layer is not None and not match.layer.takes(module):
@@ -184,22 +158,20 @@ def _match(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[
     return matches
 
 
-def _style(
-    plan: Mapping[str, Style], pattern: str, name: str, modules: Mapping[str, nn.Module]
-) -> Style | None:
-    """Return our style for a module that the plan names; None if it has nothing to shard."""
-    theirs, module = plan[pattern], modules[name]
+def _style(plan: Mapping[str, Style], name: str, modules: Mapping[str, nn.Module]) -> Style | None:
+    """Return our style for a module; None if the plan names nothing to shard in it."""
+    module, pattern = modules[name], _pattern(plan, name)
+    patterns = {n: _pattern(plan, f"{name}.{n}".lstrip(".")) for n in module._parameters}
+    styles = {n: str(plan[found]) for n, found in patterns.items() if found is not None}
+    if pattern is None:
+        return _per_head(name, module, styles) if {*styles.values()} - {"replicate"} else None
+    theirs = plan[pattern]
     if not isinstance(theirs, str):
         return theirs
-    patterns = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
-    styles = {n: str(plan[found]) for n, found in patterns.items() if found is not None}
     if theirs == EXPERTS or (theirs in (SUMMED, GATHERED) and styles):
         return stacked_of(name, module, styles)
     if theirs == PER_HEAD:
-        names = [n for n, parameter in module._parameters.items() if parameter is not None]
-        for n in (n for n in names if styles.get(n) != "colwise"):
-            raise _unknown(f"{name}.{n}", styles.get(n), ("colwise",))
-        return PerHead(*names) if names else None
+        return _per_head(name, module, styles)
     if theirs == SHARED_TAIL:
         features = vars(modules[name.rpartition(".")[0]]).get(SHARED_KEYS)
         if isinstance(features, int):
@@ -209,6 +181,14 @@ def _style(
     style = TRANSFORMERS_STYLES[theirs]
     rows = style == "row" and isinstance(module, nn.Embedding)
     return "vocab" if rows else style  # the rows of an embedding are the vocabulary
+
+
+def _per_head(name: str, module: nn.Module, styles: Mapping[str, str]) -> PerHead | None:
+    """Return the style of a module whose own parameters are sharded by heads."""
+    names = [n for n, parameter in module._parameters.items() if parameter is not None]
+    for n in (n for n in names if styles.get(n) != "colwise"):
+        raise _unknown(f"{name}.{n}", styles.get(n), ("colwise",))
+    return PerHead(*names) if names else None
 
 
 def _unknown(place: str, style: str | None, known: Collection[str]) -> InvalidArgumentError:

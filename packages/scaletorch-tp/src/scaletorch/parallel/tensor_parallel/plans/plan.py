@@ -38,7 +38,16 @@ from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.replicas import TailShared
 from ..regions.surround import Surrounded
 from ..sharing.sequence import SequenceLayer
-from ..styles import Divide, Fused, PerHead, Placed, SharedTail, Stacked, unknown_parameters
+from ..styles import (
+    Divide,
+    Fused,
+    PerHead,
+    SharedTail,
+    Sliced,
+    Stacked,
+    misfit_at,
+    unknown_parameters,
+)
 
 Style = str | Boundary | Divide | Fused | PerHead | SharedTail | Stacked
 Plan = Mapping[str, Style]
@@ -146,15 +155,22 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     if isinstance(style, Divide):
         return match()
     if isinstance(style, SharedTail):
-        options = {"shared_features": style.features}
-        return match(options=options, mixin=TailShared, misfit=style.misfit(module))
-    if isinstance(style, PerHead | Stacked):
-        of_heads = isinstance(style, PerHead)
-        kind, mixin = (HeadParameters, ShardedRandom) if of_heads else (ParallelExperts, None)
-        misfit = style.misfit(module) or kind.misfit(module)
+        return match(
+            options={"shared_features": style.features},
+            mixin=TailShared,
+            misfit=style.misfit(module),
+        )
+    if isinstance(style, PerHead):
+        misfit = style.misfit(module) or HeadParameters.misfit(module)
+        rows = Boundary(parameters=dict.fromkeys(style.names, Shard(0)))
+        own = None if misfit else Sliced.at(rows, module)
+        lengths = () if own is None else (own.length(module),)
+        return match(HeadParameters, {"own_style": own}, ShardedRandom, lengths, misfit)
+    if isinstance(style, Stacked):
+        misfit = style.misfit(module) or ParallelExperts.misfit(module)
         lengths = () if misfit else (style.length(module),)
-        boundary = {} if of_heads else AtBoundary.settings(_EXPERTS, name)
-        return match(kind, {"own_style": style, **boundary}, mixin, lengths, misfit)
+        options = {"own_style": style, **AtBoundary.settings(_EXPERTS, name)}
+        return match(ParallelExperts, options, None, lengths, misfit)
     if isinstance(style, Boundary):
         return _at_boundary(match, name, module, style)
     named = style.style if isinstance(style, Fused) else style
@@ -224,7 +240,7 @@ def _at_boundary(
     misfit = unknown_parameters(module, boundary)
     if misfit is not None:
         return match(misfit=misfit)
-    own, known = Placed.of(boundary, module), []
+    own, known = Sliced.at(boundary, module), []
     held = [name for name, parameter in module._parameters.items() if parameter is not None]
     for style, layers in _LAYERS.items() if own.dims else ():
         for layer in (layer for layer in layers if layer.misfit(module) is None):
@@ -234,8 +250,8 @@ def _at_boundary(
     if known and not isinstance(module, nn.Embedding):
         return match(misfit=f"it can be sharded along {known}, and its boundary says {own.dims}")
     if not own.dims:
-        return match(mixin=AtBoundary, options=settings, misfit=own.misfit(module))
-    misfit = own.misfit(module) or Bounded.misfit(module)
+        return match(mixin=AtBoundary, options=settings, misfit=misfit_at(boundary, module))
+    misfit = misfit_at(boundary, module) or Bounded.misfit(module)
     return match(Bounded, {"own_style": own, **settings}, None, (own.length(module),), misfit)
 
 

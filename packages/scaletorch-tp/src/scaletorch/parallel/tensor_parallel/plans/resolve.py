@@ -106,8 +106,6 @@ def resolve(
                 "parallelism before that, or do without sequence parallelism"
             )
         _check_in_attention(matches.values(), regions, whole)
-        if plan is None:
-            matches = _kept_whole_on_shares(model, matches, [*regions, *whole])
     return Resolved(view, matches, attributes, regions, whole)
 
 
@@ -125,6 +123,11 @@ def _match(
     found, heads = known
     left = [match for match in found if match.module not in divided]
     if sequence_parallel:
+        # The all-reduce of "row_split" would add up outputs of different tokens.
+        left = [
+            look_up(m.name, m.module, m.pattern, "replicate") if m.style == "row_split" else m
+            for m in left
+        ]
         left += _layers_that_share(view, left)
     return left, {name: modules[name] for name in heads}
 
@@ -194,23 +197,6 @@ def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) ->
                 f"{match.place} cannot be sharded: its parameters have {count} elements for query "
                 f"heads, and its projections have {found} heads; shard the projections by heads too"
             )
-
-
-def _kept_whole_on_shares(
-    model: nn.Module, matches: Mapping[nn.Module, Match], full: Collection[nn.Module]
-) -> dict[nn.Module, Match]:
-    """Return the matches, with "row_split" layers replicated if they are not in `full` modules.
-
-    On sequence shards their all-reduce would add up outputs of different tokens.
-    """
-    layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
-    on_shards = modules_within(layers or [model]) - modules_within(full)
-    return {
-        module: look_up(m.name, module, m.pattern, "replicate")
-        if m.style == "row_split" and module in on_shards
-        else m
-        for module, m in matches.items()
-    }
 
 
 def _layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
