@@ -12,7 +12,7 @@ from ....dist.errors import InvalidArgumentError
 from ...placement import Cut, ModelView, fuse, modules_within, shard_sizes, share_cut
 from ..layers.base import TensorParallelLayer
 from ..layers.multihead import ParallelMultiheadAttention
-from ..layers.own_parameters import Bounded
+from ..layers.own_parameters import Bounded, HeadParameters
 from ..regions.surround import own_class
 from ..styles import Divide
 from .plan import Match, Matches, children_of
@@ -262,7 +262,8 @@ def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn
     result = dict(matches)
     for match in (m for m in matches.values() if m.layer is not None):
         cut = cuts.get(match.module) or fuse([share_cut(n, tp_size) for n in match.lengths])
-        if match.becomes(ParallelMultiheadAttention):  # its cut is of heads
+        if match.becomes(HeadParameters) or match.becomes(ParallelMultiheadAttention):
+            # Their parameters may have several elements for each head.
             cut = cut.times(match.lengths[0] // cut.whole)
         result[match.module] = replace(match, cut=cut)
         # A layer that sums the ranks' outputs would count replicated heads twice.
