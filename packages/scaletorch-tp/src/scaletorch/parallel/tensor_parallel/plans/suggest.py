@@ -322,13 +322,7 @@ def resolve_or_suggest(
         if not found:
             raise UnplannedError(f"{unplanned}{reason}") from None
     if new and tp_size > 1 and get_rank() == 0:
-        linears = [name for name, module in model.named_modules() if is_linear(name, module)]
-        left = {*linears}.difference(*(matching(pattern, linears) for pattern in found))
-        whole = ", ".join(dict.fromkeys(map(generic, sorted(left - names))))
-        sys.stderr.write(
-            f"plan: {type(model).__name__} has none; one forward suggests {found!r}"
-            f"{'; whole: ' if whole else ''}{whole}\n"
-        )
+        sys.stderr.write(f"plan: {type(model).__name__} has none; one forward suggests {found!r}\n")
     return resolve(model, found, tp_size, **options)
 
 
