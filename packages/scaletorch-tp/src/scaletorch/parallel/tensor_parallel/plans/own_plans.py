@@ -111,8 +111,8 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
 
 def find_own_plan(
     model: nn.Module, divided: Collection[nn.Module] = ()
-) -> tuple[list[Match], list[str]] | None:
-    """Match the model's own plan, without modules in `divided`, and name its attention.
+) -> tuple[list[Match], dict[str, nn.Module]] | None:
+    """Match the model's own plan, without modules in `divided`; return its attention by name, too.
 
     Return None if the plan shards only the head, or is for expert parallelism (`APART`).
     """
@@ -132,7 +132,7 @@ def find_own_plan(
         matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
     matches = with_outputs(matches)
     ordered = [matches[module] for module in model.modules() if module in matches]
-    return ordered, heads
+    return ordered, {name: modules[name] for name in heads}
 
 
 def _pattern(plan: Mapping[str, Style], name: str) -> str | None:

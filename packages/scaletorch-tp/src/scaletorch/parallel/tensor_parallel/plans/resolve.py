@@ -119,17 +119,15 @@ def _match(
     known = find_own_plan(model, divided)
     if known is None:
         raise UnplannedError(_UNPLANNED.format(type(model).__name__))
-    modules = dict(model.named_modules(remove_duplicate=False))
     found, heads = known
-    left = [match for match in found if match.module not in divided]
     if sequence_parallel:
         # The all-reduce of "row_split" would add up outputs of different tokens.
-        left = [
+        found = [
             look_up(m.name, m.module, m.pattern, "replicate") if m.style == "row_split" else m
-            for m in left
+            for m in found
         ]
-        left += _layers_that_share(view, left)
-    return left, {name: modules[name] for name in heads}
+        found += _layers_that_share(view, found)
+    return found, heads
 
 
 def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
@@ -262,24 +260,26 @@ def _check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
             "sequence parallelism"
         )
     for match in matches:
+        reason = None
         usual = match.layer is not None and not {"arrives", "returns"} & {*match.options}
         if isinstance(match.style, Boundary) and match.style.converts and not usual:
-            raise InvalidArgumentError(
-                f"{match.place} converts at its boundary, and sequence parallelism does so between "
-                "all layers: write the boundary without conversions, or do without sequence "
-                "parallelism"
+            reason = (
+                "converts at its boundary, and sequence parallelism does so between all layers: "
+                "write the boundary without conversions"
             )
-        if match.becomes(Bounded) and isinstance(match.module, nn.Embedding):
-            raise InvalidArgumentError(
-                f"{match.place} has sharded columns, which sequence parallelism would take for "
-                "hidden states of all tokens; do without sequence parallelism"
+        elif match.becomes(Bounded) and isinstance(match.module, nn.Embedding):
+            reason = (
+                "has sharded columns, which would be taken for hidden states of all tokens: give "
+                "it the style 'replicate'"
             )
-    for match in (m for m in matches if m.becomes(ParallelMultiheadAttention)):
-        if not vars(match.module)["batch_first"]:
+        elif match.becomes(ParallelMultiheadAttention) and not vars(match.module)["batch_first"]:
+            reason = (
+                "takes sequences as [L, B, E], of which sequence parallelism would divide the "
+                "batch; build it with batch_first=True"
+            )
+        if reason is not None:
             raise InvalidArgumentError(
-                f"{match.place} takes sequences as [L, B, E], of which sequence parallelism would "
-                "divide the batch; build it with batch_first=True, or do without sequence "
-                "parallelism"
+                f"{match.place} {reason}, or do without sequence parallelism"
             )
     for module, name in view.names.items():
         if getattr(module, "layerdrop", 0):
