@@ -14,17 +14,7 @@ from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
-from ...placement import (
-    Boundary,
-    Cut,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Varying,
-    convert,
-    ends,
-)
+from ...placement import Boundary, Cut, Partial, Placement, Replicate, Shard, Varying, convert, ends
 from ..regions.random import sharded_random
 from ..regions.sequence_shares import SequenceShares, argument_names
 from ..regions.surround import Surrounded, own_class, surround

@@ -102,14 +102,6 @@ def has_heads(module: nn.Module) -> bool:
     return not vars(module).keys().isdisjoint((*_HEAD_LENGTHS, *_HEAD_COUNTS))
 
 
-def latent_heads(module: nn.Module) -> int:
-    """Return the number of heads of multi-head latent attention; 0 for another module."""
-    attributes = vars(module)
-    counts = (attributes.get(name) for name in _HEAD_COUNTS)
-    found = next((n for n in counts if isinstance(n, int) and n > 0), 0)
-    return found if isinstance(attributes.get(_LATENT), int) else 0
-
-
 def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True) -> int:
     """Return the length of a head, or 0 if it is unknown."""
     for place in (attention, getattr(attention, "config", None) if by_config else None):
@@ -174,8 +166,10 @@ def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) 
     total = sum(rows[0].lengths)
     sizes = [length for match in columns for length in match.lengths]
     lengths = {match.module: match.lengths for match in (*columns, rows[0])}
-    latent = latent_heads(module)
-    if latent and not any(size % latent or not size for size in (total, *sizes)):
+    counts = (vars(module).get(name) for name in _HEAD_COUNTS)
+    latent = next((n for n in counts if isinstance(n, int) and n > 0), 0)
+    is_latent = latent > 0 and isinstance(vars(module).get(_LATENT), int)
+    if is_latent and not any(size % latent or not size for size in (total, *sizes)):
         return Attention(name, module, total // latent, latent, latent, lengths)
     length = head_length(module, total, by_config=by_config)
     if length < 1 or total < length or total % length or not all(sizes):

@@ -57,11 +57,9 @@ class Unit:
             return [*tensors_in(module(*args, **kwargs))]
 
     def keeps_hidden_states(self) -> bool:
-        """Return whether it takes and returns hidden states [1, L, H] of the same shape."""
-        if self.args is None:
-            return False
-        given = next((x for x in tensors_in((self.args, dict(self.kwargs)))), None)
-        found = next(iter(self.run()), None)
+        """Return whether its first call took and returned hidden states [1, L, H] of one shape."""
+        given = next(iter(tensors_in((self.args, dict(self.kwargs)))), None)
+        found = next(iter(tensors_in(self.returned)), None)
         if given is None or found is None or given.shape != found.shape or given.dim() != 3:
             return False
         return given.is_floating_point() and len(given) == 1 < given.shape[1]
