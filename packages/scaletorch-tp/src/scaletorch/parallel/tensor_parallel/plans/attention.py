@@ -166,8 +166,8 @@ def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) 
     total = sum(rows[0].lengths)
     sizes = [length for match in columns for length in match.lengths]
     lengths = {match.module: match.lengths for match in (*columns, rows[0])}
-    counts = (vars(module)[name] for name in _HEAD_COUNTS if name in vars(module))
-    latent = next((n for n in counts if isinstance(n, int) and n > 0), 0)
+    numbers = (vars(module)[name] for name in _HEAD_COUNTS if name in vars(module))
+    latent = next((n for n in numbers if isinstance(n, int) and n > 0), 0)
     is_latent = latent > 0 and isinstance(vars(module).get(_LATENT), int)
     if is_latent and not any(size % latent or not size for size in (total, *sizes)):
         return Attention(name, module, total // latent, latent, latent, lengths)
