@@ -106,6 +106,11 @@ def resolve(
                 "parallelism before that, or do without sequence parallelism"
             )
         _check_in_attention(matches.values(), regions, whole)
+        layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
+        on_shards = modules_within(layers or [model]) - modules_within([*regions, *whole])
+        splits = [m for m in matches.values() if m.style == "row_split" and m.module in on_shards]
+        for m in splits if plan is None else ():  # would add up outputs of different tokens
+            matches[m.module] = look_up(m.name, m.module, m.pattern, "replicate")
     return Resolved(view, matches, attributes, regions, whole)
 
 
@@ -121,11 +126,6 @@ def _match(
         raise UnplannedError(_UNPLANNED.format(type(model).__name__))
     found, heads = known
     if sequence_parallel:
-        # The all-reduce of "row_split" would add up outputs of different tokens.
-        found = [
-            look_up(m.name, m.module, m.pattern, "replicate") if m.style == "row_split" else m
-            for m in found
-        ]
         found += _layers_that_share(view, found)
     return found, heads
 
