@@ -284,13 +284,13 @@ def _sequence_layers(
 ) -> dict[str, Style]:
     """Return "sequence_layer" for the layers of module lists that contain sharded layers."""
     listed = [unit for unit in units if unit.name]
-    divided = {
+    found: dict[str, Style] = {}
+    divided = (
         unit.name.rpartition(".")[0]
         for unit in listed
         if any(name.startswith(f"{unit.name}.") for name in styles)
-    }
-    found: dict[str, Style] = {}
-    for name in divided:
+    )
+    for name in dict.fromkeys(divided):
         layers = [u for u in listed if u.name.rpartition(".")[0] == name]
         if all(u.args is None or u.keeps_hidden_states() for u in layers):
             numbers = range(len(model.get_submodule(name)))  # type: ignore[arg-type]
