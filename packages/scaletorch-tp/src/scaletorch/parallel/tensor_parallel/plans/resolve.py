@@ -15,12 +15,10 @@ from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..layers.multihead import ParallelMultiheadAttention
 from ..layers.own_parameters import Bounded, HeadParameters
 from ..regions.region import Region
-from ..regions.replicas import TailShared
 from ..regions.surround import cannot_surround
 from ..sharing.sequence import OF_TOKENS, WHOLE_IDS
 from ..styles import Divide
 from .attention import (
-    Attention,
     check_lengths,
     check_ties,
     find_attentions,
@@ -30,16 +28,7 @@ from .attention import (
     with_cuts,
 )
 from .own_plans import find_own_plan
-from .plan import (
-    SEQUENCE_WHOLE,
-    Match,
-    Matches,
-    Plan,
-    children_of,
-    look_up,
-    match_plan,
-    with_mixins,
-)
+from .plan import SEQUENCE_WHOLE, Match, Matches, Plan, look_up, match_plan, with_mixins
 
 _ATTENTION = (HeadParameters, ParallelMultiheadAttention)
 
@@ -85,7 +74,6 @@ def resolve(
     attributes, counted = local_attributes(matches.values(), attentions, tp_size)
     divided_lengths, shared = find_lengths(view, matches, attentions, heads, tp_size)
     check_lengths([*counted, *divided_lengths], shared, tp_size)
-    _check_heads(matches, attentions)
     matches = with_cuts(matches, attentions, tp_size)
     check_ties(view, matches)
     if sequence_parallel:
@@ -105,7 +93,6 @@ def resolve(
                 "needs full sequences, but its forward was replaced on the instance: apply tensor "
                 "parallelism before that, or do without sequence parallelism"
             )
-        _check_in_attention(matches.values(), regions, whole)
         layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
         on_shards = modules_within(layers or [model]) - modules_within([*regions, *whole])
         splits = [m for m in matches.values() if m.style == "row_split" and m.module in on_shards]
@@ -179,24 +166,6 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
 
 
-def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) -> None:
-    """Refuse to shard per-head parameters if the head layout is unknown."""
-    for match in matches.values():
-        if not match.becomes(HeadParameters):
-            continue
-        attention = attentions.get(match.module)
-        columns = [m.lengths for m in children_of(match.module, matches) if m.is_column]
-        if attention is None and columns and {*columns} == {match.lengths}:
-            continue  # an MLP with one element for each feature
-        [count] = match.lengths
-        if attention is None or count % attention.query:
-            found = "an unknown number of" if attention is None else str(attention.query)
-            raise InvalidArgumentError(
-                f"{match.place} cannot be sharded: its parameters have {count} elements for query "
-                f"heads, and its projections have {found} heads; shard the projections by heads too"
-            )
-
-
 def _layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
     """Return "sequence_layer" matches if only the layers can work on sequence shards, else none.
 
@@ -233,20 +202,6 @@ def _has_other_head(model: nn.Module, base: Any, matches: Sequence[Match]) -> bo
         return False
     inside = {*base.modules()}
     return not any(m.options.get("gather_output") for m in matches if m.module not in inside)
-
-
-def _check_in_attention(
-    matches: Iterable[Match], regions: Collection[nn.Module], whole: Collection[nn.Module]
-) -> None:
-    """Refuse per-head parameters in modules that would work on sequence shards."""
-    inside = modules_within(whole)
-    for match in matches:
-        of_heads = match.becomes(HeadParameters) and match.module not in regions
-        if (of_heads or match.mixin is TailShared) and match.module not in inside:
-            raise InvalidArgumentError(
-                f"{match.place} is in no attention that could be given whole sequences; do "
-                "without sequence parallelism"
-            )
 
 
 def _check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
