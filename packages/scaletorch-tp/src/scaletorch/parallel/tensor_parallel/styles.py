@@ -124,10 +124,11 @@ class Slices:
     unit: int = 1
 
     def __post_init__(self) -> None:
-        if any(type(n) is not int or n < 1 for n in (self.dim + 1, self.packed, self.unit)):
+        given = self.dim, self.packed, self.unit
+        if any(type(n) is not int for n in given) or self.dim < 0 or min(given[1:]) < 1:
             raise InvalidArgumentError(
-                "Slices takes a dim, a number of packed matrices and a unit, the latter at least "
-                f"1, got {(self.dim, self.packed, self.unit)}"
+                "Slices takes a dim, and a number of packed matrices and a unit of at least 1 "
+                f"each, got {given}"
             )
 
     def cut(self, length: Cut) -> Cut:
