@@ -235,6 +235,12 @@ def test_the_outer_plan_goes_before_that_of_an_inner_model():
     assert found["inner.model.layers.1.attention.out"] == "row"
 
 
+def test_a_model_inside_a_sequential_has_its_own_plan():
+    found = styles(nn.Sequential(nn.Identity(), Whole()))
+    assert found["1.model.layers.0.mlp.gate_up"] == "column, 2"
+    assert found["1.head"] == "column_gather"
+
+
 class NormedEmbedding(nn.Embedding):
     def forward(self, ids):
         return nn.functional.normalize(super().forward(ids), dim=-1)
@@ -266,7 +272,10 @@ def test_a_plan_for_the_head_alone_is_none():
     ("change", "text"),
     [
         ({"mlp.down": "diagonal"}, r"'model.layers.\*.mlp.down' the style 'diagonal', which is"),
-        ({"attention.sinks": "colwise"}, "single parameter 'model.layers.0.attention.sinks'"),
+        (
+            {"attention.sinks": "rowwise"},
+            "'model.layers.0.attention.sinks' the style 'rowwise', wh",
+        ),
     ],
 )
 def test_a_style_that_cannot_be_is_named(change, text):

@@ -1,5 +1,6 @@
 """The vocabulary-parallel cross entropy against torch's, in one process and on ranks."""
 
+import copy
 import itertools
 import math
 
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.placement import shard_sizes
-from scaletorch.parallel.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, vocab_parallel_cross_entropy
 from scaletorch.parallel.tensor_parallel import cross_entropy as module
 
 FEW = settings(max_examples=25, deadline=None, database=None, phases=[Phase.generate])
@@ -268,7 +269,7 @@ def test_behind_a_column_parallel_head(autocast):
     hidden = torch.randn(6, 8, dtype=head.weight.dtype)
     targets = torch.randint(26, (6,))
     x, y = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    layer = ColumnParallelLinear.from_plain(head, group=where)
+    layer = apply_tensor_parallel(copy.deepcopy(head), {"": "column"}, where)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = vocab_parallel_cross_entropy(layer(x), targets, group=where)
         expected = F.cross_entropy(head(y), targets)

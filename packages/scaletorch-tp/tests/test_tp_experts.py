@@ -207,8 +207,10 @@ def test_styles_that_do_not_fit_are_refused(sharded, added, tp, text):
 
 
 def test_styles_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="dim behind that of the experts"):
-        Slices(0)
+    with pytest.raises(ValueError, match="dim of each behind that of the experts"):
+        Stacked({"up": 0})
+    with pytest.raises(ValueError, match="Slices takes a dim"):
+        Slices(1, packed=0)
     with pytest.raises(ValueError, match="names of parameters"):
         Stacked({})
 

@@ -193,21 +193,17 @@ def named():
 
 
 @pytest.mark.parametrize(
-    ("build", "plan", "options", "text"),
+    ("build", "plan", "text"),
     [
-        (Sinks, {"self_attn": PerHead("q_proj")}, {}, "its own parameters are sinks"),
-        (Sinks, {"self_attn": PerHead("sinks")}, {}, "5 elements for .* an unknown number"),
-        (Scaled, {"mlp": PerHead("scale"), "mlp.up": "replicate"}, {}, "9 elements .* an unknown"),
-        (Scaled, {"mlp.up": SharedTail(9)}, {}, "it has no more than 9 output features"),
-        (named, {"self_attn": PerHead("sinks")}, {}, r"it has a 'group' of its own, .* rename it"),
-        (Sinks, {"mlp.up": SharedTail(2)}, {"sequence_parallel": True},
-         "in no attention that could be given whole"),
+        (Sinks, {"self_attn": PerHead("q_proj")}, "its own parameters are sinks"),
+        (Scaled, {"mlp.up": SharedTail(9)}, "it has no more than 9 output features"),
+        (named, {"self_attn": PerHead("sinks")}, r"it has a 'group' of its own, .* rename it"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit(build, plan, options, text):
+def test_what_does_not_fit(build, plan, text):
     model = build() if build is named else made(build)
     with pytest.raises(InvalidArgumentError, match=text):
-        explain(model, 2, plan, **options)
+        explain(model, 2, plan)
 
 
 def test_styles_that_cannot_be():

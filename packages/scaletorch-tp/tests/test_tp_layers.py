@@ -3,7 +3,6 @@
 import copy
 import re
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -12,25 +11,27 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import group
-from torch.nn import functional
 
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.dist.wire.backend import Route
-from scaletorch.dist.world.info import info_of
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallelLayer,
     VocabParallelEmbedding,
+    apply_tensor_parallel,
     explain,
     gather_tensors,
 )
-from scaletorch.parallel.tensor_parallel.layers.linear import (
-    ColumnParallelEmbedding,
-    ScaledVocabParallelEmbedding,
-)
 
 FEW = settings(max_examples=12, deadline=None, database=None, phases=[Phase.generate])
+
+
+def shard(plain, style, **options):
+    """Return this rank's shard of a copy of a plain layer."""
+    holder = nn.ModuleList([copy.deepcopy(plain)])
+    [layer] = apply_tensor_parallel(holder, {"0": style}, group.WORLD)
+    vars(layer).update(options)
+    return layer
 
 
 def own(layer, tensor):
@@ -66,18 +67,12 @@ def linear_layers(shape, out_features, bias):
     torch.manual_seed(1)
     plain = nn.Linear(shape[-1], out_features, bias, dtype=torch.float64)
     x = torch.randn(shape, dtype=torch.float64)
-    for options in (
-        {},
-        {"gather_output": True},
-        {"async_all_reduce": True},
-        {"gather_output": True, "async_all_reduce": True},
-    ):
-        layer = ColumnParallelLinear.from_plain(copy.deepcopy(plain), group=group.WORLD, **options)
-        compare(layer, copy.deepcopy(plain), x, shard_of_output="gather_output" not in options)
-    for whole in (False, True):
-        layer = RowParallelLinear.from_plain(plain, group=group.WORLD, input_is_parallel=not whole)
-        layer = copy.deepcopy(layer)  # the plain one's bias is shared
-        compare(layer, copy.deepcopy(plain), x, whole_input=whole)
+    for style in ("column", "column_gather"):
+        for overlaps in (False, True):
+            layer = shard(plain, style, async_all_reduce=overlaps)
+            compare(layer, copy.deepcopy(plain), x, shard_of_output=style == "column")
+    for style in ("row", "row_split"):
+        compare(shard(plain, style), copy.deepcopy(plain), x, whole_input=style == "row_split")
 
 
 @FEW
@@ -109,12 +104,11 @@ def embeddings(rows, dim, padding_idx, shape):
     ids = torch.randint(0, rows, shape)
     if padding_idx is not None and ids.numel():
         ids.view(-1)[0] = padding_idx % rows
-    for kind, whole, columns in (
-        (VocabParallelEmbedding, plain, False),
-        (ScaledVocabParallelEmbedding, scaled, False),
-        (ColumnParallelEmbedding, plain, True),
-    ):
-        layer = kind.from_plain(copy.deepcopy(whole), group=group.WORLD)
+    for style, whole in (("vocab", plain), ("vocab", scaled), ("column_embedding", plain)):
+        columns = style == "column_embedding"
+        if columns and dim % dist.get_world_size():
+            continue
+        layer = shard(whole, style)
         compare(layer, copy.deepcopy(whole), ids, shard_of_output=columns)
         if padding_idx is not None and whole is plain:
             grad = gather_tensors(layer, {"weight": layer.weight.grad})["weight"]
@@ -139,8 +133,8 @@ def test_an_embedding_with_options_of_rows_is_refused(kind, option):
     model = nn.Sequential(kind(8, 4, **{option: True}))
     with pytest.raises(ValueError, match=f"it uses {option}, which is not supported on shards"):
         explain(model, 2, {"0": "vocab"})
-    with pytest.raises(ValueError, match=f"it uses {option}, which is not supported"):
-        ColumnParallelEmbedding.from_plain(nn.Embedding(6, 7, **{option: True}))
+    with pytest.raises(ValueError, match=f"it uses {option}|it is a ScaledWordEmbedding"):
+        explain(model, 2, {"0": "column_embedding"})
 
 
 def from_scratch():
@@ -175,10 +169,12 @@ def test_layers_are_plain_without_torch_distributed():
     assert layer.tp_size == 1
     assert layer.group is None
     assert torch.equal(layer(x), plain(x))
-    assert torch.equal(RowParallelLinear.from_plain(plain)(x), plain(x))
+    row = apply_tensor_parallel(copy.deepcopy(plain), {"": "row"})
+    assert torch.equal(row(x), plain(x))
     ids = torch.tensor([0, 4])
     table = nn.Embedding(5, 2)
-    assert torch.equal(VocabParallelEmbedding.from_plain(table)(ids), table(ids))
+    layer = apply_tensor_parallel(copy.deepcopy(table), {"": "vocab"})
+    assert torch.equal(layer(ids), table(ids))
 
 
 @distributed_test(world_size=2)
@@ -189,39 +185,34 @@ def test_shards_keep_what_the_plain_layer_was():
     plain.bias.grad = torch.arange(8, dtype=torch.bfloat16)
     calls = []
     plain.register_forward_hook(lambda *_: calls.append("hook"))
-    layer = ColumnParallelLinear.from_plain(plain, group=group.WORLD)
-    assert type(plain) is nn.Linear
-    assert plain.weight.shape == (8, 4)
+    grad = plain.bias.grad
+    layer = apply_tensor_parallel(plain, {"": "column"}, group.WORLD)
     assert layer.weight.dtype == torch.bfloat16
     assert not layer.training
     assert not layer.weight.requires_grad
     assert layer.bias.requires_grad
     assert layer.weight.note == "kept"
-    assert torch.equal(layer.bias.grad, plain.bias.grad.chunk(2)[layer.tp_rank])
+    assert torch.equal(layer.bias.grad, grad.chunk(2)[layer.tp_rank])
     layer(torch.ones(1, 4, dtype=torch.bfloat16))
     assert calls == ["hook"]
     meta = VocabParallelEmbedding(8, 4, group=group.WORLD, device="meta")
     assert meta.weight.shape == (4, 4)
     assert meta.weight.device.type == "meta"
-    row = RowParallelLinear.from_plain(plain, group=group.WORLD)
-    assert row.bias is plain.bias
+    row = nn.Linear(4, 8)
+    bias = row.bias
+    assert apply_tensor_parallel(row, {"": "row"}, group.WORLD).bias is bias
 
 
 @distributed_test(world_size=2)
 def test_tied_parameters_stay_tied_also_in_copies():
     table, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
     head.weight = table.weight
-    memo = {}
-    first = VocabParallelEmbedding.from_plain(table, group=group.WORLD, memo=memo)
-    second = ColumnParallelLinear.from_plain(head, group=group.WORLD, memo=memo)
-    assert first.weight is second.weight
-    other = ColumnParallelLinear.from_plain(head, group=group.WORLD)
-    assert other.weight is not second.weight
-    with pytest.raises(ValueError, match="tied to one that was sharded along dim 0"):
-        RowParallelLinear.from_plain(head, group=group.WORLD, memo=memo)
-    pair = copy.deepcopy(nn.ModuleList([first, second]))
+    plan = {"0": "vocab", "1": "column"}
+    layers = apply_tensor_parallel(nn.ModuleList([table, head]), plan, group.WORLD)
+    assert layers[0].weight is layers[1].weight
+    pair = copy.deepcopy(layers)
     assert pair[0].weight is pair[1].weight
-    assert pair[0].weight is not first.weight
+    assert pair[0].weight is not layers[0].weight
     assert pair[0].group is group.WORLD
 
 
@@ -247,17 +238,13 @@ def test_bad_arguments_say_what_would_do():
         with pytest.raises(ValueError, match=re.escape(text)) as caught:
             call()
         assert shape is None or f"rank {group.WORLD.rank()}" in str(caught.value)
-    with pytest.raises(ValueError, match=r"no option gather; it has \['gather_output', 'async_all"):
-        ColumnParallelLinear.from_plain(nn.Linear(4, 8), group=group.WORLD, gather=True)
     with pytest.raises(RuntimeError, match="pass group="):
         ColumnParallelLinear(4, 8)
 
 
-OWN_FORWARDS = {  # of subclasses of nn.Linear
-    "Scaled": lambda self, x: 2 * functional.linear(x, self.weight, self.bias),
-    "Clipped": lambda self, x: functional.linear(x.clamp(-1e4, 1e4), self.weight, self.bias),
-    "Rounded": lambda self, x: functional.linear(x, self.weight.round(), self.bias),
-}
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
 class FalconLinear(nn.Linear):
@@ -281,10 +268,7 @@ def odd_modules():
         "its weight has gradient hooks": hooked,
         "it is a ParametrizedLinear": parametrized,
         "its parameters are": unusual,
-        **{
-            f"it is a {name}": type(name, (nn.Linear,), {"forward": forward})(4, 4)
-            for name, forward in OWN_FORWARDS.items()
-        },
+        "it is a Scaled": Scaled(4, 4),
         "its weight is not a parameter": buffered,
     }
 
@@ -293,7 +277,7 @@ def odd_modules():
 def test_modules_whose_computation_is_their_own_are_refused(reason):
     module = odd_modules()[reason]
     with pytest.raises(ValueError, match=reason):
-        ColumnParallelLinear.from_plain(module)
+        apply_tensor_parallel(module, {"": "column"})
     assert not isinstance(module, TensorParallelLayer)
     assert ColumnParallelLinear.takes(FalconLinear(3, 2))  # the same in other words
 
@@ -304,20 +288,3 @@ def test_an_id_outside_the_table_fails_on_every_rank(ids):
     table = VocabParallelEmbedding(8, 2, group=group.WORLD)
     with pytest.raises(IndexError):
         table(torch.tensor(ids))
-
-
-@distributed_test(world_size=2)
-def test_a_backend_without_sums():
-    """They are gathered, and added on each rank."""
-    info = info_of(group.WORLD)
-    info.ways.clear()
-    info.routes["cpu"] = Route("other", frozenset(("sum", "reduce_scatter")), True)
-    plain = nn.Linear(6, 8).double()
-    x = torch.randn(3, 6, dtype=torch.float64)
-    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("it has no sums")):
-        column = ColumnParallelLinear.from_plain(copy.deepcopy(plain), group=group.WORLD)
-        compare(column, copy.deepcopy(plain), x, shard_of_output=True)
-        row = RowParallelLinear.from_plain(copy.deepcopy(plain), group=group.WORLD)
-        compare(row, plain, x, whole_input=False)
-    info.routes.clear()
-    info.ways.clear()

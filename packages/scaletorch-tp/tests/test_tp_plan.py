@@ -1,6 +1,5 @@
 """Plans: patterns, every mistake found before anything changes, and their explanation."""
 
-import copy
 import dataclasses
 import json
 import re
@@ -10,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llamas import OWN_PLAN, CountingAttention, make
+from llamas import CountingAttention, make
 from torch import nn
 from torch.distributed import group
 
-from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.pg_manager.building import matching
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
@@ -110,7 +109,7 @@ REFUSED = [  # a model, its plan, the number of ranks, and what is said
     (counting, {"**.self_attn": Divide("training")}, 3, "cannot divide training"),
     (counting, {"**.q_proj": "column"}, 3, "layers.0.self_attn.q_proj.out_features = 16"),
     (counting, {"**.self_attn": HEADS, "**.up_proj": "column"}, 3,
-     "num_heads = 4", "the nearest legal tp sizes are 2"),
+     "num_heads = 4", "tp sizes up to 2 that divide 2 are legal"),
     (tied, TABLE, 2, "one tied parameter", "'embed_tokens.weight'", "replicates"),
     (tied, {"lm_head": "column"}, 2, "one tied parameter", "'embed_tokens.weight'", "replicates"),
     (tied, TABLE | ROW, 2, "one tied parameter", "dim 0", "dim 1"),
@@ -125,9 +124,9 @@ REFUSED = [  # a model, its plan, the number of ranks, and what is said
      "embed_tokens.num_embeddings = 4", "sizes up to 4 are legal"),
     (partial(model, inner=3), None, 4, "mlp.gate_proj.out_features = 3", "and 2 more", "up to 3"),
     (model, {"**.self_attn.q_proj": "column"}, 5, "q_proj.out_features = 16"),
-    (with_a_count, {"layers.0": COUNT}, 4, "tp = 4 does not divide layers.0.count = 6", "3 and 6"),
+    (with_a_count, {"layers.0": COUNT}, 4, "tp = 4 does not divide layers.0.count = 6"),
     (with_a_count, TABLE | {"layers.0": COUNT}, 17,
-     "count = 6 and leaves ranks", "legal tp sizes are 6"),
+     "count = 6 and leaves ranks", "tp sizes up to 6 that divide 6 are legal"),
     (lambda: nn.Sequential(nn.Linear(2, 2)), None, 4,
      "Sequential has no plan", "suggest_plan(model, ex", "or write one"),
 ]  # fmt: skip
@@ -183,19 +182,6 @@ def test_the_model_itself_is_rewritten_with_its_hooks_and_owners():
     assert model["b"][0] is model["a"] is shared
     assert shared.weight.shape == (4, 4)
     assert shared.bias.shape == (4,)
-
-
-def message_of_a_typo():
-    made = model()
-    before = copy.deepcopy(made.state_dict())
-    with pytest.raises(ValueError, match="matches no module") as caught:
-        apply_tensor_parallel(made, OWN_PLAN | {"**.dwn_proj": "row"}, group.WORLD)
-    assert all(torch.equal(before[n], t) for n, t in made.state_dict().items())
-    return str(caught.value)
-
-
-def test_the_same_error_on_every_rank():
-    assert len(set(run_ranks(message_of_a_typo, 2))) == 1
 
 
 def test_an_explanation_is_plain_data_and_a_table_with_one_line_for_equal_layers():

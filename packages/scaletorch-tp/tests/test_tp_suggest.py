@@ -293,7 +293,8 @@ def test_a_model_without_a_plan_is_divided_by_the_suggested_one(tp_size):
 
 
 def test_a_model_that_takes_no_ids_is_refused():
-    with pytest.raises(InvalidArgumentError, match=r"plan=suggest_plan\(model, example\)"):
+    words = r"plan=suggest_plan\(model, example\).*; a forward of guessed inputs raised RuntimeErr"
+    with pytest.raises(InvalidArgumentError, match=words):
         apply_tensor_parallel(Gated())
 
 
@@ -316,23 +317,3 @@ class Turned(Packed):
 def test_a_model_of_float64_and_complex_numbers_is_tried_in_its_own_dtypes():
     plan = suggest_plan(Words(Turned).double(), IDS)
     assert {name.split(".")[-1]: style for name, style in plan.items()}["out"] == "row"
-
-
-class Energies(nn.Module):
-    """Returns the gradient of what its blocks make, taken within its forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Gated() for _ in range(2))
-
-    def forward(self, x):
-        with torch.enable_grad():
-            y = x = x.detach().requires_grad_()
-            for block in self.blocks:
-                y = y + block(y)
-            return torch.autograd.grad(y.square().sum(), x, create_graph=True)[0]
-
-
-def test_a_model_that_takes_gradients_in_its_forward_is_tried():
-    plan = {f"blocks.*.{name}": style for name, style in GATED.items()}
-    assert suggest_plan(Energies(), torch.ones(1, 4, WIDTH)) == plan

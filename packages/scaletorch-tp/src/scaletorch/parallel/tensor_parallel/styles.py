@@ -93,19 +93,6 @@ class PerHead:
         """Return the style's name in tables."""
         return "per head"
 
-    @property
-    def dims(self) -> dict[str, int]:
-        """The shard dim of each parameter."""
-        return dict.fromkeys(self.names, 0)
-
-    def length(self, module: nn.Module) -> int:
-        """Return the length of dim 0 of the parameters of a module that fits."""
-        return int(module.get_parameter(self.names[0]).shape[0])
-
-    def cut_of(self, name: str, heads: Cut) -> Cut:
-        """Return the cut of a parameter, given the cut of the heads."""
-        return heads
-
     def misfit(self, module: nn.Module) -> str | None:
         """Return why a module does not fit this style, or None if it does."""
         found = {name: p for name, p in module._parameters.items() if p is not None}
@@ -119,16 +106,17 @@ class PerHead:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The layout of the experts' width (intermediate size) in one stacked parameter.
+    """The layout of one divided length, such as the experts' width, in one parameter.
 
     Args:
-        dim: The dim of the stack whose length is `packed` * `unit` * width.
+        dim: The dim of the parameter whose length is `packed` * `unit` * the divided length.
         packed: Number of equal matrices along `dim`: 2 for [gate | up] in one weight. A rank
             gets its shard of each.
-        unit: Number of adjacent features for one index of the width: 2 for interleaved gate and up.
+        unit: Number of adjacent features for one index of the divided length: 2 for interleaved
+            gate and up.
 
     Raises:
-        InvalidArgumentError: `dim` is 0, the dim of the experts, or a number is not positive.
+        InvalidArgumentError: A number is negative, or `packed` or `unit` is 0.
     """
 
     dim: int
@@ -136,50 +124,33 @@ class Slices:
     unit: int = 1
 
     def __post_init__(self) -> None:
-        if any(type(n) is not int or n < 1 for n in (self.dim, self.packed, self.unit)):
+        given = self.dim, self.packed, self.unit
+        if any(type(n) is not int for n in given) or self.dim < 0 or min(given[1:]) < 1:
             raise InvalidArgumentError(
-                "Slices takes a dim behind that of the experts, a number of packed matrices and a "
-                f"unit, each at least 1, got {(self.dim, self.packed, self.unit)}"
+                "Slices takes a dim, and a number of packed matrices and a unit of at least 1 "
+                f"each, got {given}"
             )
 
-    def cut(self, width: Cut) -> Cut:
-        """Return the cut of `dim`, given the cut of the width."""
-        return fuse([width.times(self.unit)] * self.packed)
+    def cut(self, length: Cut) -> Cut:
+        """Return the cut of `dim`, given the cut of the divided length."""
+        return fuse([length.times(self.unit)] * self.packed)
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class Stacked:
-    """A style for a module of stacked expert weights, called with tokens and their routing.
-
-    It is called as `experts(hidden, top_k_index, top_k_weights)`, [T, H], [T, K] and [T, K]. Every
-    rank holds all experts, each sharded along its width (intermediate size). The module's own
-    forward runs on the shards, and its outputs are summed over the ranks.
-
-    Args:
-        sharded: Parameter -> its `Slices`, or only the dim.
-        added: Parameters added after the last matrix product: output biases. They are replicated,
-            but only the first rank adds them.
-
-    Raises:
-        InvalidArgumentError: No parameter is sharded.
-
-    Example:
-        >>> plan = {"**.experts": Stacked({"gate_up_proj": Slices(1, packed=2), "down_proj": 2})}
-    """
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """Shards of a module's own parameters, all along one divided length."""
 
     sharded: Mapping[str, Slices]
-    added: tuple[str, ...]
+    added: tuple[str, ...] = ()  # replicated parameters that only the first rank adds to a sum
 
-    def __init__(self, sharded: Mapping[str, Slices | int], added: tuple[str, ...] = ()) -> None:
-        if not sharded:
-            raise InvalidArgumentError("Stacked takes the names of parameters and their dims")
-        slices = {n: Slices(s) if isinstance(s, int) else s for n, s in sharded.items()}
-        object.__setattr__(self, "sharded", slices)
-        object.__setattr__(self, "added", tuple(added))
-
-    def __str__(self) -> str:
-        """Return the style's name in tables."""
-        return "stacked experts"
+    @classmethod
+    def at(cls, boundary: Boundary, module: nn.Module) -> Sliced:
+        """Return the shards of a module that fits its boundary."""
+        dims = {n: d % module.get_parameter(n).ndim for n, d in boundary.dims.items()}
+        lengths = {n: module.get_parameter(n).shape[d] for n, d in dims.items()}
+        common = math.gcd(*lengths.values()) or 1
+        slices = {n: Slices(dim, unit=lengths[n] // common or 1) for n, dim in dims.items()}
+        return cls(slices, boundary.terms)
 
     @property
     def dims(self) -> dict[str, int]:
@@ -187,13 +158,48 @@ class Stacked:
         return {name: slices.dim for name, slices in self.sharded.items()}
 
     def length(self, module: nn.Module) -> int:
-        """Return the width of each expert of a module that fits."""
+        """Return the divided length of a module that fits."""
         name, slices = next(iter(self.sharded.items()))
         return int(module.get_parameter(name).shape[slices.dim]) // (slices.packed * slices.unit)
 
-    def cut_of(self, name: str, width: Cut) -> Cut:
-        """Return the cut of a parameter, given the cut of the width."""
-        return self.sharded[name].cut(width)
+    def cut_of(self, name: str, length: Cut) -> Cut:
+        """Return the cut of a parameter, given the cut of the divided length."""
+        return self.sharded[name].cut(length)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Stacked(Sliced):
+    """A style for a module of stacked expert weights, called with tokens and their routing.
+
+    It is called as `experts(hidden, top_k_index, top_k_weights)`, [T, H], [T, K] and [T, K]. Every
+    rank holds all experts, each sharded along its width (intermediate size). The module's own
+    forward runs on the shards, and its outputs are summed over the ranks.
+
+    Args:
+        sharded: Parameter -> the `Slices` of its experts' width, or only the dim.
+        added: Parameters added after the last matrix product: output biases. They are replicated,
+            but only the first rank adds them.
+
+    Raises:
+        InvalidArgumentError: No parameter is sharded, or one along dim 0, that of the experts.
+
+    Example:
+        >>> plan = {"**.experts": Stacked({"gate_up_proj": Slices(1, packed=2), "down_proj": 2})}
+    """
+
+    def __init__(self, sharded: Mapping[str, Slices | int], added: tuple[str, ...] = ()) -> None:
+        slices = {n: Slices(s) if isinstance(s, int) else s for n, s in sharded.items()}
+        if not slices or any(s.dim < 1 for s in slices.values()):
+            raise InvalidArgumentError(
+                "Stacked takes the names of parameters and a dim of each behind that of the "
+                f"experts, got {sharded}"
+            )
+        object.__setattr__(self, "sharded", slices)
+        object.__setattr__(self, "added", tuple(added))
+
+    def __str__(self) -> str:
+        """Return the style's name in tables."""
+        return "stacked experts"
 
     def misfit(self, module: nn.Module) -> str | None:
         """Return why a module does not fit this style, or None if it does."""
@@ -218,45 +224,17 @@ class Stacked:
         return misfit_of(module, found)
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """The own parameters of a module with a `Boundary`: each is divided evenly over the ranks."""
-
-    boundary: Boundary
-    lengths: Mapping[str, int]  # sharded parameter -> full length of its shard dim
-    dims: Mapping[str, int]
-
-    @classmethod
-    def of(cls, boundary: Boundary, module: nn.Module) -> Placed:
-        """Return the parameters of a module that fits."""
-        dims = {n: d % module.get_parameter(n).ndim for n, d in boundary.dims.items()}
-        return cls(boundary, {n: module.get_parameter(n).shape[d] for n, d in dims.items()}, dims)
-
-    @property
-    def added(self) -> tuple[str, ...]:
-        """Names of the parameters that are added to terms of a sum."""
-        return self.boundary.terms
-
-    def length(self, module: nn.Module) -> int:
-        """Return the number of units that every sharded parameter consists of."""
-        return math.gcd(*self.lengths.values())
-
-    def cut_of(self, name: str, units: Cut) -> Cut:
-        """Return the cut of a parameter, given the cut of the units."""
-        return units.times(self.lengths[name] // units.whole)
-
-    def misfit(self, module: nn.Module) -> str | None:
-        """Return why the module does not fit its boundary, or None if it does."""
-        found = {name: p for name, p in module._parameters.items() if p is not None}
-        unnamed = [name for name in found if name not in self.boundary.parameters]
-        outputs = self.boundary.outputs
-        if unnamed and outputs is not None and isinstance(ends(outputs)[0], Partial):
-            return (
-                "it computes Partial() outputs, and its boundary has no placement of "
-                f"{', '.join(unnamed)}: Shard(dim), Partial() if it is added to the outputs, or "
-                "Replicate()"
-            )
-        return misfit_of(module, {name: found[name] for name in self.boundary.parameters})
+def misfit_at(boundary: Boundary, module: nn.Module) -> str | None:
+    """Return why a module with known parameters does not fit a boundary, or None if it does."""
+    found = {name: p for name, p in module._parameters.items() if p is not None}
+    unnamed = [name for name in found if name not in boundary.parameters]
+    if unnamed and boundary.outputs is not None and isinstance(ends(boundary.outputs)[0], Partial):
+        return (
+            "it computes Partial() outputs, and its boundary has no placement of "
+            f"{', '.join(unnamed)}: Shard(dim), Partial() if it is added to the outputs, or "
+            "Replicate()"
+        )
+    return misfit_of(module, {name: found[name] for name in boundary.parameters})
 
 
 def unknown_parameters(module: nn.Module, boundary: Boundary) -> str | None:

@@ -98,7 +98,7 @@ def _shard(resolved: Resolved, group: ProcessGroup | None) -> Memo:
     """Convert layers to this rank's shards and set attributes; return the memo of shards."""
     memo: Memo = WeakTensorKeyDictionary()  # keeps no full parameter alive
     for match in resolved.matches.values():
-        if match.layer is not None:
+        if match.layer is not None and match.cut is not None:
             match.layer.convert(match.module, group, memo, match.cut, **match.options)
     for module, values in resolved.attributes.items():
         vars(module).update({name: ranks[get_rank(group)] for name, ranks in values.items()})

@@ -6,7 +6,8 @@ The last argument `group` may be left out. It is then the tensor-parallel axis o
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,13 +25,17 @@ from .regions.region import Entrance, enter
 class _OnAxis:
     """Base before a collective of dist: without a group it is the tensor-parallel axis."""
 
+    _dim: ClassVar[Mapping[str, int]] = {}  # the dim of collectives that take one
+
     @classmethod
     def forward(cls, ctx: Any, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-        return super().forward(ctx, x, axis_group("tp", group))  # type: ignore[misc,no-any-return]
+        where = *cls._dim.values(), axis_group("tp", group)
+        return super().forward(ctx, x, *where)  # type: ignore[misc,no-any-return]
 
     @classmethod
     def spmd_typecheck(cls, *, x: Tensor, group: ProcessGroup | None) -> Any:
-        return super().spmd_typecheck(x=x, group=axis_group("tp", group))  # type: ignore[misc]
+        where = {**cls._dim, "group": axis_group("tp", group)}
+        return super().spmd_typecheck(x=x, **where)  # type: ignore[misc]
 
 
 class CopyToModelParallelRegion(_OnAxis, Copy):
@@ -41,23 +46,10 @@ class ReduceFromModelParallelRegion(_OnAxis, Reduce):
     """Sum partial results over the ranks; backward is the identity."""
 
 
-class GatherFromModelParallelRegion(torch.autograd.Function):
-    """All-gather shards of the last dim; backward keeps this rank's slice."""
+class GatherFromModelParallelRegion(_OnAxis, Gather):  # type: ignore[misc]
+    """All-gather shards [..., n / tp] to [..., n]; backward keeps this rank's slice."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
-        """Return the full tensor [..., n], given this rank's shard `x` [..., n / tp]."""
-        return Gather.forward(ctx, x, -1, axis_group("tp", group))
-
-    @staticmethod
-    def spmd_typecheck(*, x: Tensor, group: ProcessGroup | None) -> Any:
-        """Return the type of the result."""
-        return Gather.spmd_typecheck(x=x, dim=-1, group=axis_group("tp", group))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return this rank's slice of the gradient."""
-        return Gather.backward(ctx, *grads)
+    _dim: ClassVar[Mapping[str, int]] = {"dim": -1}
 
 
 def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int) -> list[Tensor]:

@@ -21,8 +21,8 @@ from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import not_pickled
 from ..styles import misfit_of
 
-# Full parameter -> its shard dim, its cut and this rank's shard, so that tied ones stay tied.
-Memo = MutableMapping[Tensor, tuple[int, Cut, nn.Parameter]]
+# Full parameter -> this rank's shard, so that tied ones stay tied.
+Memo = MutableMapping[Tensor, nn.Parameter]
 
 Group = ProcessGroup | None
 Options = Mapping[str, Any]
@@ -50,73 +50,19 @@ class TensorParallelLayer(nn.Module):
     returns: Placement = Invariant()  # placement of a full or summed output
 
     @classmethod
-    def from_plain(
-        cls,
-        module: nn.Module,
-        *,
-        group: ProcessGroup | None = None,
-        memo: Memo | None = None,
-        **options: Any,
-    ) -> Self:
-        """Create this rank's shard of a plain module, which is not changed.
-
-        Dtype, device, `requires_grad`, training mode and hooks are taken over. Parameters that are
-        not sharded (a row-parallel bias; all if tp is 1) are shared with the plain module.
-
-        Args:
-            module: An `nn.Linear` or `nn.Embedding`, the same on every rank.
-            group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
-            memo: Pass one dict to all calls for a model to keep tied parameters tied.
-            options: Options of the layer, such as `gather_output=True`.
-
-        Raises:
-            InvalidArgumentError: The module is of another class, or leaves a rank without a shard.
-        """
-        twin = object.__new__(type(module))
-        # Copy the dicts, share their values.
-        state = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
-        vars(twin).update(state)
-        return cls.convert(twin, axis_group("tp", group), {} if memo is None else memo, **options)
-
-    @classmethod
     def convert(
-        cls,
-        module: nn.Module,
-        group: ProcessGroup | None,
-        memo: Memo,
-        cut: Cut | None = None,
-        **options: Any,
+        cls, module: nn.Module, group: ProcessGroup | None, memo: Memo, cut: Cut, **options: Any
     ) -> Self:
-        """Convert a plain module to this rank's shard in place, so references and hooks stay.
+        """Convert a plain module, which fits, to this rank's shard in place.
 
-        The arguments are those of `from_plain`; `cut` None means an even cut.
+        References to it, its hooks and its training mode stay. Parameters that are not sharded (a
+        row-parallel bias; all if tp is 1) stay, too; new ones take over dtype, device and
+        `requires_grad`.
         """
-        layer, size = cls._taken(module, group, options, even=cut is None)
-        layer._shard(group, memo, options, cut or share_cut(size, get_world_size(group)))
-        return layer
-
-    @classmethod
-    def _taken(
-        cls, module: nn.Module, group: Group, options: Options, *, even: bool
-    ) -> tuple[Self, int]:
-        """Change the class of a plain module, not yet sharded; return it and the divided size."""
-        cls._refuse(cls.misfit(module))
-        unknown = sorted({*options} - {*cls.options, "arrives", "returns"})
-        if unknown:
-            raise InvalidArgumentError(
-                f"{cls.__name__} has no option {', '.join(unknown)}; it has {list(cls.options)}"
-            )
-        size = getattr(module, cls.sharded_size)
-        if even:  # else several ranks may hold the same shard
-            cls._require_shares(size, group)
         layer: Any = module
         layer.__class__ = cls
-        return layer, size
-
-    @classmethod
-    def _refuse(cls, reason: str | None) -> None:
-        if reason is not None:
-            raise InvalidArgumentError(f"{cls.__name__} cannot be made of this module: {reason}")
+        layer._shard(group, memo, options, cut)
+        return layer  # type: ignore[no-any-return]
 
     @classmethod
     def takes(cls, module: nn.Module) -> bool:
@@ -140,25 +86,20 @@ class TensorParallelLayer(nn.Module):
             return f"its parameters are {sorted(found)}, and only {sorted(known)} are known"
         return misfit_of(module, found)
 
-    @classmethod
-    def _require_shares(cls, length: int, group: Group) -> None:
-        """Refuse a length that leaves a rank without a shard."""
-        size = get_world_size(group)
-        if length < size:
-            raise InvalidArgumentError(
-                f"{cls.__name__}: {cls.sharded_size} = {length} has no share for each of tp = "
-                f"{size} ranks; tp sizes up to {length} are legal"
-            )
-
     def _build(
         self, draw: Callable[[], nn.Module], size: int, group: Group, options: Options
     ) -> None:
         """Initialise this rank's shard of a new layer; `draw` creates the full layer."""
         super().__init__()
         group = axis_group("tp", group)
-        self._require_shares(size, group)
+        tp_size = get_world_size(group)
+        if size < tp_size:
+            raise InvalidArgumentError(
+                f"{type(self).__name__}: {self.sharded_size} = {size} has no share for each of tp "
+                f"= {tp_size} ranks; tp sizes up to {size} are legal"
+            )
         vars(self).update(vars(draw()))
-        self._shard(group, {}, options, share_cut(size, get_world_size(group)))
+        self._shard(group, {}, options, share_cut(size, tp_size))
 
     def _shard(self, group: Group, memo: Memo, options: Options, cut: Cut) -> None:
         vars(self).update({**self.options, **options})
@@ -190,19 +131,13 @@ class TensorParallelLayer(nn.Module):
     def _shard_parameter(
         self, name: str, dim: int, whole: nn.Parameter, memo: Memo
     ) -> nn.Parameter:
-        wanted = self.cut_of(name)
         if whole not in memo:
-            shard = nn.Parameter(self._own(whole, dim, wanted), requires_grad=whole.requires_grad)
+            cut = self.cut_of(name)
+            shard = nn.Parameter(self._own(whole, dim, cut), requires_grad=whole.requires_grad)
             vars(shard).update(vars(whole))
-            shard.grad = None if whole.grad is None else self._own(whole.grad, dim, wanted)
-            memo[whole] = (dim, wanted, shard)
-        known, cut, shard = memo[whole]
-        if (known, cut) != (dim, wanted):
-            raise InvalidArgumentError(
-                f"the {name} is tied to one that was sharded along dim {known} into {cut.sizes}, "
-                f"and cannot be sharded along dim {dim} into {wanted.sizes} as well"
-            )
-        return shard
+            shard.grad = None if whole.grad is None else self._own(whole.grad, dim, cut)
+            memo[whole] = shard
+        return memo[whole]
 
     def _own(self, whole: Tensor, dim: int, cut: Cut) -> Tensor:
         """Return a copy of this rank's shard, so that the full tensor can be freed."""

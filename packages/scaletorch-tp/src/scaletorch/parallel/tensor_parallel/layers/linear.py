@@ -97,10 +97,8 @@ class ColumnParallelLinear(_Linear):
         if out is None:
             x = enter(x, self.group, self.sequence, self.arrives)
             out = functional.linear(x, *self.operands())
-        return self._joined(out) if self.gather_output else out
-
-    def _joined(self, out: Tensor) -> Tensor:
-        """Return the full output, given this rank's shard."""
+        if not self.gather_output:
+            return out
         joined = convert(out, Shard(-1, self.shard_sizes), self.returns, self.group)
         return joined if self._in_order else self.cut.arrange(joined, -1)
 
@@ -206,7 +204,7 @@ class RowParallelConv1D(Transposed, RowParallelLinear):
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
 
 
-def _uses_rows(module: nn.Module) -> str | None:
+def row_options(module: nn.Module) -> str | None:
     """Return why the options of an embedding cannot be kept on shards, or None if they can."""
     options = ("max_norm", "scale_grad_by_freq", "sparse")
     used = [name for name in options if getattr(module, name, None)]
@@ -262,7 +260,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
         """Return why `module` cannot become this layer, or None if it can."""
-        return _uses_rows(module) or super().misfit(module)
+        return row_options(module) or super().misfit(module)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up full rows: ids of any shape to [..., embedding_dim]."""
@@ -301,39 +299,3 @@ class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
         scale = self.embed_scale
         rows = super().forward(ids)
         return rows * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)
-
-
-class ColumnParallelEmbedding(ColumnParallelLinear):
-    """`nn.Embedding` with columns sharded over the ranks, such as T5's biases [buckets, heads]."""
-
-    plain_class = nn.Embedding  # type: ignore[assignment]
-    sharded_size = "embedding_dim"
-    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
-
-    num_embeddings: int
-    embedding_dim: int
-    padding_idx: int | None
-
-    @classmethod
-    def takes(cls, module: nn.Module) -> bool:
-        """Return whether `module` is torch's own embedding."""
-        return type(module) is nn.Embedding
-
-    @classmethod
-    def misfit(cls, module: nn.Module) -> str | None:
-        """Return why `module` cannot become this layer, or None if it can."""
-        return _uses_rows(module) or super().misfit(module)
-
-    def _shard(self, group: Group, memo: Memo, options: Options, cut: Cut) -> None:
-        sizes = {"in_features": self.num_embeddings, "out_features": self.embedding_dim}
-        vars(self).update(sizes, bias=None)
-        super()._shard(group, memo, options, cut)
-
-    def _matrix(self) -> Tensor:
-        return self.weight.t()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Look up this rank's columns: ids of any shape to [..., embedding_dim / tp]."""
-        self._check_parameters()
-        out = functional.embedding(x, self.operands()[0].t(), self.padding_idx)
-        return self._joined(out) if self.gather_output else out

@@ -85,7 +85,9 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         weights = None
         with sharded_random(self.group) if dropout else nullcontext():
             if need_weights:
-                weights = self._weights(q, k, mask, dropout)
+                scores = q * self.head_dim**-0.5 @ k.transpose(-2, -1)
+                weights = torch.softmax(scores if mask is None else scores + mask, -1)
+                weights = functional.dropout(weights, dropout) if dropout else weights
                 out = weights @ v
             else:
                 out = functional.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
@@ -146,11 +148,6 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
             padding = padding.view(batch, 1, 1, keys)
             return padding if added is None else added + padding
         return added
-
-    def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        scores = q * self.head_dim**-0.5 @ k.transpose(-2, -1)
-        weights = torch.softmax(scores if mask is None else scores + mask, -1)
-        return functional.dropout(weights, dropout) if dropout else weights
 
     def _of_all_heads(self, weights: Tensor | None, average: bool, batched: bool) -> Tensor | None:
         """Return the weights of all heads, [B, heads, L, S], or their mean [B, L, S]."""

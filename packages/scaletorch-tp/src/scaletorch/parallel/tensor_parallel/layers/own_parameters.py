@@ -14,24 +14,13 @@ from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
-from ...placement import (
-    Boundary,
-    Cut,
-    Invariant,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Varying,
-    convert,
-    ends,
-)
+from ...placement import Boundary, Cut, Partial, Placement, Replicate, Shard, Varying, convert, ends
 from ..regions.random import sharded_random
-from ..regions.region import in_region
 from ..regions.sequence_shares import SequenceShares, argument_names
 from ..regions.surround import Surrounded, own_class, surround
-from ..styles import PerHead, Placed, Stacked
-from .base import Group, Options, TensorParallelLayer
+from ..styles import Sliced
+from .base import Group, Memo, TensorParallelLayer
+from .linear import row_options
 
 _SET = ("group", "tp_size", "tp_rank", "cut", "shard_sizes", "shard_dims")  # by `convert`
 # Substrings of the names of attributes that hold the width of experts.
@@ -43,21 +32,17 @@ class OwnParameters(TensorParallelLayer, Surrounded):
 
     plain_class = nn.Module
     shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
-    options: ClassVar[dict[str, Any]] = {"own_style": None}
+    options: ClassVar[dict[str, Any]] = {}
 
-    own_style: PerHead | Placed | Stacked
+    own_style: Sliced
 
     @classmethod
-    def _taken(
-        cls, module: nn.Module, group: Group, options: Options, *, even: bool
-    ) -> tuple[Any, int]:
-        """Add this mixin to a module's class; return the module and the divided length."""
-        style: PerHead | Placed | Stacked = options["own_style"]
-        cls._refuse(style.misfit(module))
-        length = style.length(module)
-        cls._require_shares(length, group)
-        vars(module)["shard_dims"] = style.dims
-        return surround(module, cls, group), length
+    def convert(cls, module: nn.Module, group: Group, memo: Memo, cut: Cut, **options: Any) -> Self:
+        """Add this mixin to the class of a module, which fits, and shard its parameters."""
+        vars(module)["shard_dims"] = options["own_style"].dims
+        layer: Any = surround(module, cls, group)
+        layer._shard(group, memo, options, cut)
+        return layer  # type: ignore[no-any-return]
 
     def cut_of(self, name: str) -> Cut:
         """Return the cut of the parameter `name` along its shard dim."""
@@ -66,13 +51,13 @@ class OwnParameters(TensorParallelLayer, Surrounded):
     @property
     def settled(self) -> Collection[str]:
         """Names of the shards and of the `added` terms, whose gradient is full on each rank."""
-        return {*self.shard_dims, *getattr(self.own_style, "added", ())}
+        return {*self.shard_dims, *self.own_style.added}
 
     @contextmanager
     @around_compiled
     def _terms(self) -> Iterator[None]:
         """Replace the `added` parameters for one call: zeros with gradients but on one rank."""
-        parameters, names = self._parameters, getattr(self.own_style, "added", ())
+        parameters, names = self._parameters, self.own_style.added
         added: dict[str, Any] = {name: self.get_parameter(name) for name in names}
         if self.tp_rank:
             added = {name: p - p.detach() for name, p in added.items()}
@@ -166,9 +151,11 @@ class Bounded(AtBoundary, OwnParameters):
     """A module with a `Boundary` whose own parameters are sharded."""
 
     sharded_size = "shards"
-    options: ClassVar[dict[str, Any]] = {
-        "own_style": None, "_boundary": None, "_where": "", "_seen": None,
-    }  # fmt: skip
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Return why `module` cannot become one, or None if it can."""
+        return row_options(module) or super().misfit(module)
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,20 +166,13 @@ class Bounded(AtBoundary, OwnParameters):
             return super().forward(*args, **kwargs)
 
 
-class ParallelExperts(OwnParameters):
+class ParallelExperts(Bounded):
     """Mixin put before the class of a module of stacked expert weights.
 
     With sequence parallelism it gathers all ranks' tokens and routing, and scatters the outputs.
     """
 
     sharded_size = "width"
-
-    own_style: Stacked
-
-    @classmethod
-    def misfit(cls, module: nn.Module) -> str | None:
-        """Return why `module` cannot become one with any style, or None if it can."""
-        return None
 
     @classmethod
     def convert(cls, module: nn.Module, *where: Any, **options: Any) -> Self:
@@ -207,34 +187,20 @@ class ParallelExperts(OwnParameters):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on this rank's slice of the width; return summed outputs."""
-        if self.tp_size == 1:
+        if self.tp_size == 1 or self.sequence is None:
             return super().forward(*args, **kwargs)
-        sequence = self.sequence
-        sizes = None if sequence is None else self._rows(sequence, args, kwargs)
-        leading = next((x.shape[:-1] for x in tensors_in((args, kwargs))), ())  # of hidden states
-        args = tuple(self._enter(each, sizes) for each in args)
-        kwargs = {name: self._enter(each, sizes) for name, each in kwargs.items()}
-        with self._terms(), in_region():
-            results = super().forward(*args, **kwargs)
-        if not isinstance(results, Tensor):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: {own_class(self).__name__} must return the experts' results, "
-                f"a tensor that is summed over the ranks, and returned a {type(results).__name__}"
-            )
-        if sizes is None:
-            return convert(results, Partial(), Invariant(), self.group)
+        sizes = self._rows(self.sequence, args, kwargs)
+        leading = next(x.shape[:-1] for x in tensors_in((args, kwargs)))  # of hidden states
+
+        def gathered(x: Tensor) -> Tensor:
+            rows = convert(x.flatten(0, -2), Shard(0, sizes), Replicate(), self.group)
+            return rows if x.ndim == 2 else rows[None]  # [1, rows, H]
+
+        args, kwargs = map_tensors(gathered, (args, kwargs))
+        with self._terms():
+            results = super(AtBoundary, self).forward(*args, **kwargs)
         rows = convert(results.flatten(0, -2), Partial(), Shard(0, sizes), self.group)
         return rows.unflatten(0, leading)
-
-    def _enter(self, x: Any, sizes: tuple[int, ...] | None) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if sizes is not None:  # the rows of all ranks, concatenated
-            entered = convert(x.flatten(0, -2), Shard(0, sizes), Replicate(), self.group)
-            return entered if x.ndim == 2 else entered[None]  # [1, rows, H]
-        # Integer indices have no gradient.
-        enters = x.is_floating_point()
-        return convert(x, Invariant(), Replicate(), self.group) if enters else x
 
     @uncompiled
     def _rows(

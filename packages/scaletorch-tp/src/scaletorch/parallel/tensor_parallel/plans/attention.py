@@ -1,17 +1,21 @@
-"""Recognise attention modules by their layers, and cut them at head boundaries."""
+"""Divide lengths over the ranks: those of attention at head boundaries, others evenly."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ....dist.errors import InvalidArgumentError
 from ...placement import Cut, ModelView, fuse, modules_within, shard_sizes, share_cut
 from ..layers.base import TensorParallelLayer
 from ..layers.multihead import ParallelMultiheadAttention
+from ..layers.own_parameters import Bounded, HeadParameters
 from ..regions.surround import own_class
-from .plan import Matches, children_of
+from ..styles import Divide
+from .plan import Match, Matches, children_of
 
 _HEAD_LENGTHS = ("head_dim", "head_size")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -36,6 +40,7 @@ class Attention:
     key_value: int  # number of key/value heads
     lengths: Mapping[nn.Module, tuple[int, ...]]  # divided lengths of packed projections
     gated: bool = False  # one projection is a gate with one feature for each query head
+    per_head: tuple[nn.Module, ...] = ()  # children with one element for each query head
 
     def cuts(self, tp_size: int) -> dict[nn.Module, Cut]:
         """Return the cut of each projection, and of the module's own per-head parameters."""
@@ -51,7 +56,7 @@ class Attention:
             return heads.times(self.head_dim * max(1, count // self.query))
 
         cuts = {layer: fuse([*map(cut, lengths)]) for layer, lengths in self.lengths.items()}
-        return {**cuts, self.module: query}
+        return {**cuts, **dict.fromkeys((self.module, *self.per_head), query)}
 
     def share(self, attribute: str, value: int, tp_size: int) -> tuple[int, ...] | None:
         """Return each rank's value of an integer attribute, or None if it counts no heads."""
@@ -95,14 +100,6 @@ def find_attentions(
 def has_heads(module: nn.Module) -> bool:
     """Return whether a module has an attribute that is a head length or a number of heads."""
     return not vars(module).keys().isdisjoint((*_HEAD_LENGTHS, *_HEAD_COUNTS))
-
-
-def latent_heads(module: nn.Module) -> int:
-    """Return the number of heads of multi-head latent attention; 0 for another module."""
-    attributes = vars(module)
-    counts = (attributes.get(name) for name in _HEAD_COUNTS)
-    found = next((n for n in counts if isinstance(n, int) and n > 0), 0)
-    return found if isinstance(attributes.get(_LATENT), int) else 0
 
 
 def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True) -> int:
@@ -163,13 +160,16 @@ def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) 
         ends = {match.module: match.lengths for match in rows}
         number = int(vars(module)["num_heads"])
         return Attention(name, module, int(vars(module)["head_dim"]), number, number, ends)
-    if len(rows) != 1 or not columns or len(layers) > 1 + len(columns):
+    bounded = [match for match in layers if match.becomes(Bounded)]
+    if len(rows) != 1 or not columns or len(layers) > 1 + len(columns) + len(bounded):
         return None
     total = sum(rows[0].lengths)
     sizes = [length for match in columns for length in match.lengths]
     lengths = {match.module: match.lengths for match in (*columns, rows[0])}
-    latent = latent_heads(module)
-    if latent and not any(size % latent or not size for size in (total, *sizes)):
+    numbers = (vars(module)[name] for name in _HEAD_COUNTS if name in vars(module))
+    latent = next((n for n in numbers if isinstance(n, int) and n > 0), 0)
+    is_latent = latent > 0 and isinstance(vars(module).get(_LATENT), int)
+    if is_latent and not any(size % latent or not size for size in (total, *sizes)):
         return Attention(name, module, total // latent, latent, latent, lengths)
     length = head_length(module, total, by_config=by_config)
     if length < 1 or total < length or total % length or not all(sizes):
@@ -185,4 +185,128 @@ def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) 
     # All others are keys or values, or queries (possibly several vectors for each head).
     if query % key_value or any(c != key_value and c % query for c in counts):
         return None
-    return Attention(name, module, length, query, key_value, lengths, gated)
+    per_head = tuple(match.module for match in bounded if match.lengths == (query,))
+    return Attention(name, module, length, query, key_value, lengths, gated, per_head)
+
+
+# A size that is divided over the ranks: its description and its length.
+Length = tuple[str, int]
+Attentions = Mapping[nn.Module, Attention]
+
+
+def find_lengths(
+    view: ModelView,
+    matches: Matches,
+    attentions: Attentions,
+    named: Mapping[str, nn.Module],
+    tp_size: int,
+) -> tuple[list[Length], list[Length]]:
+    """Return the lengths that tp must divide, and the lengths that must be at least tp."""
+    by_heads = {layer for a in attentions.values() for layer in (*a.lengths, *a.per_head)}
+    # Layers with heads of unknown length: an uneven division might split a head.
+    attending = [module for module in view.names if has_heads(module)]
+    children = [match for module in attending for match in children_of(module, matches)]
+    whole = {m.module for m in children if m.is_column or m.is_row} - by_heads
+    divided: list[Length] = []
+    shared = [(f"query heads of {a.name}", a.query) for a in attentions.values()]
+    for match in matches.values():
+        if match.module in by_heads:
+            continue
+        if match.layer is Bounded:
+            [length], slices = match.lengths, match.options["own_style"].sharded.items()
+            divided += [(f"{match.name}.{n}".lstrip("."), length * s.unit) for n, s in slices]
+        elif match.layer is not None:
+            where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")
+            kind = divided if match.module in whole else shared
+            kind.extend((where, length) for length in match.lengths)
+    unknown = [name for name, module in named.items() if module not in attentions]
+    for name in unknown if tp_size > 1 else ():
+        raise InvalidArgumentError(
+            f"the features of the projections of '{name}' are not understood as heads: expected a "
+            "head_dim, or a number of heads, on the module or its config, and query heads that are "
+            "a multiple of key/value heads; pass a plan of your own"
+        )
+    return divided, shared
+
+
+def check_lengths(divided: Sequence[Length], shared: Sequence[Length], tp_size: int) -> None:
+    """Refuse a tp size that does not fit the lengths, and name sizes that do."""
+    uneven = [f"{where} = {length}" for where, length in divided if length % tp_size]
+    short = [f"{where} = {length}" for where, length in shared if length < tp_size]
+    problems = [f"does not divide {_some(uneven)}"] if uneven else []
+    problems += [f"leaves ranks without a share of {_some(short)}"] if short else []
+    if not problems:
+        return
+    most = min(length for _, length in [*shared, *divided])
+    common = math.gcd(*(length for _, length in divided))
+    divisors = f" that divide {common}" if common else ""
+    raise InvalidArgumentError(
+        f"tp = {tp_size} {' and '.join(problems)}; for this model and plan tp sizes up to "
+        f"{most}{divisors} are legal"
+    )
+
+
+def _some(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+
+
+def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn.Module, Match]:
+    """Return the matches with their cuts: at head boundaries, or as even as possible."""
+    cuts = {layer: cut for a in attentions.values() for layer, cut in a.cuts(tp_size).items()}
+    result = dict(matches)
+    for match in (m for m in matches.values() if m.layer is not None):
+        cut = cuts.get(match.module) or fuse([share_cut(n, tp_size) for n in match.lengths])
+        if match.becomes(HeadParameters) or match.becomes(ParallelMultiheadAttention):
+            # Their parameters may have several elements for each head.
+            cut = cut.times(match.lengths[0] // cut.whole)
+        result[match.module] = replace(match, cut=cut)
+        # A layer that sums the ranks' outputs would count replicated heads twice.
+        if cut.shared and match.layer is not None and not match.layer.replicable:
+            most = min(map(len, cut.shared.values()))
+            raise InvalidArgumentError(
+                f"tp = {tp_size} leaves ranks without a shard of the heads of {match.place}: one "
+                f"of its projections has {most} heads, which are not replicated, since the layer "
+                f"sums its outputs over the ranks; tp sizes up to {most} are legal"
+            )
+    return result
+
+
+def local_attributes(
+    matches: Iterable[Match], attentions: Attentions, tp_size: int
+) -> tuple[dict[nn.Module, dict[str, tuple[int, ...]]], list[Length]]:
+    """Return each rank's values of changed attributes, and the values that tp must divide."""
+    found = {module: attention.groups(tp_size) for module, attention in attentions.items()}
+    divided: list[Length] = []
+    for match in (m for m in matches if isinstance(m.style, Divide)):
+        attention = attentions.get(match.module)
+        shares = found.setdefault(match.module, {})
+        for name in match.style.attributes:  # type: ignore[union-attr]
+            value = vars(match.module)[name]
+            share = attention and attention.share(name, value, tp_size)
+            shares[name] = share or (value // tp_size,) * tp_size
+            if share is None:  # it counts no heads
+                divided.append((f"{match.name}.{name}".lstrip("."), value))
+    return found, divided
+
+
+def check_ties(view: ModelView, matches: Matches) -> None:
+    """Refuse a tied parameter that the plan shards differently in its modules."""
+    for owners in view.owners.values():
+        names = [f"{view.names[module]}.{name}".lstrip(".") for module, name in owners]
+        cuts: list[tuple[int | None, Cut | None]] = [(None, None)] * len(owners)
+        for place, (module, name) in enumerate(owners):
+            if module in matches:
+                match = matches[module]
+                cuts[place] = match.dims.get(name), match.cut_of(name)
+        for name, cut in zip(names, cuts, strict=True):
+            if cut != cuts[0]:
+                raise InvalidArgumentError(
+                    f"'{names[0]}' and '{name}' are one tied parameter, but the plan "
+                    f"{_sharding(*cuts[0])} the first and {_sharding(*cut)} the second; give both "
+                    "modules styles that agree"
+                )
+
+
+def _sharding(dim: int | None, cut: Cut | None) -> str:
+    sizes = "" if cut is None else f" into {', '.join(map(str, cut.sizes[:8]))}"
+    return "replicates" if dim is None else f"shards along dim {dim}{sizes}"

@@ -9,14 +9,11 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ..styles import Divide, Fused, PerHead, SharedTail, Slices, Stacked
-from .attention import SHARED_KEYS, has_heads, latent_heads
+from .attention import SHARED_KEYS, has_heads
 from .plan import Match, Matches, Style, children_of, look_up, with_outputs
 
 PER_HEAD = "local_params"  # the style of a module whose parameters have their own styles
 SHARED_TAIL = "mla_kv_a_proj"
-
-# Replicated modules of latent attention.
-_WHOLE = ("indexer", "q_a_layernorm", "kv_a_layernorm")
 
 EXPERTS = "moe_tp_experts"  # a module of stacked experts
 SUMMED = "all_reduce"  # stacked shared experts
@@ -42,11 +39,20 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "packed_colwise": Fused("column", 2),
     "rowwise": "row",
     "rowwise_split_input": "row_split",
-    "column_embedding": "column_embedding",  # ours, of `_MISSING`
+    **{name: name for name in ("attention", "column_embedding", "sequence_layer")},  # ours, below
     "rowwise_rep": "row_split",
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "replicate",
     "replicate": "replicate",
+}
+
+# The plan of an encoder or decoder layer of `torch.nn`.
+_TORCH: Mapping[str, Style] = {
+    "": "sequence_layer",
+    "self_attn": "attention",
+    "multihead_attn": "attention",
+    "linear1": "colwise",
+    "linear2": "rowwise",
 }
 _OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # a plan of only these shards no layer
 
@@ -91,7 +97,7 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
     """Return the plan of a model and of models inside it: name pattern -> style of transformers."""
     plan: dict[str, Style] = {}
     for name, module in model.named_modules():
-        found = [getattr(module, "_tp_plan", None)]
+        found = [getattr(module, "_tp_plan", None), _plan_of_torch(module)]
         if getattr(module, "base_model", None) is module:
             config = getattr(module, "config", None)
             missing = _MISSING.get(getattr(config, "model_type", ""))
@@ -99,14 +105,14 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
         for patterns in found:
             for pattern, style in patterns.items() if isinstance(patterns, Mapping) else ():
                 if style != ROUTER:
-                    plan.setdefault(f"{name}.{pattern}".lstrip("."), style)
+                    plan.setdefault(f"{name}.{pattern}".strip("."), style)
     return plan
 
 
 def find_own_plan(
     model: nn.Module, divided: Collection[nn.Module] = ()
-) -> tuple[list[Match], list[str]] | None:
-    """Match the model's own plan, without modules in `divided`, and name its attention.
+) -> tuple[list[Match], dict[str, nn.Module]] | None:
+    """Match the model's own plan, without modules in `divided`; return its attention by name, too.
 
     Return None if the plan shards only the head, or is for expert parallelism (`APART`).
     """
@@ -118,52 +124,32 @@ def find_own_plan(
     matches = _match(plan, modules)
     if all(match.style in _OF_THE_HEAD for match in matches.values()):
         return None
-    _refuse_single_parameters(model, plan, modules, matches)
     heads = [*_attentions(modules, matches)]
     if any(sum(m.is_row for m in children_of(modules[name], matches)) > 1 for name in heads):
         return None  # the second would use only this rank's heads of the first one's output
-    latent = (f"{n}.{child}" for n in heads if latent_heads(modules[n]) for child in _WHOLE)
-    for name in latent:
-        if name in modules:  # replicated in latent attention
-            matches.setdefault(modules[name], look_up(name, modules[name], name, "replicate"))
     _add_tied(modules, matches)
     for name in heads:  # their dropout acts on this rank's heads
         matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
+    matches = with_outputs(matches)
     ordered = [matches[module] for module in model.modules() if module in matches]
-    return ordered, heads
-
-
-def _refuse_single_parameters(
-    model: nn.Module, plan: Mapping[str, Style], modules: Mapping[str, nn.Module], matches: Matches
-) -> None:
-    """Refuse a plan that shards a parameter of a module but not the module."""
-    for prefix, module in modules.items():
-        match = matches.get(module)
-        if match is not None and isinstance(match.style, Stacked | PerHead):
-            continue
-        for name, _ in module.named_parameters(prefix, recurse=False):
-            pattern = _pattern(plan, name)
-            if pattern is not None and plan[pattern] != "replicate":
-                raise InvalidArgumentError(
-                    f"the plan of {type(model).__name__} gives the single parameter '{name}' the "
-                    f"style '{plan[pattern]}', but only modules are sharded; pass a plan of your "
-                    "own"
-                )
+    return ordered, {name: modules[name] for name in heads}
 
 
 def _pattern(plan: Mapping[str, Style], name: str) -> str | None:
     """Return the pattern that matches a name; `*` in a pattern matches only a number."""
-    generic = re.sub(r"\d+", "*", name)
-    return next((pattern for pattern in (name, generic) if pattern in plan), None)
+    # Numbers in the prefix of a model inside a Sequential or list stand in patterns as they are.
+    starts = [number.start() for number in re.finditer(r"\d+", name)]
+    patterns = (name[:start] + re.sub(r"\d+", "*", name[start:]) for start in starts)
+    return next((pattern for pattern in (name, *patterns) if pattern in plan), None)
 
 
 def _match(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[nn.Module, Match]:
     matches: dict[nn.Module, Match] = {}
     for name, module in modules.items():
-        pattern = _pattern(plan, name)
-        style = None if pattern is None else _style(plan, pattern, name, modules)
-        if pattern is None or style is None:
+        style = _style(plan, name, modules)
+        if style is None:
             continue
+        pattern = _pattern(plan, name) or name
         match = look_up(name, module, pattern, style)
         full = style in ("vocab", "column_gather")  # these return full outputs
         if full and match.layer is not None and not match.layer.takes(module):
@@ -172,22 +158,20 @@ def _match(plan: Mapping[str, Style], modules: Mapping[str, nn.Module]) -> dict[
     return matches
 
 
-def _style(
-    plan: Mapping[str, Style], pattern: str, name: str, modules: Mapping[str, nn.Module]
-) -> Style | None:
-    """Return our style for a module that the plan names; None if it has nothing to shard."""
-    theirs, module = plan[pattern], modules[name]
+def _style(plan: Mapping[str, Style], name: str, modules: Mapping[str, nn.Module]) -> Style | None:
+    """Return our style for a module; None if the plan names nothing to shard in it."""
+    module, pattern = modules[name], _pattern(plan, name)
+    patterns = {n: _pattern(plan, f"{name}.{n}".lstrip(".")) for n in module._parameters}
+    styles = {n: str(plan[found]) for n, found in patterns.items() if found is not None}
+    if pattern is None:
+        return _per_head(name, module, styles) if {*styles.values()} - {"replicate"} else None
+    theirs = plan[pattern]
     if not isinstance(theirs, str):
         return theirs
-    patterns = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
-    styles = {n: str(plan[found]) for n, found in patterns.items() if found is not None}
     if theirs == EXPERTS or (theirs in (SUMMED, GATHERED) and styles):
         return stacked_of(name, module, styles)
     if theirs == PER_HEAD:
-        names = [n for n, parameter in module._parameters.items() if parameter is not None]
-        for n in (n for n in names if styles.get(n) != "colwise"):
-            raise _unknown(f"{name}.{n}", styles.get(n), ("colwise",))
-        return PerHead(*names) if names else None
+        return _per_head(name, module, styles)
     if theirs == SHARED_TAIL:
         features = vars(modules[name.rpartition(".")[0]]).get(SHARED_KEYS)
         if isinstance(features, int):
@@ -197,6 +181,14 @@ def _style(
     style = TRANSFORMERS_STYLES[theirs]
     rows = style == "row" and isinstance(module, nn.Embedding)
     return "vocab" if rows else style  # the rows of an embedding are the vocabulary
+
+
+def _per_head(name: str, module: nn.Module, styles: Mapping[str, str]) -> PerHead | None:
+    """Return the style of a module whose own parameters are sharded by heads."""
+    names = [n for n, parameter in module._parameters.items() if parameter is not None]
+    for n in (n for n in names if styles.get(n) != "colwise"):
+        raise _unknown(f"{name}.{n}", styles.get(n), ("colwise",))
+    return PerHead(*names) if names else None
 
 
 def _unknown(place: str, style: str | None, known: Collection[str]) -> InvalidArgumentError:
@@ -214,7 +206,8 @@ def _attentions(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[
         columns, rows = any(m.is_column for m in layers), any(m.is_row for m in layers)
         kind = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
         named = "attn" in kind or "attention" in kind
-        if columns and rows and (has_heads(module) or named):
+        is_layer = module in matches and matches[module].style == "sequence_layer"
+        if columns and rows and (has_heads(module) or named) and not is_layer:
             yield name
 
 
@@ -235,63 +228,39 @@ def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match])
 
 
 def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stacked:
-    """Return the `Stacked` style for experts with these styles of transformers for parameters."""
-    sharded: dict[str, Slices | int] = {}
-    for parameter, style in _packed(module, styles).items():
-        if style not in _SLICES:
-            raise _unknown(f"{name}.{parameter}", style, _SLICES)
-        dim, packed = _SLICES[style]
-        # Gate and up in one weight are concatenated or interleaved.
-        concatenated = packed == 1 or getattr(module, "is_concatenated", True)
-        sharded[parameter] = Slices(dim, packed) if concatenated else Slices(dim, unit=packed)
-    if not sharded:
+    """Return the `Stacked` style for experts with these styles of transformers for parameters.
+
+    The shapes of `gate_up_proj` and `down_proj` show the dim of the experts' width, and that gate
+    and up are packed, which some plans leave open.
+    """
+    if not styles:
         raise InvalidArgumentError(
             f"the model's own plan (_tp_plan) gives the experts '{name}' a style and none of "
             f"their parameters ({', '.join(module._parameters)}); pass a plan of your own"
         )
+    shown: dict[str, tuple[int, int]] = {}
+    gate_up, down = (module._parameters.get(n) for n in ("gate_up_proj", "down_proj"))
+    if gate_up is not None and down is not None and gate_up.ndim == down.ndim == 3:
+        for own, other in ((1, 2), (2, 1)):
+            if gate_up.shape[own] == 2 * down.shape[other]:
+                shown = {"gate_up_proj": (own, 2), "down_proj": (other, 1)}
+    sharded: dict[str, Slices | int] = {}
+    for parameter, style in styles.items():
+        if style not in (*_SLICES, *(_LOCAL if parameter in shown else ())):
+            raise _unknown(f"{name}.{parameter}", style, _SLICES)
+        dim, packed = shown.get(parameter) or _SLICES[style]
+        # Gate and up in one weight are concatenated or interleaved.
+        concatenated = packed == 1 or getattr(module, "is_concatenated", True)
+        sharded[parameter] = Slices(dim, packed) if concatenated else Slices(dim, unit=packed)
     return Stacked(sharded)
 
 
-def _packed(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles, with the packed style for a weight that holds both gate and up."""
-    found = dict(styles)
-    gate_up, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
-    if gate_up is None or down is None or not gate_up.ndim == down.ndim == 3:
-        return found
-    rows, columns = (gate_up.shape[d] == 2 * down.shape[e] for d, e in ((1, 2), (2, 1)))
-    if rows and {found.get(name) for name in ("gate_up_proj", "down_proj")} <= {*_LOCAL}:
-        found |= {"gate_up_proj": "colwise", "down_proj": "rowwise"}
-    if found.get("gate_up_proj") == ("colwise" if rows else "rowwise") and (rows or columns):
-        found["gate_up_proj"] = f"packed_{found['gate_up_proj']}"
-    return found
-
-
-_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _METHODS = ("forward", "_sa_block", "_mha_block", "_ff_block")
-_CHILDREN: Mapping[str, Style] = {
-    "self_attn": "attention",
-    "multihead_attn": "attention",
-    "linear1": "column",
-    "linear2": "row",
-}
 
 
-def find_torch_layers(
-    model: nn.Module, divided: Collection[nn.Module] = ()
-) -> tuple[list[Match], list[str]] | None:
-    """Match the encoder and decoder layers of `torch.nn`, without modules in `divided`, if any."""
-    matches: dict[nn.Module, Match] = {}
-    for name, layer in model.named_modules():
-        kind = next((kind for kind in _LAYERS if isinstance(layer, kind)), None)
-        kinds = type(layer), kind
-        if kind is None or any(len({getattr(k, n, None) for k in kinds}) > 1 for n in _METHODS):
-            continue
-        children = {n: style for n, style in _CHILDREN.items() if n in layer._modules}
-        for child, style in ({"": "sequence_layer"} | children).items():
-            module, place = layer.get_submodule(child), f"{name}.{child}".strip(".")
-            if module not in divided:
-                matches.setdefault(module, look_up(place, module, place, style))
-    if not matches:
-        return None
-    matches = with_outputs(matches)
-    return [matches[m] for m in model.modules() if m in matches], []
+def _plan_of_torch(module: nn.Module) -> dict[str, Style]:
+    """Return the plan of an encoder or decoder layer of `torch.nn`; empty for other modules."""
+    kinds = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+    kind = next((kind for kind in kinds if isinstance(module, kind)), None)
+    same = (getattr(type(module), n, None) is getattr(kind, n, None) for n in _METHODS)
+    return {n: s for n, s in _TORCH.items() if not n or n in module._modules} if all(same) else {}

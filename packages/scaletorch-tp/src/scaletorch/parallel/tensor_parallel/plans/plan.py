@@ -26,7 +26,6 @@ from ...placement import (
 from ..layers.base import TensorParallelLayer
 from ..layers.linear import (
     ColumnParallelConv1D,
-    ColumnParallelEmbedding,
     ColumnParallelLinear,
     RowParallelConv1D,
     RowParallelLinear,
@@ -39,7 +38,16 @@ from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.replicas import TailShared
 from ..regions.surround import Surrounded
 from ..sharing.sequence import SequenceLayer
-from ..styles import Divide, Fused, PerHead, Placed, SharedTail, Stacked, unknown_parameters
+from ..styles import (
+    Divide,
+    Fused,
+    PerHead,
+    SharedTail,
+    Sliced,
+    Stacked,
+    misfit_at,
+    unknown_parameters,
+)
 
 Style = str | Boundary | Divide | Fused | PerHead | SharedTail | Stacked
 Plan = Mapping[str, Style]
@@ -49,6 +57,7 @@ SEQUENCE_WHOLE = "sequence_whole"
 _ENTERED = Invariant(), Replicate()
 _SUMMED = Partial(), Invariant()
 _COLUMNS = {"weight": Shard(0), "bias": Shard(0)}
+_EXPERTS = Boundary(_ENTERED, _SUMMED)
 
 # Style -> the boundary of its module, if the plain module is torch's.
 STYLES: Mapping[str, Boundary] = {
@@ -71,7 +80,6 @@ STYLES: Mapping[str, Boundary] = {
 _LAYERS: Mapping[str, tuple[type[TensorParallelLayer], ...]] = {
     "column": (ColumnParallelLinear, ColumnParallelConv1D),
     "column_gather": (ColumnParallelLinear, ColumnParallelConv1D),
-    "column_embedding": (ColumnParallelEmbedding,),
     "row": (RowParallelLinear, RowParallelConv1D),
     "row_split": (RowParallelLinear, RowParallelConv1D),
     "vocab": (VocabParallelEmbedding, ScaledVocabParallelEmbedding),
@@ -147,17 +155,29 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     if isinstance(style, Divide):
         return match()
     if isinstance(style, SharedTail):
-        options = {"shared_features": style.features}
-        return match(options=options, mixin=TailShared, misfit=style.misfit(module))
-    if isinstance(style, PerHead | Stacked):
-        of_heads = isinstance(style, PerHead)
-        kind, mixin = (HeadParameters, ShardedRandom) if of_heads else (ParallelExperts, None)
-        misfit = style.misfit(module) or kind.misfit(module)
+        return match(
+            options={"shared_features": style.features},
+            mixin=TailShared,
+            misfit=style.misfit(module),
+        )
+    if isinstance(style, PerHead):
+        misfit = style.misfit(module) or HeadParameters.misfit(module)
+        rows = Boundary(parameters=dict.fromkeys(style.names, Shard(0)))
+        own = None if misfit else Sliced.at(rows, module)
+        lengths = () if own is None else (own.length(module),)
+        return match(HeadParameters, {"own_style": own}, ShardedRandom, lengths, misfit)
+    if isinstance(style, Stacked):
+        misfit = style.misfit(module) or ParallelExperts.misfit(module)
         lengths = () if misfit else (style.length(module),)
-        return match(kind, {"own_style": style}, mixin, lengths, misfit)
+        options = {"own_style": style, **AtBoundary.settings(_EXPERTS, name)}
+        return match(ParallelExperts, options, None, lengths, misfit)
     if isinstance(style, Boundary):
         return _at_boundary(match, name, module, style)
     named = style.style if isinstance(style, Fused) else style
+    if named == "column_embedding":
+        if type(module) is not nn.Embedding:
+            return match(misfit=f"it is a {type(module).__name__}, not an Embedding itself")
+        return _at_boundary(match, name, module, STYLES[named])
     if named not in _LAYERS:
         return match(mixin=_MIXINS.get(named))
     layers, boundary = _LAYERS[named], STYLES[named]
@@ -181,11 +201,10 @@ def _as_layer(
     named = boundary.inputs
     inputs = next(iter(named.values()), Invariant()) if isinstance(named, Mapping) else named
     (arrives, needed), (computed, returns) = ends(inputs), ends(boundary.outputs or Varying())
-    ids = layer.plain_class is nn.Embedding  # which are not converted
     columns, rows = "gather_output" in layer.options, "input_is_parallel" in layer.options
     inside = ends(usual.inputs)[1], ends(usual.outputs)[0]  # type: ignore[arg-type]
-    fits = (inside[0] if ids else needed, computed) == inside
-    if not (ids or columns or rows):
+    fits = (needed, computed) == inside
+    if not (columns or rows or layer.plain_class is nn.Embedding):
         fits = (inputs, boundary.outputs) == (usual.inputs, usual.outputs)
     misfit = layer.misfit(module)
     if misfit is None and type(module) is NonDynamicallyQuantizableLinear:
@@ -202,11 +221,10 @@ def _as_layer(
         misfit = "every rank would add its bias to a Partial() output; let it return the sum"
     options: dict[str, Any] = {}
     if columns:
-        overlaps = not ids and arrives == Invariant()
-        options = {"async_all_reduce": overlaps, "gather_output": returns != computed}
+        options = {"async_all_reduce": arrives == Invariant(), "gather_output": returns != computed}
     elif rows:
         options = {"input_is_parallel": arrives == needed}
-    if arrives != Invariant() and not ids and not options.get("input_is_parallel"):
+    if arrives != Invariant() and not options.get("input_is_parallel"):
         options["arrives"] = arrives
     if returns != Invariant() and not (columns and returns == computed):
         options["returns"] = returns
@@ -222,18 +240,18 @@ def _at_boundary(
     misfit = unknown_parameters(module, boundary)
     if misfit is not None:
         return match(misfit=misfit)
-    own, known = Placed.of(boundary, module), []
+    own, known = Sliced.at(boundary, module), []
     held = [name for name, parameter in module._parameters.items() if parameter is not None]
     for style, layers in _LAYERS.items() if own.dims else ():
         for layer in (layer for layer in layers if layer.misfit(module) is None):
             known.append({n: d for n, d in layer.shard_dims.items() if n in held})
             if known[-1] == own.dims:
                 return _as_layer(match, module, layer, boundary, STYLES[style])
-    if known:
+    if known and not isinstance(module, nn.Embedding):
         return match(misfit=f"it can be sharded along {known}, and its boundary says {own.dims}")
     if not own.dims:
-        return match(mixin=AtBoundary, options=settings, misfit=own.misfit(module))
-    misfit = own.misfit(module) or Bounded.misfit(module)
+        return match(mixin=AtBoundary, options=settings, misfit=misfit_at(boundary, module))
+    misfit = misfit_at(boundary, module) or Bounded.misfit(module)
     return match(Bounded, {"own_style": own, **settings}, None, (own.length(module),), misfit)
 
 

@@ -1,27 +1,34 @@
-"""Resolve a plan for a model: find its changes and check them."""
+"""Resolve a plan for a model: find its changes and check them, also on sequence shards."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from inspect import signature
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ...placement import Cut, ModelView, fuse, share_cut
+from ...placement import Boundary, ModelView, modules_within
 from ..layers.base import TensorParallelLayer
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..layers.multihead import ParallelMultiheadAttention
 from ..layers.own_parameters import Bounded, HeadParameters
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
+from ..sharing.sequence import OF_TOKENS, WHOLE_IDS
 from ..styles import Divide
-from .attention import Attention, find_attentions, find_whole, has_heads
-from .own_plans import find_own_plan, find_torch_layers
-from .plan import SEQUENCE_WHOLE, Match, Matches, Plan, children_of, match_plan, with_mixins
-from .sequences import check_in_attention, check_sequences, kept_whole_on_shares, layers_that_share
+from .attention import (
+    check_lengths,
+    check_ties,
+    find_attentions,
+    find_lengths,
+    find_whole,
+    local_attributes,
+    with_cuts,
+)
+from .own_plans import find_own_plan
+from .plan import SEQUENCE_WHOLE, Match, Matches, Plan, look_up, match_plan, with_mixins
 
 _ATTENTION = (HeadParameters, ParallelMultiheadAttention)
 
@@ -67,11 +74,10 @@ def resolve(
     attributes, counted = local_attributes(matches.values(), attentions, tp_size)
     divided_lengths, shared = find_lengths(view, matches, attentions, heads, tp_size)
     check_lengths([*counted, *divided_lengths], shared, tp_size)
-    _check_heads(matches, attentions)
     matches = with_cuts(matches, attentions, tp_size)
     check_ties(view, matches)
     if sequence_parallel:
-        check_sequences(view, list(matches.values()))
+        _check_sequences(view, list(matches.values()))
     starts = (m for m in view.names if _is_region(m, matches, ends=m not in named))
     regions = [module for module in starts if cannot_surround(module, Region) is None]
     whole: list[nn.Module] = []
@@ -87,9 +93,11 @@ def resolve(
                 "needs full sequences, but its forward was replaced on the instance: apply tensor "
                 "parallelism before that, or do without sequence parallelism"
             )
-        check_in_attention(matches.values(), regions, whole)
-        if plan is None:
-            matches = kept_whole_on_shares(model, matches, [*regions, *whole])
+        layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
+        on_shards = modules_within(layers or [model]) - modules_within([*regions, *whole])
+        splits = [m for m in matches.values() if m.style == "row_split" and m.module in on_shards]
+        for m in splits if plan is None else ():  # would add up outputs of different tokens
+            matches[m.module] = look_up(m.name, m.module, m.pattern, "replicate")
     return Resolved(view, matches, attributes, regions, whole)
 
 
@@ -100,15 +108,13 @@ def _match(
     model = view.model
     if plan is not None:
         return match_plan(model, plan), {}
-    known = find_own_plan(model, divided) or find_torch_layers(model, divided)
+    known = find_own_plan(model, divided)
     if known is None:
         raise UnplannedError(_UNPLANNED.format(type(model).__name__))
-    modules = dict(model.named_modules(remove_duplicate=False))
     found, heads = known
-    left = [match for match in found if match.module not in divided]
     if sequence_parallel:
-        left += layers_that_share(view, left)
-    return left, {name: modules[name] for name in heads}
+        found += _layers_that_share(view, found)
+    return found, heads
 
 
 def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
@@ -160,144 +166,79 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
 
 
-def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) -> None:
-    """Refuse to shard per-head parameters if the head layout is unknown."""
-    for match in matches.values():
-        if not match.becomes(HeadParameters):
-            continue
-        attention = attentions.get(match.module)
-        columns = [m.lengths for m in children_of(match.module, matches) if m.is_column]
-        if attention is None and columns and {*columns} == {match.lengths}:
-            continue  # an MLP with one element for each feature
-        [count] = match.lengths
-        if attention is None or count % attention.query:
-            found = "an unknown number of" if attention is None else str(attention.query)
-            raise InvalidArgumentError(
-                f"{match.place} cannot be sharded: its parameters have {count} elements for query "
-                f"heads, and its projections have {found} heads; shard the projections by heads too"
-            )
+def _layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
+    """Return "sequence_layer" matches if only the layers can work on sequence shards, else none.
+
+    So it is if layers get other per-token inputs, or images, audio or a head need full sequences.
+    """
+    model = view.model
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = get_decoder() if callable(get_decoder) else None
+    if any(m.style == "sequence_layer" for m in matches) or not isinstance(decoder, nn.Module):
+        return []
+    sharded = {m.module for m in matches if m.layer is not None}
+    lists = (m for m in decoder.children() if isinstance(m, nn.ModuleList))
+    found = [layers for layers in lists if sharded.intersection(layers.modules())]
+    if len(found) != 1:
+        return []
+    [layers] = found
+    base = getattr(model, "base_model", None)
+    outside = {*view.names} - {*layers.modules()}
+    names = {name for layer in layers for name in signature(layer.forward).parameters}
+    if (
+        names.isdisjoint((*OF_TOKENS, *WHOLE_IDS))
+        and getattr(base, "config", None) is getattr(decoder, "config", None)
+        and not any(isinstance(module, nn.MultiheadAttention) for module in outside)
+        and not _has_other_head(model, base, matches)
+    ):
+        return []
+    return [look_up(view.names[m], m, view.names[m], "sequence_layer") for m in layers]
 
 
-# A size that is divided over the ranks: its description and its length.
-Length = tuple[str, int]
-Attentions = Mapping[nn.Module, Attention]
+def _has_other_head(model: nn.Module, base: Any, matches: Sequence[Match]) -> bool:
+    """Return whether the modules outside the base model do not gather sequence shards."""
+    # A base model's `base_model` is itself; that of an adapter wrapper is not.
+    if base is model or getattr(base, "base_model", None) is not base or base is None:
+        return False
+    inside = {*base.modules()}
+    return not any(m.options.get("gather_output") for m in matches if m.module not in inside)
 
 
-def find_lengths(
-    view: ModelView,
-    matches: Matches,
-    attentions: Attentions,
-    named: Mapping[str, nn.Module],
-    tp_size: int,
-) -> tuple[list[Length], list[Length]]:
-    """Return the lengths that tp must divide, and the lengths that must be at least tp."""
-    by_heads = {layer for attention in attentions.values() for layer in attention.lengths}
-    # Layers with heads of unknown length: an uneven division might split a head.
-    attending = [module for module in view.names if has_heads(module)]
-    children = [match for module in attending for match in children_of(module, matches)]
-    whole = {m.module for m in children if m.is_column or m.is_row} - by_heads
-    divided: list[Length] = []
-    shared = [(f"query heads of {a.name}", a.query) for a in attentions.values()]
-    for match in matches.values():
-        if match.becomes(Bounded):
-            lengths = match.options["own_style"].lengths.items()
-            divided += [(f"{match.name}.{n}".lstrip("."), length) for n, length in lengths]
-        elif match.layer is not None and match.module not in by_heads:
-            where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")
-            kind = divided if match.module in whole else shared
-            kind.extend((where, length) for length in match.lengths)
-    unknown = [name for name, module in named.items() if module not in attentions]
-    for name in unknown if tp_size > 1 else ():
+def _check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
+    """Refuse a model whose result would be wrong on sequence shards."""
+    layers = {m.name.rpartition(".")[0] for m in matches if m.style == "sequence_layer"}
+    first, *rest = sorted(layers) or [""]
+    if rest:  # only the last layer of one list would gather
         raise InvalidArgumentError(
-            f"the features of the projections of '{name}' are not understood as heads: expected a "
-            "head_dim, or a number of heads, on the module or its config, and query heads that are "
-            "a multiple of key/value heads; pass a plan of your own"
+            f"the plan gives the style 'sequence_layer' to the layers of {first} and of "
+            f"{', '.join(rest)}, but only the last layer of one list gathers sequences; do without "
+            "sequence parallelism"
         )
-    return divided, shared
-
-
-def check_lengths(divided: Sequence[Length], shared: Sequence[Length], tp_size: int) -> None:
-    """Refuse a tp size that does not fit the lengths, and name sizes that do."""
-    uneven = [f"{where} = {length}" for where, length in divided if length % tp_size]
-    short = [f"{where} = {length}" for where, length in shared if length < tp_size]
-    problems = [f"does not divide {_some(uneven)}"] if uneven else []
-    problems += [f"leaves ranks without a share of {_some(short)}"] if short else []
-    if not problems:
-        return
-    most = min(length for _, length in [*shared, *divided])
-    common = math.gcd(*(length for _, length in divided))
-    legal = f"tp sizes up to {most} are legal"
-    if common:  # the nearest divisor on each side of tp
-        divisors = [n for n in range(1, most + 1) if common % n == 0]
-        below, above = [d for d in divisors if d < tp_size], [d for d in divisors if d > tp_size]
-        nearest = map(str, [*below[-1:], *above[:1]])
-        legal = f"the nearest legal tp sizes are {' and '.join(nearest)}"
-    raise InvalidArgumentError(
-        f"tp = {tp_size} {' and '.join(problems)}; for this model and plan {legal}"
-    )
-
-
-def _some(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
-
-
-def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn.Module, Match]:
-    """Return the matches with their cuts: at head boundaries, or as even as possible."""
-    cuts = {layer: cut for a in attentions.values() for layer, cut in a.cuts(tp_size).items()}
-    result = dict(matches)
-    for match in (m for m in matches.values() if m.layer is not None):
-        cut = cuts.get(match.module) or fuse([share_cut(n, tp_size) for n in match.lengths])
-        if match.becomes(HeadParameters) or match.becomes(ParallelMultiheadAttention):
-            # Their parameters may have several elements for each head.
-            cut = cut.times(match.lengths[0] // cut.whole)
-        result[match.module] = replace(match, cut=cut)
-        # A layer that sums the ranks' outputs would count replicated heads twice.
-        if cut.shared and match.layer is not None and not match.layer.replicable:
-            most = min(map(len, cut.shared.values()))
-            raise InvalidArgumentError(
-                f"tp = {tp_size} leaves ranks without a shard of the heads of {match.place}: one "
-                f"of its projections has {most} heads, which are not replicated, since the layer "
-                f"sums its outputs over the ranks; tp sizes up to {most} are legal"
+    for match in matches:
+        reason = None
+        usual = match.layer is not None and not {"arrives", "returns"} & {*match.options}
+        if isinstance(match.style, Boundary) and match.style.converts and not usual:
+            reason = (
+                "converts at its boundary, and sequence parallelism does so between all layers: "
+                "write the boundary without conversions"
             )
-    return result
-
-
-def local_attributes(
-    matches: Iterable[Match], attentions: Attentions, tp_size: int
-) -> tuple[dict[nn.Module, dict[str, tuple[int, ...]]], list[Length]]:
-    """Return each rank's values of changed attributes, and the values that tp must divide."""
-    found = {module: attention.groups(tp_size) for module, attention in attentions.items()}
-    divided: list[Length] = []
-    for match in (m for m in matches if isinstance(m.style, Divide)):
-        attention = attentions.get(match.module)
-        shares = found.setdefault(match.module, {})
-        for name in match.style.attributes:  # type: ignore[union-attr]
-            value = vars(match.module)[name]
-            share = attention and attention.share(name, value, tp_size)
-            shares[name] = share or (value // tp_size,) * tp_size
-            if share is None:  # it counts no heads
-                divided.append((f"{match.name}.{name}".lstrip("."), value))
-    return found, divided
-
-
-def check_ties(view: ModelView, matches: Matches) -> None:
-    """Refuse a tied parameter that the plan shards differently in its modules."""
-    for owners in view.owners.values():
-        names = [f"{view.names[module]}.{name}".lstrip(".") for module, name in owners]
-        cuts: list[tuple[int | None, Cut | None]] = [(None, None)] * len(owners)
-        for place, (module, name) in enumerate(owners):
-            if module in matches:
-                match = matches[module]
-                cuts[place] = match.dims.get(name), match.cut_of(name)
-        for name, cut in zip(names, cuts, strict=True):
-            if cut != cuts[0]:
-                raise InvalidArgumentError(
-                    f"'{names[0]}' and '{name}' are one tied parameter, but the plan "
-                    f"{_sharding(*cuts[0])} the first and {_sharding(*cut)} the second; give both "
-                    "modules styles that agree"
-                )
-
-
-def _sharding(dim: int | None, cut: Cut | None) -> str:
-    sizes = "" if cut is None else f" into {', '.join(map(str, cut.sizes[:8]))}"
-    return "replicates" if dim is None else f"shards along dim {dim}{sizes}"
+        elif match.becomes(Bounded) and isinstance(match.module, nn.Embedding):
+            reason = (
+                "has sharded columns, which would be taken for hidden states of all tokens: give "
+                "it the style 'replicate'"
+            )
+        elif match.becomes(ParallelMultiheadAttention) and not vars(match.module)["batch_first"]:
+            reason = (
+                "takes sequences as [L, B, E], of which sequence parallelism would divide the "
+                "batch; build it with batch_first=True"
+            )
+        if reason is not None:
+            raise InvalidArgumentError(
+                f"{match.place} {reason}, or do without sequence parallelism"
+            )
+    for module, name in view.names.items():
+        if getattr(module, "layerdrop", 0):
+            raise InvalidArgumentError(
+                f"'{name}' leaves out layers at random (layerdrop), and with sequence parallelism "
+                "each rank draws for itself; set its layerdrop to 0, or do without"
+            )

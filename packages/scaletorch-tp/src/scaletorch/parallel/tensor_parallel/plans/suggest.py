@@ -120,14 +120,14 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
             unit.args, unit.kwargs = copied((args, dict(kwargs)))
 
     def keep(unit: Unit, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        unit.returned, unit.is_differentiated = copied(output), torch.is_grad_enabled()
+        unit.returned = copied(output)
 
     firsts: dict[tuple[Any, ...], Unit] = {}
     with ExitStack() as hooks:
         for unit in units.values():
             first = firsts.setdefault(unit.signature, unit)
             if first is not unit:
-                vars(unit.module)["forward"] = partial(first.again, unit.module.forward)
+                vars(unit.module)["forward"] = first.again
                 continue
             hook = partial(note, unit)
             handle = unit.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
@@ -284,13 +284,13 @@ def _sequence_layers(
 ) -> dict[str, Style]:
     """Return "sequence_layer" for the layers of module lists that contain sharded layers."""
     listed = [unit for unit in units if unit.name]
-    divided = {
+    found: dict[str, Style] = {}
+    divided = (
         unit.name.rpartition(".")[0]
         for unit in listed
         if any(name.startswith(f"{unit.name}.") for name in styles)
-    }
-    found: dict[str, Style] = {}
-    for name in divided:
+    )
+    for name in dict.fromkeys(divided):
         layers = [u for u in listed if u.name.rpartition(".")[0] == name]
         if all(u.args is None or u.keeps_hidden_states() for u in layers):
             numbers = range(len(model.get_submodule(name)))  # type: ignore[arg-type]
@@ -310,41 +310,41 @@ def resolve_or_suggest(
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "divided": divided}
     try:
         return resolve(model, plan, tp_size, **options)
-    except UnplannedError:
+    except UnplannedError as unplanned:
         inside = modules_within(divided)
         names = {name for name, module in model.named_modules() if module in inside}
         key = structure(model), tp_size, sequence_parallel
         new = key not in _from_before
         if new:
             _from_before[key] = _unasked(model, tp_size, sequence_parallel)
-        found = _from_before[key]
+        found, reason = _from_before[key]
         found = {n: s for n, s in found.items() if names.isdisjoint(matching(n, names))}
         if not found:
-            raise
+            raise UnplannedError(f"{unplanned}{reason}") from None
     if new and tp_size > 1 and get_rank() == 0:
-        linears = [name for name, module in model.named_modules() if is_linear(name, module)]
-        left = {*linears}.difference(*(matching(pattern, linears) for pattern in found))
-        whole = ", ".join(dict.fromkeys(map(generic, sorted(left - names))))
-        sys.stderr.write(
-            f"plan: {type(model).__name__} has none; one forward suggests {found!r}"
-            f"{'; whole: ' if whole else ''}{whole}\n"
-        )
+        sys.stderr.write(f"plan: {type(model).__name__} has none; one forward suggests {found!r}\n")
     return resolve(model, found, tp_size, **options)
 
 
-_from_before: dict[Any, dict[str, Style]] = {}  # cache: a plan is requested for each layout
+# Cache of what `_unasked` returned: a plan is requested for each layout.
+_from_before: dict[Any, tuple[dict[str, Style], str]] = {}
 
 
-def _unasked(model: nn.Module, tp_size: int, sequence_parallel: bool) -> dict[str, Style]:
-    """Return a plan from a forward of guessed inputs; empty if no guess gives one."""
+def _unasked(
+    model: nn.Module, tp_size: int, sequence_parallel: bool
+) -> tuple[dict[str, Style], str]:
+    """Return a plan from a forward of guessed inputs; if none gives one, the last error's text."""
+    reason = ""
     for example in examples(model):
         try:
             found = suggest_plan(model, example, tp_size, sequence_parallel=sequence_parallel)
-        except Exception:  # raised by model code that does not take these inputs
+        except Exception as error:  # raised by model code that does not take these inputs
+            line = next(iter(str(error).splitlines()), "")
+            reason = f"; a forward of guessed inputs raised {type(error).__name__}: {line}"
             continue
         if found:
-            return found
-    return {}
+            return found, ""
+    return {}, reason
 
 
 def _as_patterns(styles: Mapping[str, Style], model: nn.Module) -> dict[str, Style]:
