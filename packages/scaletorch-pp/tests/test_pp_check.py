@@ -17,8 +17,8 @@ from scaletorch.parallel.pipeline_parallel import (
     check,
     one_f_one_b,
 )
-from scaletorch.parallel.pipeline_parallel.schedules.program import Receive, Send, plan_of
-from scaletorch.parallel.pipeline_parallel.schedules.tasks import Key, Task
+from scaletorch.parallel.pipeline_parallel.schedules.schedule import Key, Task
+from scaletorch.parallel.pipeline_parallel.schedules.simulate import Receive, Send, plan_of
 
 
 def programs_of(schedule):

@@ -34,7 +34,7 @@ from scaletorch.parallel.pipeline_parallel import (
     train_step_pipeline,
 )
 from scaletorch.parallel.pipeline_parallel.runtime import mail
-from scaletorch.parallel.pipeline_parallel.schedules import program
+from scaletorch.parallel.pipeline_parallel.schedules import simulate
 from scaletorch.parallel.pipeline_parallel.stages import ties
 
 SHAPE = (2, 3, 4)
@@ -282,16 +282,16 @@ def test_every_schedule_passes_where_all_messages_meet(world_size):
 
 def send_late(stage):
     """Rank 1 sends the rank before it nothing until it has received all of the rank behind."""
-    program_of = program.program_of
+    program_of = simulate.program_of
 
     def late(*args):
         return sorted(
-            program_of(*args), key=lambda each: isinstance(each, program.Send) and not each.peer
+            program_of(*args), key=lambda each: isinstance(each, simulate.Send) and not each.peer
         )
 
     if stage.rank == 1:
-        program.plan_of.cache_clear()
-        patch.object(program, "program_of", late).start()
+        simulate.plan_of.cache_clear()
+        patch.object(simulate, "program_of", late).start()
 
 
 def sum_ties_early(stage):

@@ -128,7 +128,10 @@ def compare(schedule, count, tied):
     stage = split(plain, schedule)
     wrapper = Wrapper(stage)
     expected = serial_step(plain, batches)
-    with patch.object(torch.profiler, "record_function", side_effect=nullcontext) as ranges:
+    with (
+        patch.object(torch.autograd.profiler, "_is_profiler_enabled", True),
+        patch.object(torch.profiler, "record_function", side_effect=nullcontext) as ranges,
+    ):
         loss = train_step_pipeline(wrapper, iter(batches))
     assert torch.equal(loss, expected if stage.is_last_stage else torch.zeros_like(loss))
     assert loss.dtype == torch.float64

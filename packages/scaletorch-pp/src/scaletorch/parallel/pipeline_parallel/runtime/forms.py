@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,12 +65,21 @@ class Form:
 
     def __eq__(self, other: object) -> bool:
         """Return whether plain values, shapes, dtypes and requires_grad are equal."""
-        return isinstance(other, Form) and self._facts() == other._facts()
+        return isinstance(other, Form) and self.describes(other.value)
 
     __hash__ = None  # type: ignore[assignment]
 
+    def describes(self, value: Any) -> bool:
+        """Return whether a value has these plain values, shapes, dtypes and requires_grad."""
+        return bool(self._facts == _facts(value))
+
+    @cached_property
     def _facts(self) -> Any:
-        return map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), self.value)
+        return _facts(self.value)
+
+
+def _facts(value: Any) -> Any:
+    return map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), value)
 
 
 def _without_contents(tensor: Tensor) -> Tensor:

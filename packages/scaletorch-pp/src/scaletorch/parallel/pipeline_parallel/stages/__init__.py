@@ -7,7 +7,7 @@ a single process, `input_ids` included (`stage`), but computes only its own modu
    several stages, `Chunks` swaps their modules in and out in the same way.
 2. `stand_ins`: a `PassThrough` returns stand-ins: tensors with a shape, dtype and device but no
    values. The result of an operation on a stand-in is a stand-in. When the model's code reads an
-   attribute of another stage's module, its twin answers (`twins`): a module of the same class
+   attribute of another stage's module, its twin answers: a module of the same class
    whose tensors are stand-ins.
 3. `passage`: the last module of the previous stage returns the hidden states received from that
    stage. After that the model's code runs on real values, up to the stage's last module. The output

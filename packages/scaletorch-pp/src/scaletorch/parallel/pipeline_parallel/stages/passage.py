@@ -388,12 +388,17 @@ def _changes(value: Any) -> list[tuple[int, int]]:
 
 def _other_leaves(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the leaves (mostly parameters) that outputs depend on except through inputs."""
-    seen = {get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad}
-    todo = [get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad]
+    seen = {_node_of(tensor) for tensor in inputs if tensor.requires_grad}
+    todo = {_node_of(tensor) for tensor in outputs if tensor.requires_grad}
     while todo:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
             if hasattr(node, "variable"):
                 yield node.variable
-            todo += [following for following, _ in node.next_functions if following is not None]
+            todo.update(following for following, _ in node.next_functions if following is not None)
+
+
+def _node_of(tensor: Tensor) -> Any:
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor).node if node is None else node  # slow, and only for leaves

@@ -16,13 +16,11 @@ from ....dist import get_comm_device, group_ranks
 from ....dist.building import agree, map_tensors, tell_guard, tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
-from ..runtime.execute import execute
 from ..runtime.forms import Hidden, autocasts, checked_dtype, checked_shape, signature
-from ..runtime.mail import Mail, Posts
+from ..runtime.mail import Mail, Posts, execute
 from ..schedules.builders import AnySchedule
-from ..schedules.program import Plan, plan_of
-from ..schedules.schedule import FORWARD, Schedule
-from ..schedules.tasks import Task
+from ..schedules.schedule import FORWARD, Schedule, Task
+from ..schedules.simulate import Plan, plan_of
 from ..stages.stage import PipelineParallel
 
 Batch = Mapping[str, Any]
@@ -128,10 +126,11 @@ class Step:
     ) -> bool:
         """Execute this rank's program; return whether `note` returned true on any rank."""
 
-        def run(task: Task) -> None:
+        def shown(task: Task) -> None:
             with torch.profiler.record_function(f"{task.action} of stage {task.stage}"):
                 perform(task)
 
+        run = shown if torch.autograd.profiler._is_profiler_enabled else perform
         early = self.mail.may_receive_early(self.plan.program)
         try:
             program = self.plan.early if early else self.plan.program
