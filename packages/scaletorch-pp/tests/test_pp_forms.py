@@ -26,6 +26,7 @@ from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.pipeline_parallel import StageError, train_step_pipeline
 from scaletorch.parallel.pipeline_parallel.runtime.forms import (
     HEADER_BYTES,
+    NOTHING,
     Form,
     from_header,
     to_header,
@@ -267,7 +268,7 @@ def test_a_form_comes_back_from_its_header(dtype):
     places = {Place(1, 2, 3): (0, 1)}
     for value in (trained, hidden, Passed(hidden, [trained], places)):
         assert from_header(to_header(Form(value))) == Form(value)
-    assert from_header(to_header(None)) is None
+    assert from_header(to_header(NOTHING)) == NOTHING
 
 
 # The second one is of an allowed module.

@@ -87,7 +87,7 @@ def _without_contents(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=needs)
 
 
-NOTHING = Form(())
+NOTHING = Form(())  # a stage that has failed sends it if it has not sent the form of its output
 
 
 def is_hidden(value: Any) -> bool:
@@ -160,8 +160,8 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def to_header(form: Form | None) -> Tensor:
-    """Encode a form as a tensor of `HEADER_BYTES` bytes; None means that no value will come."""
+def to_header(form: Form) -> Tensor:
+    """Encode a form as a tensor of `HEADER_BYTES` bytes."""
     text = pickle.dumps(form)
     if len(text) > HEADER_BYTES:
         raise InvalidArgumentError(
@@ -171,9 +171,9 @@ def to_header(form: Form | None) -> Tensor:
     return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
 
-def from_header(header: Tensor) -> Form | None:
+def from_header(header: Tensor) -> Form:
     """Decode a form that `to_header` has encoded."""
-    form: Form | None = _Unpickler(io.BytesIO(bytes(header.cpu().tolist()))).load()
+    form: Form = _Unpickler(io.BytesIO(bytes(header.cpu().tolist()))).load()
     return form
 
 

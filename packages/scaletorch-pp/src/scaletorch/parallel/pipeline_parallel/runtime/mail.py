@@ -192,9 +192,6 @@ class Mail:
         self._forms = [forms.setdefault(signature, {}) for signature in signatures]
         self._outputs: dict[Key, Hidden] = {}
         self._incoming: dict[Key, Parcel] = {}
-        # Forms that this step set to NOTHING because a stage failed. The end of the step forgets
-        # them, so that the next step sends their headers again.
-        self._void: list[tuple[dict[int, Form], int]] = []
 
     def may_receive_early(self, program: Program) -> bool:
         """Return whether receives may start before their turn.
@@ -210,7 +207,7 @@ class Mail:
     def put(self, key: Key, value: Hidden) -> None:
         """Keep an output until it is sent, or until another stage of this rank takes it."""
         known = None if key.gradient else self._forms[key.micro_batch].get(key.stage)
-        if known is not None and known is not NOTHING and not known.describes(value):
+        if known is not None and not known.describes(value):
             raise InvalidArgumentError(
                 f"{describe_rank()}: stage {key.stage} passes on {Form(value)}, and passed on "
                 f"{known} for an earlier micro-batch whose entries had the same shapes; its "
@@ -230,7 +227,7 @@ class Mail:
             self._send(key, message.peer)
 
     def skip(self, messages: Iterable[Message]) -> None:
-        """Complete the messages of a failed step: send zeros, or a header for no value."""
+        """Complete the messages of a failed step: send zeros, or the form of nothing."""
         self._outputs.clear()
         # Tensors of one form share memory, since they are never read and memory may have run out.
         empty, zeros = cache(self._empty), cache(self._zeros)
@@ -253,9 +250,9 @@ class Mail:
         for parcel in self._incoming.values():
             parcel.wait()
         self._posts.finish()
-        while self._void:
-            forms, stage = self._void.pop()
-            del forms[stage]
+        for forms in self._forms:  # forget the form of a failed stage, so that it is sent again
+            for stage in [stage for stage, form in forms.items() if not form.tensors]:
+                del forms[stage]
 
     def take_hidden(self, key: Key) -> Hidden:
         """Return the previous stage's hidden states, as leaves that require grad if sent so."""
@@ -266,7 +263,7 @@ class Mail:
             form, tensors = Form(value), [tensor.detach() for tensor in tensors_in(value)]
         else:
             form, tensors = self._forms[key.micro_batch][key.stage], parcel.tensors
-            if form is NOTHING:
+            if not form.tensors:
                 raise StageError(f"{describe_rank()}: the previous stage has failed")
         if torch.is_grad_enabled():
             for tensor, like in zip(tensors, form.tensors, strict=True):
@@ -292,27 +289,18 @@ class Mail:
     def _send_nothing(self, key: Key, peer: int, make: Make) -> None:
         forms = self._forms[key.micro_batch]
         if not key.gradient and key.stage not in forms:
-            self._posts.send(to_header(None).to(self._posts.device), peer)
-            self._mark_void(forms, key.stage)
+            self._posts.send(to_header(NOTHING).to(self._posts.device), peer)
+            forms[key.stage] = NOTHING
         for tensor in make(self._expected(key)):
             self._posts.send(tensor, peer)
 
     def _receive(self, key: Key, peer: int, make: Make) -> None:
         forms = self._forms[key.micro_batch]
         if not key.gradient and key.stage not in forms:
-            form = self._header(peer)
-            if form is None:
-                self._mark_void(forms, key.stage)
-            else:
-                forms[key.stage] = form
+            forms[key.stage] = self._header(peer)
         self._incoming[key] = self._posts.receive(make(self._expected(key)), peer)
 
-    def _mark_void(self, forms: dict[int, Form], stage: int) -> None:
-        """Skip all messages between a stage and the next for the rest of this step."""
-        forms[stage] = NOTHING
-        self._void.append((forms, stage))
-
-    def _header(self, peer: int) -> Form | None:
+    def _header(self, peer: int) -> Form:
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._posts.device)
         parcel = self._posts.receive([header], peer)
         self._posts.flush()

@@ -16,8 +16,8 @@ a single process, `input_ids` included (`stage`), but computes only its own modu
    other way, it is refused.
 4. `calls`: each module of the stage gets a subclass of its class that wraps its calls, outside all
    hooks, compiled code and the class's own `__call__`. The wrapper lets no stand-in in.
-5. `examination`: the first forward of a kind runs uncompiled, finds the other tensors to send, and
-   has its failures explained.
+5. The first forward of a kind runs uncompiled, finds the other tensors to send, and has its
+   failures explained.
 
 The forward does not use the other files: `ties` sums gradients of parameters that several ranks
 hold, `weights` postpones weight gradients of `nn.Linear` if a schedule splits backwards, and

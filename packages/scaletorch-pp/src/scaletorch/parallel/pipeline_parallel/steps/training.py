@@ -20,7 +20,7 @@ from ..schedules.builders import AnySchedule, Builder, forward_only
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Task
 from ..stages.calls import check_output
 from ..stages.weights import WeightGradients
-from .step import Batch, Step
+from .step import Batch, Step, unwrap
 
 LossFunction = Callable[[Any, Batch], Tensor]
 
@@ -73,10 +73,9 @@ def train_step_pipeline(
         ScheduleError: The schedule would deadlock, or not compute every gradient.
         StageError: Another rank has failed in this step; the message has its error.
     """
-    step = Step(model, data_loader, tensor_shapes, device, dtype, group)
-    with_labels = loss_fn is None and step.pipeline.is_last_stage
-    step.agree("this train step", schedule, with_labels=with_labels, trains=True)
-    if with_labels:
+    given = data_loader, tensor_shapes, device, dtype, group
+    step = Step("this train step", model, schedule, *given, with_labels=loss_fn is None)
+    if loss_fn is None and step.pipeline.is_last_stage:
         loss_fn = token_mean_loss(step.inputs.batches, step.inputs.device, step.group)
     return _train(step, loss_fn)
 
@@ -157,9 +156,9 @@ def pipeline_forward(
         MismatchError: Ranks differ in micro-batches or their shapes.
         StageError: Another rank has failed; the message has its error.
     """
-    step = Step(model, data_loader, tensor_shapes, device, dtype, group)
-    forwards = _forwards(step.pipeline.all_stages)
-    step.agree("these forwards", forwards, with_labels=False, trains=False)
+    given = data_loader, tensor_shapes, device, dtype, group
+    forwards = _forwards(unwrap(model)[1].all_stages)
+    step = Step("these forwards", model, forwards, *given, trains=False)
     outputs: dict[int, Tensor] = {}
 
     def perform(task: Task) -> None:
