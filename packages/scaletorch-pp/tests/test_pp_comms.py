@@ -49,24 +49,6 @@ def call(operation, tensor=None, shapes=SHAPE, dtype=DTYPE):
     return pipeline_communicate(operation, CPU, dtype, tensor, shapes, world())
 
 
-@distributed_test(world_size=3)
-def test_along_the_pipeline_and_back():
-    stage, last = world().rank(), world().size() - 1
-    hidden = call("recv_forward")
-    assert (hidden is None) == (stage == 0)
-    if stage:
-        assert torch.equal(hidden, filled(stage - 1))
-        assert hidden.is_leaf
-        assert hidden.requires_grad
-    assert call("send_forward", filled(stage)) is None
-    gradient = call("recv_backward")
-    assert (gradient is None) == (stage == last)
-    if stage < last:
-        assert torch.equal(gradient, filled(-stage - 1))
-        assert not gradient.requires_grad
-    call("send_backward", filled(-stage))
-
-
 @distributed_test(world_size=2)
 def test_both_ways_at_once():
     stage = world().rank()
@@ -138,9 +120,14 @@ class TakesEmbeddings(Net):
         return self.head(self.run(x))
 
 
+class PassesOn(TakesEmbeddings):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
 @distributed_test(world_size=3)
 def test_a_loop_of_ones_own_trains_as_one_process():
-    for kind in (Net, TakesEmbeddings):
+    for kind in (Net, PassesOn):
         plain, stage = pair(kind)
         for batch in token_batches(2):
             hidden = call("recv_forward", dtype=torch.float64)

@@ -3,7 +3,7 @@
 import one_process
 import pytest
 import torch
-from one_process import build, forward_everywhere, pair, require_same, serial, split
+from one_process import build, forward_everywhere, pair, same_steps, split
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
@@ -93,14 +93,10 @@ def make_batches():
 
 
 def as_one_process(cases):
-    """Two steps: the first one's forwards are examined, the second one's are not."""
     for kind, points in cases:
         plain, stage = pair(kind, points=points)
-        for _ in range(2):
-            serial(plain, make_batches())
-            train_step_pipeline(stage, make_batches())
-            assert all(p.grad.count_nonzero() for p in stage.parameters() if p.requires_grad)
-            require_same(stage, plain, atol=1e-15)
+        same_steps(plain, stage, make_batches(), atol=1e-15)
+        assert all(p.grad.count_nonzero() for p in stage.parameters() if p.requires_grad)
         with torch.no_grad():
             outputs = [plain(batch["input_ids"]) for batch in make_batches()]
         found = forward_everywhere(stage, make_batches())

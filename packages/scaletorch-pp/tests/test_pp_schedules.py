@@ -151,14 +151,6 @@ def test_few_micro_batches_run_the_order_of_enough(builder, enough):
         assert list(builder(3, few).ranks) == left
 
 
-@given(st.sampled_from([afab, one_f_one_b]), st.integers(1, 12), st.integers(1, 24))
-@settings(deadline=None, max_examples=40)
-def test_the_closed_formula(builder, p, m):
-    timeline = simulate(builder(p, m), Costs(forward=3, backward=5))
-    assert timeline.makespan == (m + p - 1) * 8
-    assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
-
-
 def test_an_example_worked_out_by_hand():
     """Three ranks, two micro-batches; F 1, B 2, stage 1 twice as slow, and 10 for a message."""
     timeline = simulate(one_f_one_b(3, 2), Costs(1, 2, message=10, stages=(1, 2, 1)))
@@ -184,13 +176,6 @@ def test_a_turn_on_one_rank_costs_no_message_and_halves_cost_their_own():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_no_rank_does_two_things_at_a_time(name):
-    timeline = simulate(SCHEDULES[name](4, 8), Costs(message=0.5))
-    for before, after in zip(timeline.spans, timeline.spans[1:], strict=False):
-        assert before.rank != after.rank or before.end <= after.start
-
-
 BAD = {
     "forward": 0, "backward": -1, "backward_input": math.nan, "backward_weight": math.inf,
     "message": -0.1, "stages": (1, 0),
@@ -203,14 +188,6 @@ def test_costs_that_mean_nothing(name):
         Costs(**{name: BAD[name]})
     with pytest.raises(InvalidArgumentError, match="each of 3 stages, got 2"):
         simulate(afab(3, 1), Costs(stages=(1, 2)))
-
-
-@pytest.mark.parametrize("builder", SCHEDULES.values())
-def test_stages_that_are_twice_as_fast_take_half_the_time(builder):
-    schedule = builder(2, 4)
-    whole = simulate(schedule).makespan
-    half = Costs(stages=(0.5,) * schedule.num_stages)
-    assert simulate(schedule, half).makespan == whole / 2
 
 
 def on_one_rank(names: str, ends: list[float], unit: str = "") -> Timeline:

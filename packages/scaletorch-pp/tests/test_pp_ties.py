@@ -15,8 +15,6 @@ from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     Split,
     train_step_pipeline,
-    train_step_pipeline_1f1b,
-    train_step_pipeline_afab,
 )
 
 
@@ -128,17 +126,6 @@ def test_a_parameter_of_the_model_itself_is_on_every_stage():
     step(stage, make_batches())
     accumulate(plain, make_batches())
     require_same(stage, plain)
-
-
-@distributed_test(world_size=2)
-def test_only_the_last_backward_syncs():
-    for call in (train_step_pipeline_afab, train_step_pipeline_1f1b):
-        wrapper = Wrapper(Wrapper(split(make())))
-        call(wrapper, make_batches(3), (2, 3, 4), "cpu", torch.float64)
-        for each in (wrapper, wrapper.module):
-            assert each.forwards == 3
-            assert each.synced == [False, False, True]
-        assert wrapper.require_backward_grad_sync
 
 
 def zero_loss(output, batch):
