@@ -120,11 +120,12 @@ class PassThrough(nn.Module):
         if sample is None and self._stage > passage.source[0]:  # one class, one form of output
             sample = passage.kinds.get(self._kind)
         known = passage.left if passage.over else received
-        base = first_with_gradient(value, known)
+        trained = isinstance(value, Tensor) and value.requires_grad
+        base = value if trained else first_with_gradient(value, known)
         if base is None:
             return value
         # The output of a module with parameters requires grad even if its inputs do not.
-        starts = self._counts and base.requires_grad
+        starts = self._counts and base.requires_grad and not trained
         starts = starts and not any(tensor.requires_grad for tensor in tensors_in(value))
         stand_in = partial(standing_like, forward=self._passages, base=base, trained=self._counts)
         if sample is not None:
