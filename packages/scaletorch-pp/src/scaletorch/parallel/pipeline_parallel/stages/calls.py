@@ -28,8 +28,8 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import eagerly
-from .passage import Extras, Passage, Passages, kind_of
-from .stand_ins import OF_FORM_ALONE, has_stand_ins, with_received
+from .passage import Extras, Passage, Passages
+from .stand_ins import OF_FORM_ALONE, has_stand_ins, kind_of, with_received
 
 _CALLS, _OWN_FORWARD = "_pipeline_calls", "_own_forward"
 _NAMES = ("__name__", "__qualname__", "__module__", "__doc__")

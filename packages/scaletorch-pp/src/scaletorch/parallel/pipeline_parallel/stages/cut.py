@@ -22,13 +22,14 @@ from ..runtime.forms import PLAIN
 from ..schedules.builders import AnySchedule, stages_of
 from ..splitting.modules import has_parameters, is_plain_layer, parameter_facts, siblings_of
 from ..splitting.split import Placement, Split, place
-from .passage import Passage, Passages, kind_of
+from .passage import Passage, Passages
 from .stand_ins import (
     StandIn,
     cast,
     first_with_gradient,
     has_stand_ins,
     is_data,
+    kind_of,
     runs_plain_forward,
     standing_like,
     twin_of,

@@ -361,11 +361,6 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def kind_of(module: nn.Module) -> str:
-    """Return the qualified name of a module's class, the same if its calls are surrounded."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
 def _alias(tensor: Tensor) -> Tensor:
     """Return a view: a reentrant checkpoint sets its own `grad_fn` on the tensor it returns."""
     return tensor.view_as(tensor) if tensor.requires_grad else tensor

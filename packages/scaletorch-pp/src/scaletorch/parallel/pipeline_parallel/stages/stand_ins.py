@@ -243,6 +243,11 @@ def cast(twin: nn.Module, forward: Forward, fn: Callable[[Tensor], Tensor]) -> N
                     own[name] = _without_values(tensor, forward, like)
 
 
+def kind_of(module: nn.Module) -> str:
+    """Return the qualified name of a module's class, the same if its calls are surrounded."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def runs_plain_forward(module: nn.Module) -> bool:
     """Return whether a call of the module returns the same form as its twin's forward.
 
