@@ -233,7 +233,7 @@ class Gates:
             args, kwargs = passage.extras.take(name, (args, kwargs))
         elif self.passages.running is None:
             args, kwargs = with_received((args, kwargs))
-        if not has_stand_ins((args, kwargs)):
+        if not has_stand_ins((*args, *kwargs.values())):
             return args, kwargs
         for argument, value in chain(enumerate(args), kwargs.items()):
             if has_stand_ins(value):
