@@ -108,8 +108,10 @@ def test_one_process_has_no_neighbours():
 def test_unknown_operations_and_dtypes():
     with pytest.raises(InvalidArgumentError, match="'forward': expected one of recv_forward, send"):
         pipeline_communicate("forward", CPU, DTYPE)
-    with pytest.raises(InvalidArgumentError, match="'both': .*, send_fwd_recv_bwd, send_bwd_recv_"):
+    with pytest.raises(InvalidArgumentError, match=r"'both': .*, send_fwd_recv_bwd, send_bwd_recv"):
         bidirectional_pipeline_communicate("both", None, None, CPU, DTYPE)
+    with pytest.raises(InvalidArgumentError, match="'recv_forward' goes one way: call"):
+        bidirectional_pipeline_communicate("recv_forward", None, None, CPU, DTYPE)
     with pytest.raises(InvalidArgumentError, match=r"got torch\.int64"):
         pipeline_communicate("recv_forward", CPU, torch.int64, shapes=SHAPE)
 

@@ -86,6 +86,8 @@ def bidirectional_pipeline_communicate(
     `operation` is `send_fwd_recv_bwd` (next stage) or `send_bwd_recv_fwd` (previous stage). Other
     arguments, the result and errors are those of `pipeline_communicate`.
     """
+    if 0 in _ENDS.get(operation, ()):
+        raise InvalidArgumentError(f"{operation!r} goes one way: call pipeline_communicate")
     return pipeline_communicate(operation, device, dtype, send_tensor, recv_shapes, group)
 
 
