@@ -115,9 +115,9 @@ class Timeline:
         return 1 - busy / (self.makespan * self.schedule.num_ranks)
 
 
-# A stage's passes over a micro-batch, in order. B stands in pass 1 and computes weight gradients.
-PASSES = {FORWARD: 0, BACKWARD: 1, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 2}
-Done = dict[tuple[int, int, int], str]  # the kind of each action, by pass, chunk and micro-batch
+# The kinds that may come next on a stage, after these kinds for the same micro-batch.
+_NEXT = {"": FORWARD, FORWARD: BACKWARD + BACKWARD_INPUT, FORWARD + BACKWARD_INPUT: BACKWARD_WEIGHT}
+_Done = dict[tuple[int, int], str]  # the kinds of actions in order, by chunk and micro-batch
 
 
 class ScheduleError(InvalidArgumentError):
@@ -194,13 +194,12 @@ def _require_stages(schedule: Schedule) -> None:
         raise ScheduleError(f"schedule {schedule.name!r}: {problem}")
 
 
-def _done(schedule: Schedule, rank: int) -> Done:
+def _done(schedule: Schedule, rank: int) -> _Done:
     """Return a rank's actions, after checking each action and its order."""
-    chunks, done = len(schedule.stages[rank]), Done()
+    chunks, done = len(schedule.stages[rank]), _Done()
     for place, action in enumerate(schedule.ranks[rank]):
         kind, micro_batch, chunk = action
-        number = PASSES.get(kind, 0)
-        own, before = (number, chunk, micro_batch), done.get((number - 1, chunk, micro_batch))
+        before = done.get((chunk, micro_batch), "")
         reason = ""
         if kind not in KINDS:
             reason = f"the kind must be one of {', '.join(KINDS)}"
@@ -208,30 +207,26 @@ def _done(schedule: Schedule, rank: int) -> Done:
             reason = f"rank {rank} has {chunks} chunks, counted from 0, got chunk {chunk}"
         elif not 0 <= micro_batch < schedule.num_micro_batches:
             reason = f"micro-batches are 0 to {schedule.num_micro_batches - 1}"
-        elif own in done:
-            reason = "it has run already; each micro-batch has one F, and one B or one I and one W"
-        elif kind == BACKWARD_WEIGHT and before != BACKWARD_INPUT:
-            reason = f"it comes without {action._replace(kind=BACKWARD_INPUT)} before it; W must "
-            reason += "come after I; after B there is no W"
-        elif number == 1 and before is None:
-            reason = f"it comes without {action._replace(kind=FORWARD)} before it; a backward must "
-            reason += "come after its forward"
+        elif kind not in _NEXT.get(before, ""):
+            reason = f"before it the stage has {' and '.join(before) or 'no action'} of its "
+            reason += "micro-batch; the order is one F, then one B, or one I and later one W"
         if reason:
             where = f"rank {rank}, action {place} ({action})"
             raise ScheduleError(f"schedule {schedule.name!r}: {where}: {reason}")
-        done[own] = kind
+        done[chunk, micro_batch] = before + kind
     return done
 
 
-def _require_all(schedule: Schedule, done: list[Done]) -> None:
-    rules = ("", " (or I and W)", "; its weight gradients would be lost")
-    forward_only = all(kind == FORWARD for each in done for kind in each.values())
-    for number, kind in enumerate((FORWARD, BACKWARD, BACKWARD_WEIGHT)[: 1 if forward_only else 3]):
-        for stage, (rank, chunk) in sorted(schedule.places.items()):
-            for m in range(schedule.num_micro_batches):
-                needed = number < 2 or done[rank][1, chunk, m] == BACKWARD_INPUT
-                if needed and (number, chunk, m) not in done[rank]:
-                    raise ScheduleError(
-                        f"schedule {schedule.name!r}: rank {rank}: {Action(kind, m, chunk)} of "
-                        f"stage {stage} is missing{rules[number]}"
-                    )
+def _require_all(schedule: Schedule, done: list[_Done]) -> None:
+    trains = any(len(kinds) > 1 for own in done for kinds in own.values())
+    missing = {
+        "": "F{} of stage {} is missing",
+        FORWARD: "B{} of stage {} is missing (or I and W)" if trains else "",
+        FORWARD + BACKWARD_INPUT: "W{} of stage {} is missing; its weight gradients would be lost",
+    }
+    for stage, (rank, chunk) in sorted(schedule.places.items()):
+        for m in range(schedule.num_micro_batches):
+            text = missing.get(done[rank].get((chunk, m), ""))
+            if text:
+                text = text.format(m, stage)
+                raise ScheduleError(f"schedule {schedule.name!r}: rank {rank}: {text}")
