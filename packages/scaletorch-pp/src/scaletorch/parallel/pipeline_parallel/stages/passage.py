@@ -295,9 +295,9 @@ class Extras:
 
     def offer(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the arguments of a later stage's module that its stage cannot compute itself."""
-        module, call = self._next(name)
         if self.dependent is None and not self._known:
             return
+        module, call = self._next(name)
         for index, tensor in enumerate(tensors_in((args, kwargs))):
             place = Place(module, call, index)
             if isinstance(tensor, StandIn):
@@ -309,9 +309,9 @@ class Extras:
 
     def take(self, name: str, arguments: Any) -> Any:
         """Return the arguments of a module of this stage, with received tensors in place."""
-        module, call = self._next(name)
         if not self._received:
             return arguments
+        module, call = self._next(name)
         places = itertools.count()
 
         def taken(tensor: Tensor) -> Tensor:
