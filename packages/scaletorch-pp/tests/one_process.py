@@ -109,17 +109,19 @@ def sum_loss(output, batch):
 
 def accumulate(plain, batches, loss_fn=sum_loss):
     """Add the gradients of micro-batches as one process does; return their summed loss."""
-    losses = [loss_fn(plain(batch["input_ids"]), batch) for batch in batches]
-    for loss in losses:
+    total = 0
+    for batch in batches:
+        rest = {n: value for n, value in batch.items() if n not in ("input_ids", "labels")}
+        loss = loss_fn(plain(batch["input_ids"], **rest), batch)
         loss.backward()
-    return sum(loss.detach() for loss in losses)
+        total = total + loss.detach()
+    return total
 
 
 def serial(plain, batches):
-    """Return the gradients of all micro-batches together, by names, as the pipeline weighs them."""
-    count = sum(batch["labels"].numel() for batch in batches)
-    accumulate(plain, batches, lambda output, batch: sum_loss(output, batch) / count)
-    return {name: parameter.grad for name, parameter in plain.named_parameters()}
+    """Accumulate as the pipeline does without a loss function; return the loss."""
+    count = sum((batch["labels"] != -100).sum() for batch in batches)
+    return accumulate(plain, batches, lambda output, batch: sum_loss(output, batch) / count)
 
 
 def require_same(stage, plain, *, exact=False, summed=(), atol=1e-14):
@@ -134,10 +136,20 @@ def require_same(stage, plain, *, exact=False, summed=(), atol=1e-14):
             torch.testing.assert_close(parameter.grad, expected, rtol=1e-12, atol=atol)
 
 
-def trains_on(stage, plain, batches, loss_fn=sum_loss, *, exact=True):
+def same_steps(plain, stage, batches, **tolerance):
+    """Compare two steps: the first one's forwards are examined, the second one's are not."""
+    for _ in range(2):
+        serial(plain, batches)
+        train_step_pipeline(stage, batches)
+        require_same(stage, plain, **tolerance)
+
+
+def trains_on(stage, plain, batches, loss_fn=sum_loss, *, exact=True, atol=1e-14):
     """Train one step more, from no gradients, as one process does."""
     stage.zero_grad()
     plain.zero_grad()
-    train_step_pipeline(stage, batches, loss_fn=loss_fn)
-    accumulate(plain, batches, loss_fn)
-    require_same(stage, plain, exact=exact)
+    loss = train_step_pipeline(stage, batches, loss_fn=loss_fn)
+    expected = accumulate(plain, batches, loss_fn)
+    expected = expected if stage.is_last_stage else torch.zeros_like(loss)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    require_same(stage, plain, exact=exact, atol=atol)

@@ -17,8 +17,8 @@ from scaletorch.parallel.pipeline_parallel import (
     check,
     one_f_one_b,
 )
-from scaletorch.parallel.pipeline_parallel.schedules.program import Receive, Send, plan_of
-from scaletorch.parallel.pipeline_parallel.schedules.tasks import Key, Task
+from scaletorch.parallel.pipeline_parallel.schedules.schedule import Key, Task
+from scaletorch.parallel.pipeline_parallel.schedules.simulate import Receive, Send, plan_of
 
 
 def programs_of(schedule):
@@ -223,11 +223,11 @@ WRONG = [
     (LOOP, "rank 0 waits at F0.1 for F0 of stage 5 on rank 5, which .* rank 4, which .* rank 3, "
      "which waits .* on rank 2, and so on, 6 ranks in a circle"),
     (schedule_of("F0 F1 B0", "F0 F1 B0 B1"), r"rank 0: B1 of stage 0 is missing \(or I and W"),
-    (schedule_of("F0 B0 B1"), "action 2 .B1.: it comes without F1 before it"),
-    (schedule_of("F0 W0 I0", size=1), "action 1 .W0.: it comes without I0 before it"),
-    (schedule_of("F0 B0 W0", size=1), "after B there is no W"),
+    (schedule_of("F0 B0 B1"), "action 2 .B1.: before it the stage has no action of its mic"),
+    (schedule_of("F0 W0 I0", size=1), "action 1 .W0.: before it the stage has F of its"),
+    (schedule_of("F0 B0 W0", size=1), "has F and B of its micro-batch; the order is one F"),
     (schedule_of("F0 I0", size=1), "W0 of stage 0 is missing; its weight gradients"),
-    (schedule_of("F0 F1 F0"), "rank 0, action 2 .F0.: it has run already"),
+    (schedule_of("F0 F1 F0"), "rank 0, action 2 .F0.: before it the stage has F of its mic"),
     (schedule_of("F0 F2"), "action 1 .F2.: micro-batches are 0 to 1"),
     (schedule_of("F0 X1"), "one of F, B, I, W"),
     (schedule_of("F0", stages=((0,), (1,))), "stages of 2 ranks, actions of 1"),

@@ -3,12 +3,17 @@
 import one_process
 import pytest
 import torch
-from one_process import pair, require_same, serial, token_batches
+from one_process import build, forward_everywhere, pair, same_steps, split, token_batches
 from torch import nn
 
-from scaletorch.dist import MismatchError, StateError
+from scaletorch.dist import InvalidArgumentError, MismatchError, StateError
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.pipeline_parallel import pipeline_forward, train_step_pipeline
+from scaletorch.parallel.pipeline_parallel import (
+    PipelineParallel,
+    Split,
+    StageError,
+    train_step_pipeline,
+)
 
 HIDDEN, VOCAB, LENGTH = 8, 16, 5
 
@@ -184,17 +189,6 @@ class Streams(Net):
         return self.head(self.run(x).mean(2))
 
 
-class InSequence(Net):
-    """Its layers are in an `nn.Sequential`, as in timm."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*self.layers)
-
-    def run(self, x):
-        return self.layers(x)
-
-
 class Sequence(nn.Sequential):
     def __init__(self):
         layers = [module for _ in range(4) for module in (Layer(), nn.Tanh())]
@@ -205,30 +199,21 @@ class Sequence(nn.Sequential):
         return super().forward(input_ids)
 
 
-def make_batches(shorter=0):
-    return token_batches(4, rows=1, length=LENGTH - shorter, vocabulary=VOCAB)
-
-
-def train_both(plain, stage):
-    serial(plain, make_batches())
-    train_step_pipeline(stage, make_batches())
-    require_same(stage, plain)
+def make_batches():
+    return token_batches(4, rows=1, length=LENGTH, vocabulary=VOCAB)
 
 
 # By what their gradients share memory with, by code before the layers that takes ids for what they
 # are, between the layers and after the last, which happens once.
 KINDS = [
     *(type(kind.__name__, (Net,), {"layer": kind}) for kind in (Position, Force, InPlace)),
-    OfSizes, ScalesLogits, ChangesAround, ScalesPairs, States, OfPadding, Streams, InSequence,
-    Sequence,
+    OfSizes, ScalesLogits, ChangesAround, ScalesPairs, States, OfPadding, Streams, Sequence,
 ]  # fmt: skip
 
 
 def all_train(schedule):
     for kind in KINDS:
-        plain, stage = pair(kind, schedule=schedule)
-        for _ in range(2):
-            train_both(plain, stage)
+        same_steps(*pair(kind, schedule=schedule), make_batches())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
@@ -239,17 +224,6 @@ def test_a_forward_that_does_more_than_a_list_of_layers(schedule):
 @pytest.mark.parametrize("schedule", ["zb_h1", "looped_bfs"])
 def test_a_forward_that_does_more_on_one_rank(schedule):
     all_train(schedule)
-
-
-@distributed_test(world_size=2)
-def test_ids_come_to_every_stage_in_each_forward():
-    _, stage = pair(OfSizes)
-    for batches in (make_batches(), make_batches(shorter=2)):
-        train_step_pipeline(stage, batches)
-        assert stage.module.seen == (*batches[0]["input_ids"].shape, True)
-        outputs = pipeline_forward(stage, batches)
-        assert bool(outputs) == stage.is_last_stage
-        assert not any(output.requires_grad for output in outputs)
 
 
 @distributed_test(world_size=2)
@@ -267,19 +241,8 @@ def test_adapters_that_replace_modules_after_wrapping():
                     layer.linear = Adapted(layer.linear)
             if model is plain or stage.is_last_stage:
                 model.head = Adapted(model.head)
-        for _ in range(2):
-            train_both(plain, stage)
+        same_steps(plain, stage, make_batches())
         assert ("head.down" in dict(stage.named_parameters())) == stage.is_last_stage
-
-
-@distributed_test(world_size=3)
-def test_outputs_are_those_of_one_process():
-    for kind in (ChangesAround, ScalesPairs, States):
-        plain, stage = pair(kind)
-        outputs = pipeline_forward(stage, make_batches())
-        assert len(outputs) == (4 if stage.is_last_stage else 0)
-        for output, batch in zip(outputs, make_batches(), strict=False):
-            assert torch.equal(output, plain(batch["input_ids"]))
 
 
 @distributed_test(world_size=3)
@@ -298,3 +261,106 @@ def test_tied_parameters_that_are_no_longer_tied():
     stage.load_state_dict(state, assign=True)
     with pytest.raises((StateError, MismatchError), match="has been replaced by another parameter"):
         train_step_pipeline(stage, make_batches())
+
+
+class Looped(Net):
+    """Its second and third layer run three times, each on what the first has returned too."""
+
+    num_layers = 5
+
+    def run(self, x):
+        first = x = self.layers[0](x)
+        for _ in range(self.times(x)):
+            x = 0.5 * x + first
+            for layer in self.layers[1:3]:
+                x = layer(x)
+        for layer in self.layers[3:]:
+            x = layer(x)
+        return x
+
+    def times(self, x):
+        return 3
+
+
+class OfLength(Looped):
+    """How often its layers run differs by micro-batch."""
+
+    def times(self, x):
+        return 1 + x.shape[1] % 3
+
+
+class Patched(Net):
+    """What a frozen module says of the ids decides what all stages do."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.patcher = nn.Embedding(VOCAB, 1).requires_grad_(False)
+        self.others = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+
+    def forward(self, input_ids):
+        patches = 1 + int(self.patcher(input_ids).detach().sum().abs()) % 3
+        x = self.embed(input_ids) * patches
+        for layer in (*self.layers, *self.others):
+            x = layer(x) + patches
+        return self.head(x)
+
+
+class Reversible(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layers):
+        for layer in layers:
+            x = layer(x)
+        ctx.layers = layers
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class OfReversible(Net):
+    def run(self, x):
+        return Reversible.apply(x, self.layers)
+
+
+def of_lengths():
+    return [token_batches(1, length=4 + index % 3, vocabulary=VOCAB)[0] for index in range(4)]
+
+
+def as_one_process(cases):
+    for kind, points in cases:
+        plain, stage = pair(kind, points=points)
+        same_steps(plain, stage, of_lengths())
+        assert all(p.grad.count_nonzero() for p in stage.parameters() if p.requires_grad)
+        with torch.no_grad():
+            outputs = [plain(batch["input_ids"]) for batch in of_lengths()]
+        found = forward_everywhere(stage, of_lengths())
+        torch.testing.assert_close(found, outputs, rtol=1e-12, atol=1e-14)
+
+
+def test_a_stage_may_begin_before_a_loop_and_have_a_layer_behind_it():
+    cases = [(kind, Split(points=(point,)))
+             for kind in (Looped, OfLength) for point in ("layers.1", "layers.4")]  # fmt: skip
+    run_ranks(as_one_process, 2, cases)
+
+
+@distributed_test(world_size=2)
+def test_what_no_stage_can_do_alone_is_refused():
+    for kind, point, text in (
+        (Looped, "layers.2", "comes back to it after modules of stage 1: .* or use no pipe"),
+        (Looped, "layers.3", "calls it more than once; .* let the stage end after the loop"),
+        (OfReversible, "layers.2", "not through the output of the last one .* reversible layers"),
+    ):
+        stage = split(build(kind), points=Split(points=(point,)))
+        with pytest.raises((InvalidArgumentError, StageError), match=text):
+            train_step_pipeline(stage, of_lengths())
+
+
+def test_what_is_frozen_and_named_nowhere_stays_on_every_stage():
+    """And so its values are there, for code that reads them."""
+    described = Split(first="embed", layers="layers", last=("others", "head"))
+    run_ranks(as_one_process, 2, [(Patched, described)])
+    trained = Patched()
+    trained.patcher.requires_grad_(True)
+    with pytest.raises(InvalidArgumentError, match=r"Split does not name .*: patcher"):
+        PipelineParallel(trained, described)

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from one_process import Wrapper, build, require_same, split, sum_loss
+from one_process import Wrapper, build, require_same, serial, split
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,36 +63,14 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, input_ids, position_ids):
-        return self.lm_head(self.run(self.embed_tokens(input_ids), position_ids))
-
-    def run(self, x, position_ids):
+        x = self.embed_tokens(input_ids)
         cos, sin = self.rotary(x, position_ids)
         for layer in self.layers:
             if self.recompute:
                 x = checkpoint(layer, x, cos, sin, use_reentrant=False)
             else:
                 x = layer(x, cos, sin)
-        return self.norm(x)
-
-
-class ShapesOfIds(Llama):
-    """Its shapes are those of ids, and hidden states have a name of their own."""
-
-    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):
-        shape = inputs_embeds.shape[:-1] if input_ids is None else input_ids.shape
-        x = self.embed_tokens(input_ids.view(shape)) if inputs_embeds is None else inputs_embeds
-        return self.lm_head(self.run(x, position_ids).view(*shape, HIDDEN))
-
-
-class PassesOn(ShapesOfIds):
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
-
-
-class ByPosition(ShapesOfIds):
-    def forward(self, input_or_hidden, **kwargs):
-        name = "inputs_embeds" if input_or_hidden.is_floating_point() else "input_ids"
-        return super().forward(**{name: input_or_hidden}, **kwargs)
+        return self.lm_head(self.norm(x))
 
 
 def make_batches(count, seed=0):
@@ -107,18 +85,6 @@ def make_batches(count, seed=0):
     return batches
 
 
-def serial_step(model, batches):
-    """What one process does: accumulate the micro-batches in order; returns the loss."""
-    count = sum((b["labels"] != -100).sum() for b in batches)
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in batches:
-        logits = model(batch["input_ids"], position_ids=batch["position_ids"])
-        loss = sum_loss(logits, batch) / count
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
 TIED = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -126,9 +92,12 @@ def compare(schedule, count, tied):
     """Compare a step and its outputs with one process; return this rank's parameters' names."""
     plain, batches = build(Llama, tied=tied), make_batches(count)
     stage = split(plain, schedule)
-    wrapper = Wrapper(stage)
-    expected = serial_step(plain, batches)
-    with patch.object(torch.profiler, "record_function", side_effect=nullcontext) as ranges:
+    wrapper = Wrapper(Wrapper(stage))
+    expected = serial(plain, batches)
+    with (
+        patch.object(torch.autograd.profiler, "_is_profiler_enabled", True),
+        patch.object(torch.profiler, "record_function", side_effect=nullcontext) as ranges,
+    ):
         loss = train_step_pipeline(wrapper, iter(batches))
     assert torch.equal(loss, expected if stage.is_last_stage else torch.zeros_like(loss))
     assert loss.dtype == torch.float64
@@ -138,7 +107,9 @@ def compare(schedule, count, tied):
     shown = [each.args[0] for each in ranges.call_args_list]
     assert shown == [f"{a} of stage {stage.stages[a.chunk]}" for a in own]
     backwards = sum(action.kind != "F" for action in own)
-    assert wrapper.synced == [False] * (backwards - 1) + [True]
+    for each in (wrapper, wrapper.module):
+        assert each.synced == [False] * (backwards - 1) + [True]
+    assert wrapper.require_backward_grad_sync
     outputs = pipeline_forward(wrapper, batches)
     assert len(outputs) == (count if stage.is_last_stage else 0)
     for output, batch in zip(outputs, batches, strict=False):
@@ -176,18 +147,8 @@ def test_the_documented_calls_and_recomputed_layers():
     for step in (train_step_pipeline_afab, train_step_pipeline_1f1b):
         plain, batches = build(Llama, recompute=step is train_step_pipeline_1f1b), make_batches(4)
         stage = split(plain)
-        serial_step(plain, batches)
+        serial(plain, batches)
         step(stage, batches, SHAPE, "cpu", torch.float64)
-        require_same(stage, plain, exact=True)
-
-
-@distributed_test(world_size=2)
-def test_hidden_states_as_inputs_embeds():
-    for kind in (ShapesOfIds, PassesOn, ByPosition):
-        plain, batches = build(kind), make_batches(3)
-        stage = split(plain)
-        serial_step(plain, batches)
-        train_step_pipeline(stage, batches)
         require_same(stage, plain, exact=True)
 
 
@@ -198,7 +159,7 @@ def test_autocast_around_the_step():
         plain, batches = build(Llama).float(), make_batches(5)
         stage = split(plain, schedule)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            serial_step(plain, batches)
+            serial(plain, batches)
             loss = train_step_pipeline(stage, batches)
         assert loss.dtype == torch.float32
         require_same(stage, plain, exact=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,14 +14,14 @@ from ..pg_manager import axis_group, describe_rank
 from .runtime.forms import checked_dtype, checked_shape
 
 # Offsets along the pipeline of the rank to send to and the rank to receive from; 0 if none.
-_Ends = tuple[int, int]
-_ONE_WAY: dict[str, _Ends] = {
+_ENDS: dict[str, tuple[int, int]] = {
     "recv_forward": (0, -1),
     "send_forward": (1, 0),
     "recv_backward": (0, 1),
     "send_backward": (-1, 0),
+    "send_fwd_recv_bwd": (1, 1),
+    "send_bwd_recv_fwd": (-1, -1),
 }
-_BOTH_WAYS: dict[str, _Ends] = {"send_fwd_recv_bwd": (1, 1), "send_bwd_recv_fwd": (-1, -1)}
 
 
 def pipeline_communicate(
@@ -35,7 +35,8 @@ def pipeline_communicate(
     """Send to or receive from a neighbouring stage; do nothing if there is none.
 
     Args:
-        operation: `recv_forward`, `send_forward`, `recv_backward` or `send_backward`.
+        operation: `recv_forward`, `send_forward`, `recv_backward` or `send_backward`, or one of
+            `bidirectional_pipeline_communicate`.
         device: Device of a received tensor.
         dtype: Dtype of the tensor sent or received.
         tensor: The tensor to send.
@@ -49,7 +50,27 @@ def pipeline_communicate(
     Raises:
         InvalidArgumentError: Unknown operation, or nothing to send or receive into.
     """
-    return _communicate(operation, _ONE_WAY, tensor, shapes, torch.device(device), dtype, group)
+    if operation not in _ENDS:
+        message = f"unknown operation {operation!r}: expected one of {', '.join(_ENDS)}"
+        raise InvalidArgumentError(message)
+    group, dtype = axis_group("pp", group), checked_dtype(dtype)
+    ranks = group_ranks(group)
+    stage = ranks.index(get_rank())
+    to, source = (
+        ranks[stage + steps] if steps and 0 <= stage + steps < len(ranks) else None
+        for steps in _ENDS[operation]
+    )
+    sends = [] if to is None else [(_sent(operation, tensor, dtype), to)]
+    recvs: list[tuple[Tensor, int]] = []
+    if source is not None:
+        sizes = checked_shape(shapes if shapes is not None else ())
+        recvs.append((torch.empty(sizes, dtype=dtype, device=torch.device(device)), source))
+    if sends or recvs:
+        exchange(sends, recvs, group=group)
+    if not recvs:
+        return None
+    hidden = _ENDS[operation][1] < 0  # received from the previous stage
+    return recvs[0][0].requires_grad_(hidden and torch.is_grad_enabled())
 
 
 def bidirectional_pipeline_communicate(
@@ -65,41 +86,9 @@ def bidirectional_pipeline_communicate(
     `operation` is `send_fwd_recv_bwd` (next stage) or `send_bwd_recv_fwd` (previous stage). Other
     arguments, the result and errors are those of `pipeline_communicate`.
     """
-    return _communicate(
-        operation, _BOTH_WAYS, send_tensor, recv_shapes, torch.device(device), dtype, group
-    )
-
-
-def _communicate(
-    name: str,
-    operations: Mapping[str, _Ends],
-    tensor: Tensor | None,
-    shape: Sequence[int] | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    group: ProcessGroup | None,
-) -> Tensor | None:
-    if name not in operations:
-        message = f"unknown operation {name!r}: expected one of {', '.join(operations)}"
-        raise InvalidArgumentError(message)
-    group, dtype = axis_group("pp", group), checked_dtype(dtype)
-    ranks = group_ranks(group)
-    stage = ranks.index(get_rank())
-    to, source = (
-        ranks[stage + steps] if steps and 0 <= stage + steps < len(ranks) else None
-        for steps in operations[name]
-    )
-    sends = [] if to is None else [(_sent(name, tensor, dtype), to)]
-    recvs: list[tuple[Tensor, int]] = []
-    if source is not None:
-        sizes = checked_shape(shape if shape is not None else ())
-        recvs.append((torch.empty(sizes, dtype=dtype, device=device), source))
-    if sends or recvs:
-        exchange(sends, recvs, group=group)
-    if not recvs:
-        return None
-    hidden = operations[name][1] < 0  # received from the previous stage
-    return recvs[0][0].requires_grad_(hidden and torch.is_grad_enabled())
+    if 0 in _ENDS.get(operation, ()):
+        raise InvalidArgumentError(f"{operation!r} goes one way: call pipeline_communicate")
+    return pipeline_communicate(operation, device, dtype, send_tensor, recv_shapes, group)
 
 
 def _sent(name: str, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:

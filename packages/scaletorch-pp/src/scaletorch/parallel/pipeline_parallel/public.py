@@ -33,4 +33,4 @@ from .splitting.split import layers_of as layers_of
 from .stages.cut import PassThrough as PassThrough
 from .stages.materialize import materialize as materialize
 from .stages.materialize import meta_parameters as meta_parameters
-from .steps.forward import pipeline_forward as pipeline_forward
+from .steps.training import pipeline_forward as pipeline_forward

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,12 +65,21 @@ class Form:
 
     def __eq__(self, other: object) -> bool:
         """Return whether plain values, shapes, dtypes and requires_grad are equal."""
-        return isinstance(other, Form) and self._facts() == other._facts()
+        return isinstance(other, Form) and self.describes(other.value)
 
     __hash__ = None  # type: ignore[assignment]
 
+    def describes(self, value: Any) -> bool:
+        """Return whether a value has these plain values, shapes, dtypes and requires_grad."""
+        return bool(self._facts == _facts(value))
+
+    @cached_property
     def _facts(self) -> Any:
-        return map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), self.value)
+        return _facts(self.value)
+
+
+def _facts(value: Any) -> Any:
+    return map_tensors(lambda t: (tuple(t.shape), t.dtype, t.requires_grad), value)
 
 
 def _without_contents(tensor: Tensor) -> Tensor:
@@ -77,7 +87,7 @@ def _without_contents(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=needs)
 
 
-NOTHING = Form(())
+NOTHING = Form(())  # a stage that has failed sends it if it has not sent the form of its output
 
 
 def is_hidden(value: Any) -> bool:
@@ -150,8 +160,8 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def to_header(form: Form | None) -> Tensor:
-    """Encode a form as a tensor of `HEADER_BYTES` bytes; None means that no value will come."""
+def to_header(form: Form) -> Tensor:
+    """Encode a form as a tensor of `HEADER_BYTES` bytes."""
     text = pickle.dumps(form)
     if len(text) > HEADER_BYTES:
         raise InvalidArgumentError(
@@ -161,9 +171,9 @@ def to_header(form: Form | None) -> Tensor:
     return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
 
-def from_header(header: Tensor) -> Form | None:
+def from_header(header: Tensor) -> Form:
     """Decode a form that `to_header` has encoded."""
-    form: Form | None = _Unpickler(io.BytesIO(bytes(header.cpu().tolist()))).load()
+    form: Form = _Unpickler(io.BytesIO(bytes(header.cpu().tolist()))).load()
     return form
 
 

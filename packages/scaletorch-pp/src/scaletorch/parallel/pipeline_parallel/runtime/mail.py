@@ -1,9 +1,16 @@
-"""Outputs of a step's actions on their way to another stage, on this rank or on another one."""
+"""Execution of a rank's program of a step, and outputs on their way to another stage.
+
+If a stage raises in the middle of a step, every rank of the pipeline learns why at the end of the
+step. Until then each rank keeps making its calls, since the ranks of one stage may communicate
+inside it (tensor parallelism, experts).
+"""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -11,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ....dist import Work, exchange, irecv, isend
-from ....dist.building import tensors_in
-from ....dist.errors import InvalidArgumentError, ScaletorchError
+from ....dist import Work, all_gather, all_gather_object, exchange, irecv, isend
+from ....dist.building import tell_guard, tensors_in
+from ....dist.errors import InvalidArgumentError, RankFaultError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import has_streams
-from ..schedules.program import Message, Program, Receive
-from ..schedules.tasks import Key
+from ..schedules.schedule import Key, Task
+from ..schedules.simulate import Message, Program, Receive
 from .forms import HEADER_BYTES, NOTHING, Form, Hidden, from_header, to_header
 
 IN_FLIGHT = 8  # at most this many sends are under way, since their tensors stay in memory
@@ -37,16 +44,49 @@ class StageError(ScaletorchError, RuntimeError):
         self.kind = kind
 
 
+def execute(
+    program: Program,
+    mail: Mail,
+    run: Callable[[Task], None],
+    group: ProcessGroup | None,
+    note: Callable[[], bool],
+) -> bool:
+    """Start messages, wait for the input of each task, and run it.
+
+    If anything raises on any rank, all ranks raise. The remaining messages are still sent, without
+    contents, so that no rank waits forever and none is left over for the next step. If a guard is
+    on, it informs all ranks instead, also those outside the pipeline that wait for this one.
+
+    Returns:
+        Whether `note` returned true on any rank, once the step has ended.
+    """
+    rest = deque(program)
+    try:
+        while rest:
+            operation = rest[0]
+            if isinstance(operation, Message):
+                mail.start(operation)
+            else:
+                mail.wait(operation.needs)
+                run(operation)
+            rest.popleft()
+        mail.finish()  # inside the try, since the step fails if a last message does
+    except RankFaultError:  # all ranks know of the fault, and no more messages will come
+        raise
+    except Exception as error:
+        if isinstance(error, StageError) or not tell_guard(error):
+            _report(error, rest, mail, group)
+        raise
+    # A collective: every rank calls it at the end of every step, whether it failed or not.
+    noted, first = _gather_failures(group, failed=False, noted=note())
+    if first is not None:
+        raise StageError(first.text, first.kind)
+    return noted
+
+
 def goes_in_batches(group: ProcessGroup | None) -> bool:
     """Return whether a group's messages are batched, because a device stream runs them."""
     return group is not None and has_streams(group)
-
-
-def neighbours(stages: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the pairs of places in a pipeline that exchange hidden states, each once."""
-    homes = {stage: place for place, own in enumerate(stages) for stage in own}
-    crossings = ({homes[stage], homes[stage + 1]} for stage in range(len(homes) - 1))
-    return sorted({(min(pair), max(pair)) for pair in crossings if len(pair) == 2})
 
 
 class Parcel(NamedTuple):
@@ -54,6 +94,11 @@ class Parcel(NamedTuple):
 
     works: list[Work[None]]
     tensors: list[Tensor]
+
+    def wait(self) -> None:
+        """Wait until the tensors have arrived."""
+        while self.works:
+            self.works.pop().wait()
 
 
 class Posts:
@@ -108,10 +153,12 @@ class Posts:
                 parcel.works.append(work)
             self._batch, self._waiting = ([], []), []
 
-    def finish(self) -> None:
-        """Wait until all sends are complete."""
-        while self._in_flight:
-            self._finish_first()
+    def finish(self, most: int = 0) -> None:
+        """Wait until at most `most` sends are under way."""
+        while len(self._in_flight) > most:
+            # The tensors are kept until then, since the backend may not hold a reference itself.
+            work, _kept = self._in_flight.popleft()
+            work.wait()
 
     def _gather(self, side: int, tensor: Tensor, peer: int) -> None:
         """Add a message to the batch; start a new batch if this one has a message of that peer.
@@ -125,13 +172,7 @@ class Posts:
 
     def _keep(self, work: Work[None], tensors: Sequence[Tensor]) -> None:
         self._in_flight.append((work, tensors))
-        if len(self._in_flight) > IN_FLIGHT:
-            self._finish_first()
-
-    def _finish_first(self) -> None:
-        work, kept = self._in_flight.popleft()
-        work.wait()
-        del kept  # only now, since the backend may not hold a reference itself
+        self.finish(IN_FLIGHT)
 
 
 class Mail:
@@ -151,9 +192,6 @@ class Mail:
         self._forms = [forms.setdefault(signature, {}) for signature in signatures]
         self._outputs: dict[Key, Hidden] = {}
         self._incoming: dict[Key, Parcel] = {}
-        # Forms that this step set to NOTHING because a stage failed. The end of the step forgets
-        # them, so that the next step sends their headers again.
-        self._void: list[tuple[dict[int, Form], int]] = []
 
     def may_receive_early(self, program: Program) -> bool:
         """Return whether receives may start before their turn.
@@ -169,7 +207,7 @@ class Mail:
     def put(self, key: Key, value: Hidden) -> None:
         """Keep an output until it is sent, or until another stage of this rank takes it."""
         known = None if key.gradient else self._forms[key.micro_batch].get(key.stage)
-        if known is not None and known is not NOTHING and Form(value) != known:
+        if known is not None and not known.describes(value):
             raise InvalidArgumentError(
                 f"{describe_rank()}: stage {key.stage} passes on {Form(value)}, and passed on "
                 f"{known} for an earlier micro-batch whose entries had the same shapes; its "
@@ -188,12 +226,8 @@ class Mail:
         else:
             self._send(key, message.peer)
 
-    def flush(self) -> None:
-        """Start the messages gathered so far."""
-        self._posts.flush()
-
     def skip(self, messages: Iterable[Message]) -> None:
-        """Complete the messages of a failed step: send zeros, or a header for no value."""
+        """Complete the messages of a failed step: send zeros, or the form of nothing."""
         self._outputs.clear()
         # Tensors of one form share memory, since they are never read and memory may have run out.
         empty, zeros = cache(self._empty), cache(self._zeros)
@@ -204,22 +238,21 @@ class Mail:
             else:
                 self._send_nothing(key, message.peer, zeros)
 
-    def wait(self, key: Key) -> None:
-        """Wait until the output of another action has arrived."""
+    def wait(self, key: Key | None) -> None:
+        """Start the messages gathered so far, and wait for this output if it is on its way."""
+        self._posts.flush()
         if key in self._incoming:
-            works = self._incoming[key].works
-            while works:
-                works.pop().wait()
+            self._incoming[key].wait()
 
     def finish(self) -> None:
         """Wait for all messages under way, whether used or not."""
         self._posts.flush()
-        for key in list(self._incoming):
-            self.wait(key)
+        for parcel in self._incoming.values():
+            parcel.wait()
         self._posts.finish()
-        while self._void:
-            forms, stage = self._void.pop()
-            del forms[stage]
+        for forms in self._forms:  # forget the form of a failed stage, so that it is sent again
+            for stage in [stage for stage, form in forms.items() if not form.tensors]:
+                del forms[stage]
 
     def take_hidden(self, key: Key) -> Hidden:
         """Return the previous stage's hidden states, as leaves that require grad if sent so."""
@@ -230,7 +263,7 @@ class Mail:
             form, tensors = Form(value), [tensor.detach() for tensor in tensors_in(value)]
         else:
             form, tensors = self._forms[key.micro_batch][key.stage], parcel.tensors
-            if form is NOTHING:
+            if not form.tensors:
                 raise StageError(f"{describe_rank()}: the previous stage has failed")
         if torch.is_grad_enabled():
             for tensor, like in zip(tensors, form.tensors, strict=True):
@@ -256,32 +289,22 @@ class Mail:
     def _send_nothing(self, key: Key, peer: int, make: Make) -> None:
         forms = self._forms[key.micro_batch]
         if not key.gradient and key.stage not in forms:
-            self._posts.send(to_header(None).to(self._posts.device), peer)
-            self._mark_void(forms, key.stage)
+            self._posts.send(to_header(NOTHING).to(self._posts.device), peer)
+            forms[key.stage] = NOTHING
         for tensor in make(self._expected(key)):
             self._posts.send(tensor, peer)
 
     def _receive(self, key: Key, peer: int, make: Make) -> None:
         forms = self._forms[key.micro_batch]
         if not key.gradient and key.stage not in forms:
-            form = self._header(peer)
-            if form is None:
-                self._mark_void(forms, key.stage)
-            else:
-                forms[key.stage] = form
+            forms[key.stage] = self._header(peer)
         self._incoming[key] = self._posts.receive(make(self._expected(key)), peer)
 
-    def _mark_void(self, forms: dict[int, Form], stage: int) -> None:
-        """Skip all messages between a stage and the next for the rest of this step."""
-        forms[stage] = NOTHING
-        self._void.append((forms, stage))
-
-    def _header(self, peer: int) -> Form | None:
+    def _header(self, peer: int) -> Form:
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._posts.device)
         parcel = self._posts.receive([header], peer)
         self._posts.flush()
-        for work in parcel.works:
-            work.wait()
+        parcel.wait()
         return from_header(header)
 
     def _expected(self, key: Key) -> tuple[Tensor, ...]:
@@ -295,3 +318,62 @@ class Mail:
 
     def _zeros(self, forms: tuple[Tensor, ...]) -> list[Tensor]:
         return [tensor.zero_() for tensor in self._empty(forms)]
+
+
+class _Failure(NamedTuple):
+    """A rank's error: its time, the name of its class, and a text that names the failed task."""
+
+    time: float
+    kind: str
+    text: str
+
+
+def _report(error: Exception, rest: Program, mail: Mail, group: ProcessGroup | None) -> None:
+    """Send and receive the remaining messages empty, and report an error to the other ranks.
+
+    `rest` is the rest of the program, from the failed task or message.
+    """
+    own = None if isinstance(error, StageError) else _failure(error, rest)
+    first = None
+    with suppress(Exception):  # the first error is raised, whatever fails during the clean-up
+        # Messages that have started finish as they are. All later ones pass empty, in their order,
+        # so that sends and receives still match on both sides.
+        mail.skip(message for message in rest if isinstance(message, Message))
+        mail.finish()
+        _, first = _gather_failures(group, failed=True, own=own)
+    if first is None:
+        return
+    if own is None:
+        raise StageError(first.text, first.kind) from None
+    if first != own:  # the earlier failure may have caused this one
+        error.add_note(f"Before that, {first.text}")
+
+
+def _gather_failures(
+    group: ProcessGroup | None,
+    *,
+    failed: bool,
+    noted: bool = False,
+    own: _Failure | None = None,
+) -> tuple[bool, _Failure | None]:
+    """Return whether `noted` on any rank, and the first failure or None; all ranks call it."""
+    if group is None:
+        return noted, None
+    flags = torch.tensor([failed, noted])  # on the CPU, so that no device has to be waited for
+    failed, noted = torch.stack(all_gather(flags, group=group)).any(0).tolist()
+    if not failed:
+        return noted, None
+    failures = [one for one in all_gather_object(own, group=group) if one is not None]
+    return noted, min(failures)
+
+
+def _failure(error: Exception, rest: Program) -> _Failure:
+    """Describe a failure: the rank, its task, and the type, message and notes of the error."""
+    where = f"{rest[0]} of this step" if rest else "its last messages"
+    kind = type(error)
+    own = kind.__module__ in ("builtins", "__main__")
+    name = kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    text = f"{describe_rank()} failed in {where}: {name}: {error}{notes}"
+    # A message may hold characters that cannot be encoded, such as lone surrogates.
+    return _Failure(time.time(), name, text.encode(errors="backslashreplace").decode())

@@ -12,9 +12,8 @@ from .builders import (
     zb_h1,
     zb_v,
 )
-from .schedule import Action, Schedule, Span, Timeline
+from .schedule import Action, Schedule, ScheduleError, Span, Timeline
 from .simulate import Costs, Report, check, rank_ends, simulate
-from .tasks import ScheduleError
 
 __all__ = [
     "SCHEDULES",

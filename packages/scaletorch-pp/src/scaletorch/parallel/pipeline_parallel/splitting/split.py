@@ -133,17 +133,13 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
     if num_stages == 1 and not split.describes():  # nothing to cut, so the layers do not matter
         return Placement(split, ((),))
     stacks = find_stacks(model) if not split.describes() and split.costs is None else []
-    if stacks:
-        ranges = distribute_layers(len(stacks), num_stages)
-        stages = [[name for index in indices for name in stacks[index]] for indices in ranges]
-        return Placement(split, tuple(_called(model, own) for own in stages))
-    first, *layers, last = sections_of(model, split)
+    first, *layers, last = ((), *stacks, ()) if stacks else sections_of(model, split)
     costs = _costs(model, split, (first, *layers, last))
     ranges = distribute_layers(len(layers), num_stages, costs)
     stages = [[name for index in indices for name in layers[index]] for indices in ranges]
     stages[0] = [*first, *stages[0]]
     stages[-1] = [*stages[-1], *last]
-    if not _is_sequence(model, split):
+    if not stacks and not _is_sequence(model, split):
         first, container, last = _sections(model, split)
         split = replace(split, first=first, layers=container, last=last)
     return Placement(split, tuple(_called(model, own) for own in stages))

@@ -7,7 +7,7 @@ a single process, `input_ids` included (`stage`), but computes only its own modu
    several stages, `Chunks` swaps their modules in and out in the same way.
 2. `stand_ins`: a `PassThrough` returns stand-ins: tensors with a shape, dtype and device but no
    values. The result of an operation on a stand-in is a stand-in. When the model's code reads an
-   attribute of another stage's module, its twin answers (`twins`): a module of the same class
+   attribute of another stage's module, its twin answers: a module of the same class
    whose tensors are stand-ins.
 3. `passage`: the last module of the previous stage returns the hidden states received from that
    stage. After that the model's code runs on real values, up to the stage's last module. The output
@@ -16,8 +16,8 @@ a single process, `input_ids` included (`stage`), but computes only its own modu
    other way, it is refused.
 4. `calls`: each module of the stage gets a subclass of its class that wraps its calls, outside all
    hooks, compiled code and the class's own `__call__`. The wrapper lets no stand-in in.
-5. `examination`: the first forward of a kind runs uncompiled, finds the other tensors to send, and
-   has its failures explained.
+5. The first forward of a kind runs uncompiled, finds the other tensors to send, and has its
+   failures explained.
 
 The forward does not use the other files: `ties` sums gradients of parameters that several ranks
 hold, `weights` postpones weight gradients of `nn.Linear` if a schedule splits backwards, and

@@ -3,24 +3,33 @@
 Code runs before and after each call of a module, outside its hooks and its own `__call__`. For that
 the module gets a subclass of its class; copies and pickles of it have the original class again. A
 stage's wrapper refuses stand-ins as arguments, and takes the output of the last module.
+
+The first forward of a kind runs uncompiled, with each tensor's origin followed and errors
+explained. It finds the arguments of later stages' modules that depend on this stage's own modules.
+Later forwards of the same kind send the same arguments.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, update_wrapper
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed import DistError
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
-from ....dist.errors import InvalidArgumentError
+from ....dist.building import tensors_in
+from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
-from .passage import Passage, Passages, kind_of
-from .stand_ins import has_stand_ins, with_received
+from ...pg_manager.building import eagerly
+from .passage import Extras, Passage, Passages
+from .stand_ins import OF_FORM_ALONE, has_stand_ins, kind_of, with_received
 
 _CALLS, _OWN_FORWARD = "_pipeline_calls", "_own_forward"
 _NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
@@ -185,79 +194,73 @@ class Gates:
     def __init__(self, passages: Passages, stage: int, *, last: bool) -> None:
         self.passages, self.stage, self.last = passages, stage, last
         self.modules: dict[str, nn.Module] = {}
-        self._gates: list[tuple[nn.Module, _Gate]] = []
+        # For each module its name, the list that holds it, and the stage's modules after it.
+        self._places: dict[nn.Module, tuple[str, str, list[nn.Module]]] = {}
 
     def watch(self, modules: Mapping[str, nn.Module], siblings: Mapping[str, str]) -> None:
-        """Put gates around these modules, in order; `siblings` names the list that holds each."""
+        """Surround these modules, in order; `siblings` names the list that holds each."""
         known = (self.modules.get(name) is module for name, module in modules.items())
         if all(known) and all(map(is_surrounded, modules.values())):
             return
-        for module, gate in self._gates:
-            release(module, gate)
-        self.modules, self._gates = dict(modules), []
-        for name, module in modules.items():
-            gate = _Gate(self, name, siblings[name])
-            surround(module, gate)
-            self._gates.append((module, gate))
+        for module in self._places:
+            release(module, self)
+        self.modules, later = dict(modules), list(modules.values())
+        self._places = {
+            module: (name, siblings[name], later[place:])
+            for place, (name, module) in enumerate(modules.items(), 1)
+        }
+        for module in self._places:
+            surround(module, self)
 
     def running(self) -> Passage | None:
         """Return the running forward if it is this stage's, or None."""
         passage = self.passages.running
         return passage if passage is not None and passage.source[0] == self.stage else None
 
-
-class _Gate:
-    """The gate of one module; `siblings` is the list that holds it."""
-
-    def __init__(self, gates: Gates, name: str, siblings: str) -> None:
-        self._gates, self._name, self.siblings = gates, name, siblings
-        self._where = f"{name} is on stage {gates.stage} of the pipeline"
-        names = list(gates.modules)
-        self._later = [gates.modules[other] for other in names[names.index(name) + 1 :]]
-
     def takes_forward(self) -> bool:
         """Return whether the stage's forward is running, in which case the model makes the call."""
-        return self._gates.running() is not None
+        return self.running() is not None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a call, with received tensors in place of their stand-ins."""
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return args, kwargs
-        passage = self._gates.running()
+        passage, (name, *_) = self.running(), self._places[module]
         if passage is not None:
-            passage.reach(self._gates.stage, self._where)
+            passage.reach(self.stage, f"{name} is on stage {self.stage} of the pipeline")
             passage.come_back()
             passage.extras.inside += 1
-            args, kwargs = passage.extras.take(self._name, (args, kwargs))
-        elif self._gates.passages.running is None:
+            args, kwargs = passage.extras.take(name, (args, kwargs))
+        elif self.passages.running is None:
             args, kwargs = with_received((args, kwargs))
-        if not has_stand_ins((args, kwargs)):
+        if not has_stand_ins((*args, *kwargs.values())):
             return args, kwargs
         for argument, value in chain(enumerate(args), kwargs.items()):
             if has_stand_ins(value):
                 raise InvalidArgumentError(
-                    f"{describe_rank()}: {self._name} is given, as argument {argument}, {_UNKNOWN}"
+                    f"{describe_rank()}: {name} is given, as argument {argument}, {_UNKNOWN}"
                 )
         return args, kwargs
 
     def after(self, module: nn.Module, output: Any) -> Any:
         """Note the output of a call, and return the output for the model's code."""
-        passage, last = self._gates.running(), self._gates.last
+        passage = self.running()
         if passage is None:
             return output
-        if not last and not self._later:
+        name, siblings, later = self._places[module]
+        if not self.last and not later:
             output = passage.leave(output)
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
         passage.extras.inside -= 1
         if has_stand_ins(output):  # read from outside the module's arguments
-            raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_UNKNOWN}")
-        if not last:
+            raise InvalidArgumentError(f"{describe_rank()}: {name} computes with {_UNKNOWN}")
+        if not self.last:
             passage.left = output
-            if self.siblings != self._name:
-                passage.samples[self.siblings] = passage.kinds[kind_of(module)] = output
+            if siblings != name:
+                passage.samples[siblings] = passage.kinds[kind_of(module)] = output
             # Modules that change nothing, such as a final dropout in eval mode, need no call.
-            passage.over = all(map(_changes_nothing, self._later))
+            passage.over = all(map(_changes_nothing, later))
             if not passage.over:
                 passage.extras.note(output)
         return output
@@ -291,3 +294,55 @@ def check_crossed(model: nn.Module, crossed: Iterable[str]) -> None:
                 "but its input and its output are on different stages of the pipeline, so the hook "
                 "would never run: register it on the layers inside, or use no pipeline (pp_size=1)"
             )
+
+
+@contextmanager
+def examining(extras: Extras) -> Iterator[None]:
+    """Run the forward in this context uncompiled, and explain failures of the model's own code."""
+    with eagerly(), Following(extras):
+        try:
+            yield
+        except (ScaletorchError, DistError):
+            raise
+        except Exception as error:
+            if extras.inside:  # a layer's own failure
+                raise
+            raise InvalidArgumentError(_failed(error)) from error
+
+
+def _failed(error: Exception) -> str:
+    text = " ".join(str(error).split()) or "no message"
+    return (
+        f"{describe_rank()}: the model's own code between its layers raised "
+        f"{type(error).__name__} ({text}). On this stage, modules of other stages return tensors "
+        "without values, of the shape of their input or of the outputs of this stage's layers. If "
+        "the code runs in one process, it needs more than that: compute it inside the layers, make "
+        "it an entry of the micro-batch, or use no pipeline (pp_size=1)"
+    )
+
+
+class Following(TorchFunctionMode):
+    """A mode that notes the results of operations on noted tensors."""
+
+    def __init__(self, extras: Extras) -> None:
+        super().__init__()
+        self._extras = extras
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operation, and note its results."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name, dependent = getattr(func, "__name__", ""), self._extras.dependent
+        if self._extras.inside or name in OF_FORM_ALONE or not dependent:
+            return result
+        if any(tensor in dependent for tensor in tensors_in((args, kwargs))):
+            self._extras.note(result)
+            if name == "__setitem__":
+                self._extras.note(args[0])
+        return result

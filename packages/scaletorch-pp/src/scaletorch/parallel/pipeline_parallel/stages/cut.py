@@ -22,9 +22,18 @@ from ..runtime.forms import PLAIN
 from ..schedules.builders import AnySchedule, stages_of
 from ..splitting.modules import has_parameters, is_plain_layer, parameter_facts, siblings_of
 from ..splitting.split import Placement, Split, place
-from .passage import Passage, Passages, kind_of
-from .stand_ins import StandIn, first_with_gradient, has_stand_ins, standing_like
-from .twins import cast, is_data, runs_plain_forward, twin_of
+from .passage import Passage, Passages
+from .stand_ins import (
+    StandIn,
+    cast,
+    first_with_gradient,
+    has_stand_ins,
+    is_data,
+    kind_of,
+    runs_plain_forward,
+    standing_like,
+    twin_of,
+)
 
 
 class PassThrough(nn.Module):
@@ -71,7 +80,7 @@ class PassThrough(nn.Module):
         self._plain = is_plain_layer(replaced) and not isinstance(replaced, nn.SyncBatchNorm)
         self._where, self._name = where, where.partition(" ")[0]
         self._embeds = hasattr(replaced, "num_embeddings") and hasattr(replaced, "embedding_dim")
-        self._linear = isinstance(replaced, nn.Linear)
+        self._width = replaced.out_features if isinstance(replaced, nn.Linear) else None
         self._idles = isinstance(replaced, nn.Identity | _DropoutNd)
         self._runs_plain_forward = runs_plain_forward(replaced)
         self.training = replaced.training
@@ -112,11 +121,12 @@ class PassThrough(nn.Module):
         if sample is None and self._stage > passage.source[0]:  # one class, one form of output
             sample = passage.kinds.get(self._kind)
         known = passage.left if passage.over else received
-        base = first_with_gradient(value, known)
+        trained = isinstance(value, Tensor) and value.requires_grad
+        base = value if trained else first_with_gradient(value, known)
         if base is None:
             return value
         # The output of a module with parameters requires grad even if its inputs do not.
-        starts = self._counts and base.requires_grad
+        starts = self._counts and base.requires_grad and not trained
         starts = starts and not any(tensor.requires_grad for tensor in tensors_in(value))
         stand_in = partial(standing_like, forward=self._passages, base=base, trained=self._counts)
         if sample is not None:
@@ -126,8 +136,8 @@ class PassThrough(nn.Module):
             return stand_in(sample)
         if self._embeds and isinstance(value, Tensor) and not isinstance(value, StandIn):
             return stand_in(self._rows(value, passage.first, next(tensors_in((known, value)))))
-        if self._linear and isinstance(value, Tensor):
-            shape = (*value.shape[:-1], self.out_features)
+        if self._width is not None and isinstance(value, Tensor):
+            shape = (*value.shape[:-1], self._width)
             return stand_in(torch.empty(shape, dtype=value.dtype, device="meta"))
         takes_ids = not any(tensor.is_floating_point() for tensor in tensors_in(value))
         if takes_ids or self._plain:

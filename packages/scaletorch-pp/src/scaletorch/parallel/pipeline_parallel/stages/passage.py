@@ -295,9 +295,9 @@ class Extras:
 
     def offer(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the arguments of a later stage's module that its stage cannot compute itself."""
-        module, call = self._next(name)
         if self.dependent is None and not self._known:
             return
+        module, call = self._next(name)
         for index, tensor in enumerate(tensors_in((args, kwargs))):
             place = Place(module, call, index)
             if isinstance(tensor, StandIn):
@@ -309,9 +309,9 @@ class Extras:
 
     def take(self, name: str, arguments: Any) -> Any:
         """Return the arguments of a module of this stage, with received tensors in place."""
-        module, call = self._next(name)
         if not self._received:
             return arguments
+        module, call = self._next(name)
         places = itertools.count()
 
         def taken(tensor: Tensor) -> Tensor:
@@ -361,11 +361,6 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def kind_of(module: nn.Module) -> str:
-    """Return the qualified name of a module's class, the same if its calls are surrounded."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
 def _alias(tensor: Tensor) -> Tensor:
     """Return a view: a reentrant checkpoint sets its own `grad_fn` on the tensor it returns."""
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
@@ -388,12 +383,17 @@ def _changes(value: Any) -> list[tuple[int, int]]:
 
 def _other_leaves(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the leaves (mostly parameters) that outputs depend on except through inputs."""
-    seen = {get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad}
-    todo = [get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad]
+    seen = {_node_of(tensor) for tensor in inputs if tensor.requires_grad}
+    todo = {_node_of(tensor) for tensor in outputs if tensor.requires_grad}
     while todo:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
             if hasattr(node, "variable"):
                 yield node.variable
-            todo += [following for following, _ in node.next_functions if following is not None]
+            todo.update(following for following, _ in node.next_functions if following is not None)
+
+
+def _node_of(tensor: Tensor) -> Any:
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor).node if node is None else node  # slow, and only for leaves

@@ -23,16 +23,15 @@ from ...pg_manager.building import (
     show_output,
 )
 from ..runtime.forms import Form, facts_of
-from ..runtime.mail import goes_in_batches, neighbours
+from ..runtime.mail import goes_in_batches
 from ..schedules.builders import AnySchedule
 from ..splitting.modules import forward_takes, siblings_of
 from ..splitting.split import Split
-from .calls import Gates, check_crossed, check_output
+from .calls import Gates, check_crossed, check_output, examining
 from .cut import Chunks, agreed_placement, cut
-from .examination import examining
 from .passage import MANY_FORMS, Passage, Passages
 from .stand_ins import UnknownValueError, has_stand_ins, standing_like, with_received
-from .ties import Tie, TiedGradients, find_ties, groups_of_owners
+from .ties import Tie, TiedGradients, find_ties, groups_of_owners, neighbours
 from .weights import Deferral, WeightGradients, defer_weight_gradients
 
 

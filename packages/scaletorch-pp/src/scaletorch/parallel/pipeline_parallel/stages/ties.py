@@ -57,6 +57,13 @@ def find_ties(
     return ties
 
 
+def neighbours(stages: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return the pairs of places in a pipeline that exchange hidden states, each once."""
+    homes = {stage: place for place, own in enumerate(stages) for stage in own}
+    crossings = ({homes[stage], homes[stage + 1]} for stage in range(len(homes) - 1))
+    return sorted({(min(pair), max(pair)) for pair in crossings if len(pair) == 2})
+
+
 def groups_of_owners(
     group: ProcessGroup, owner_sets: Iterable[Owners], number: int
 ) -> dict[Owners, ProcessGroup]:

@@ -16,13 +16,11 @@ from ....dist import get_comm_device, group_ranks
 from ....dist.building import agree, map_tensors, tell_guard, tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
-from ..runtime.execute import execute
 from ..runtime.forms import Hidden, autocasts, checked_dtype, checked_shape, signature
-from ..runtime.mail import Mail, Posts
+from ..runtime.mail import Mail, Posts, execute
 from ..schedules.builders import AnySchedule
-from ..schedules.program import Plan, plan_of
-from ..schedules.schedule import FORWARD, Schedule
-from ..schedules.tasks import Task
+from ..schedules.schedule import FORWARD, Schedule, Task
+from ..schedules.simulate import plan_of
 from ..stages.stage import PipelineParallel
 
 Batch = Mapping[str, Any]
@@ -32,9 +30,14 @@ NOT_PASSED = ("input_ids", "labels")
 
 
 class Step:
-    """One step on this rank; `agree` sets `inputs`, `plan` and `mail`.
+    """One step on this rank, after all ranks of the pipeline agree about it.
 
-    The arguments are those of `train_step_pipeline`.
+    The other arguments are those of `train_step_pipeline`.
+
+    Args:
+        subject: Name of the step, for messages.
+        with_labels: Whether micro-batches need labels on the last stage.
+        trains: Whether the step runs backwards.
 
     Attributes:
         model: The outermost module: its forward and backward are called.
@@ -46,47 +49,38 @@ class Step:
         mail: Outputs on their way between stages.
     """
 
-    inputs: MicroBatches
-    plan: Plan
-    mail: Mail
-
     def __init__(
         self,
+        subject: str,
         model: nn.Module,
+        schedule: AnySchedule | None,
         data_loader: Iterable[Batch],
         tensor_shapes: Sequence[int] | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
         group: ProcessGroup | None,
+        *,
+        with_labels: bool = False,
+        trains: bool = True,
     ) -> None:
         self.model = model
         self.wrappers, self.pipeline = unwrap(model)
         self.group = _same_ranks(self.pipeline, group)
-        self._given = data_loader, tensor_shapes, device, dtype
-
-    def agree(
-        self,
-        subject: str,
-        schedule: AnySchedule | None,
-        *,
-        with_labels: bool,
-        trains: bool,
-    ) -> None:
-        """Read the micro-batches, check the schedule, and compare both over the pipeline's ranks.
-
-        Args:
-            subject: Name of the step, for messages.
-            schedule: The schedule; None is the pipeline's own.
-            with_labels: Whether micro-batches need labels.
-            trains: Whether the step runs backwards.
-        """
         pipeline, lines = self.pipeline, list[str]()
         failed: list[Exception] = []
         try:
-            self.inputs = self._inputs(with_labels)
+            batches = read(data_loader, with_labels=with_labels and pipeline.is_last_stage)
+            if device is None:  # a stage without parameters takes the group's device
+                first = next(pipeline.parameters(), None)
+                device = get_comm_device(pipeline.group) if first is None else first.device
+            self.inputs = MicroBatches(
+                batches,
+                torch.device(device),
+                None if tensor_shapes is None else checked_shape(tensor_shapes),
+                None if dtype is None else checked_dtype(dtype),
+            )
             chosen = pipeline.schedule if schedule is None else schedule
-            count = len(self.inputs.batches)
-            self.plan = plan_of(chosen, len(pipeline.ranks), count, pipeline.rank)
+            self.plan = plan_of(chosen, len(pipeline.ranks), len(batches), pipeline.rank)
             _require_stages(self.plan.schedule, pipeline)
             pipeline.check_ties()
             if trains:
@@ -128,28 +122,17 @@ class Step:
     ) -> bool:
         """Execute this rank's program; return whether `note` returned true on any rank."""
 
-        def run(task: Task) -> None:
+        def shown(task: Task) -> None:
             with torch.profiler.record_function(f"{task.action} of stage {task.stage}"):
                 perform(task)
 
+        run = shown if torch.autograd.profiler._is_profiler_enabled else perform
         early = self.mail.may_receive_early(self.plan.program)
         try:
             program = self.plan.early if early else self.plan.program
             return execute(program, self.mail, run, self.group, note)
         finally:
             self.pipeline.select_all()
-
-    def _inputs(self, with_labels: bool) -> MicroBatches:
-        data_loader, shape, device, dtype = self._given
-        if device is None:  # a stage without parameters takes the group's device
-            first = next(self.pipeline.parameters(), None)
-            device = get_comm_device(self.pipeline.group) if first is None else first.device
-        return MicroBatches(
-            read(data_loader, with_labels=with_labels),
-            torch.device(device),
-            None if shape is None else checked_shape(shape),
-            None if dtype is None else checked_dtype(dtype),
-        )
 
     def _require_training(self, schedule: Schedule) -> None:
         if not torch.is_grad_enabled():

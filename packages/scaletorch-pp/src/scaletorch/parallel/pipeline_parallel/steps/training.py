@@ -1,9 +1,10 @@
-"""Train steps: the computation of a schedule's actions on one rank, its gradients and loss."""
+"""Train steps and forwards: a schedule's actions on one rank, their gradients, loss and outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,12 +16,11 @@ from ....dist.dist import all_reduce
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import IGNORED, describe_rank, get_process_group_manager, token_loss_sum
 from ..runtime.forms import Form, Hidden, autocasts, tensor_of
-from ..schedules.builders import AnySchedule
-from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD
-from ..schedules.tasks import Task
+from ..schedules.builders import AnySchedule, Builder, forward_only
+from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Task
 from ..stages.calls import check_output
 from ..stages.weights import WeightGradients
-from .step import Batch, Step
+from .step import Batch, Step, unwrap
 
 LossFunction = Callable[[Any, Batch], Tensor]
 
@@ -73,10 +73,9 @@ def train_step_pipeline(
         ScheduleError: The schedule would deadlock, or not compute every gradient.
         StageError: Another rank has failed in this step; the message has its error.
     """
-    step = Step(model, data_loader, tensor_shapes, device, dtype, group)
-    with_labels = loss_fn is None and step.pipeline.is_last_stage
-    step.agree("this train step", schedule, with_labels=with_labels, trains=True)
-    if with_labels:
+    given = data_loader, tensor_shapes, device, dtype, group
+    step = Step("this train step", model, schedule, *given, with_labels=loss_fn is None)
+    if loss_fn is None and step.pipeline.is_last_stage:
         loss_fn = token_mean_loss(step.inputs.batches, step.inputs.device, step.group)
     return _train(step, loss_fn)
 
@@ -121,6 +120,62 @@ def train_step_pipeline_1f1b(
     return train_step_pipeline(
         model, data_loader, *rest, loss_fn=loss_fn, group=group, schedule="1f1b"
     )
+
+
+@torch.no_grad()
+def pipeline_forward(
+    model: nn.Module,
+    data_loader: Iterable[Batch],
+    tensor_shapes: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    each: Callable[[Any, Batch], Tensor] | None = None,
+) -> list[Tensor]:
+    """Run micro-batches forward through the stages, without gradients.
+
+    The model's mode does not change: call `model.eval()` before if it matters.
+
+    Args:
+        model: A `PipelineParallel`, or wrappers around one; the outermost is called.
+        data_loader: Micro-batches with `input_ids`; `labels` are not needed.
+        tensor_shapes: Shape of one micro-batch's hidden states, [B, L, H]; None takes any.
+        device: Device on which the stage computes; None is the device of its parameters.
+        dtype: Dtype of hidden states; None takes any.
+        group: The ranks in order; None is the model's own group.
+        each: A function of output and batch; its result, such as a loss, is returned in place of
+            the output. None returns the output's logits [B, L, V], or its first tensor.
+
+    Returns:
+        One tensor for each micro-batch, on the rank of the last stage; an empty list on others.
+
+    Raises:
+        InvalidArgumentError: A bad argument, or a stage's output of another shape, dtype or device
+            than announced.
+        MismatchError: Ranks differ in micro-batches or their shapes.
+        StageError: Another rank has failed; the message has its error.
+    """
+    given = data_loader, tensor_shapes, device, dtype, group
+    forwards = _forwards(unwrap(model)[1].all_stages)
+    step = Step("these forwards", model, forwards, *given, trains=False)
+    outputs: dict[int, Tensor] = {}
+
+    def perform(task: Task) -> None:
+        _, output = step.forward(task)
+        if task.makes is None:
+            number = task.action.micro_batch
+            batch = step.inputs.batches[number]
+            outputs[number] = tensor_of(output) if each is None else each(output, batch)
+
+    step.execute(perform)
+    return [outputs[micro_batch] for micro_batch in sorted(outputs)]
+
+
+@lru_cache(maxsize=64)
+def _forwards(stages: tuple[tuple[int, ...], ...]) -> Builder:
+    """Return the same function object for the same stages, so that `plan_of` caches its plan."""
+    return partial(forward_only, stages=stages)
 
 
 def _train(step: Step, loss_fn: LossFunction | None) -> Tensor:
