@@ -26,11 +26,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    if isinstance(value, Mapping):
+    if isinstance(value, tuple | list):  # first: the check of `Mapping` is slow
+        pass
+    elif isinstance(value, Mapping):
         value = value.values()
     elif is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, field.name) for field in fields(value)]
-    elif not isinstance(value, tuple | list):
+    else:
         return
     for item in value:
         yield from tensors_in(item)
