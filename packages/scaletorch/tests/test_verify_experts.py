@@ -115,7 +115,6 @@ def test_the_command_takes_the_built_in_mixture_where_ep_is_asked(capsys):
     assert chosen("--ep", "2")[0] is chosen("--ep")[0] is default_mixture
     assert chosen("--layout", "2x1x1x1-ep2")[0] is default_mixture
     assert chosen("--layout", "2x1x1x1")[0].__name__ == "default_model"
-    assert chosen("--layout", "16x1x1x1-ep16")[0].__name__ == "wide_mixture"
     assert main(["--layout", "2x1x1x1", "--ep", "4"]) == 2
     assert "nearest legal ep sizes" in capsys.readouterr().err
 
