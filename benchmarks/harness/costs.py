@@ -75,7 +75,8 @@ def slowest(ranks: Ranks, clock: str = "wall") -> dict[str, list[float]]:
 def waits(ranks: Ranks, name: str) -> float:
     """Return the median seconds in communication, of the rank that does not wait for its peer."""
     each = zip(*(rank[name].exposed for rank in ranks), strict=True)
-    return statistics.median([min(repeat) for repeat in each])
+    shortest: list[float] = [min(repeat) for repeat in each]
+    return statistics.median(shortest)
 
 
 def sent_and_held(ranks: Ranks, name: str, formula: int) -> list[str]:
