@@ -179,19 +179,11 @@ def ragged_batch(step):
     return default_batch(step, length=13)
 
 
-def sequence_of(layout, method):
-    return {"cp_layout": [layout], "cp_method": [method]}
-
-
 SHARED = {"sequence_parallel": ("off", "on")}
-CASES = {  # sizes that ranks do not divide, then layouts of the sequence, then its lengths
+CASES = {  # sizes that ranks do not divide, then lengths of a sequence
     "heads": (six_heads, uneven_batch, Grid(tp=4), SHARED),
     "key heads": (two_key_heads, uneven_batch, Grid(tp=4), SHARED),
     "vocabulary": (large_vocabulary, uneven_batch, Grid(tp=4), SHARED),
-    "ring": (four_key_heads, default_batch, Grid(tp=2, cp=2), sequence_of("contiguous", "ring")),
-    "ulysses": (four_key_heads, default_batch, Grid(tp=2, cp=2), sequence_of("zigzag", "ulysses")),
-    "all gather": (four_key_heads, default_batch, Grid(cp=4), sequence_of("zigzag", "all_gather")),
-    "stripe": (four_key_heads, default_batch, Grid(cp=4), sequence_of("stripe", "ring")),
     "length and stages": (four_key_heads, ragged_batch, Grid(cp=2, pp=2), {}),
     "length": (four_key_heads, ragged_batch, Grid(cp=4), {}),
     "length and heads": (four_key_heads, ragged_batch, Grid(tp=2, cp=2), {}),
