@@ -9,10 +9,11 @@ from small_models import Stack
 from sweeps import today
 from torch import nn
 from torch.nn.modules import module as hooks
-from training import grid, in_one_process, require_alike, sgd, take_steps, tokens
+from training import grid, tokens
 
 from scaletorch.compose import (
     clip_grad_norm_,
+    full_gradients,
     global_grad_norm,
     nonfinite_gradients,
     parallelize,
@@ -20,7 +21,7 @@ from scaletorch.compose import (
     train_step,
 )
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import run_ranks, worst
 
 VOCAB, WIDTH = 16, 8
 PLAN = {"layers.*.up": "column", "layers.*.down": "row"}
@@ -94,30 +95,33 @@ CASES = {
 }
 
 
-def trained(kind, register, manager=None, micro_batches=1, **options):
-    """Train a step in one process or on a grid; hooks come after `parallelize`."""
+def plain(kind, register):
     torch.manual_seed(0)
     model = kind().double()
-    if manager is not None:
-        plan = {"plan": PLAN} if manager.tp_size > 1 else {}
-        model = parallelize(model, manager, **plan, **options, rehearse=False)
-    handles = register(model) or ()
-    if manager is None:
-        found = in_one_process(model, [BATCH])
-    else:
-        found = take_steps(model, sgd(model), [BATCH], micro_batches)
-    for handle in handles:
+    handles = register(model)
+    loss = F.cross_entropy(model(BATCH["input_ids"]).flatten(0, 1), BATCH["labels"].flatten())
+    loss.backward()
+    for handle in handles or ():
         handle.remove()
-    return found
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def compared(sizes, options, micro_batches):
-    """Compare each case with one process."""
+    """Compare each case with one process; hooks come after `parallelize`."""
     warnings.filterwarnings("ignore", message="Full backward hook is firing")  # in one process too
     with grid(sizes) as manager:
-        for name, case in CASES.items():
-            found = trained(*case, manager, micro_batches, **options)
-            require_alike(found, trained(*case), where=name)
+        plan = {"plan": PLAN} if manager.tp_size > 1 else {}
+        for name, (kind, register) in CASES.items():
+            expected, gradients = plain(kind, register)
+            torch.manual_seed(0)
+            model = parallelize(kind().double(), manager, **plan, **options, rehearse=False)
+            handles = register(model)
+            loss = train_step(model, shard_global_batch(BATCH, micro_batches, model=model))
+            for handle in handles or ():
+                handle.remove()
+            own = full_gradients(model)
+            errors = [((own[k] - g).norm() / g.norm()).item() for k, g in gradients.items()]
+            assert worst([abs(loss.item() / expected - 1), *errors]) < 1e-12, name
 
 
 def mixed(sizes):
