@@ -7,7 +7,7 @@ import pytest
 import torch
 from mutants import specimen
 from mutants.hunt import run_mutant
-from mutants.patch import patched
+from mutants.patch import instead, patched
 from small_models import SMALL, one_layer, small_model
 
 from scaletorch.dist import get_rank
@@ -39,14 +39,11 @@ def test_every_rank_counts_in_some_step_and_some_in_none(batch, dp):
 def idle(case, subject, reference, rank):
     """A data-parallel rank whose gradients are thrown away."""
 
-    def thrown_away(all_reduce_flat):
-        def faulty(data, *args, **options):
-            data.mul_(get_rank() != rank)
-            return all_reduce_flat(data, *args, **options)
+    def thrown_away(all_reduce_flat, data, *args, **options):
+        data.mul_(get_rank() != rank)
+        return all_reduce_flat(data, *args, **options)
 
-        return faulty
-
-    with patched("parallel.data_parallel.buckets.reduction:all_reduce_flat", thrown_away):
+    with patched("parallel.data_parallel.buckets.reduction:all_reduce_flat", instead(thrown_away)):
         return run_case(case, subject, reference)
 
 
