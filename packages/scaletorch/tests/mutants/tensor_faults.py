@@ -99,7 +99,7 @@ def whole_gradients_summed(sort: Any, known: Any) -> None:
     known.names = [*known.whole]
 
 
-@fault("layers.base:convert", born="backward: lm_head")
+@fault("layers.linear:convert", born="backward: lm_head")
 def gathered_logits_gradient_summed(convert: Any, x: Tensor, src: Any, *to: Any) -> Any:
     """The gradient of joined outputs is summed over ranks that computed the same loss."""
     x = convert(x, src, *to)
