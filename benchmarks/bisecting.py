@@ -10,7 +10,6 @@ to the temporary folder: set TMPDIR.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -26,7 +25,7 @@ from scaletorch.dist import launch
 from scaletorch.models import Llama, LlamaConfig
 
 from .harness.memory import forget_peak, resident
-from .harness.tables import MIB, machine, publish, ratio, row, spread, table
+from .harness.tables import MIB, machine, parser, publish, ratio, row, spread, table
 from .harness.turns import in_turns
 
 GIB = 2**30
@@ -126,11 +125,11 @@ def lines(sizes: list[str], repeats: int) -> Iterator[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the smallest model, three repeats")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="a file for the table")
-    arguments = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--quick", action="store_true", help="the smallest model, three repeats")
+    command.add_argument("--repeats", type=int, default=5)
+    command.add_argument("--out", type=Path, help="a file for the table")
+    arguments = command.parse_args()
     sizes, repeats = ([*SIZES][:1], 3) if arguments.quick else ([*SIZES], arguments.repeats)
     publish(lines(sizes, repeats), arguments.out)
 

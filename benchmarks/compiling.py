@@ -14,7 +14,6 @@ counts. Losses and gradient norms are compared first.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 from functools import partial
@@ -28,7 +27,7 @@ from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 
 from .harness.checks import check
-from .harness.tables import machine, ratio, table
+from .harness.tables import machine, parser, ratio, table
 from .harness.turns import of_slowest_rank, repeated, seconds
 
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -87,13 +86,13 @@ def step(model: Any, batches: list[Any]) -> torch.Tensor:
 
 def main() -> None:
     """Measure every layout and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=2048, help=f"of a step; {ROWS} rows")
-    parser.add_argument("--repeats", type=int, default=15)
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--hidden", type=int, default=256)
+    command.add_argument("--tokens", type=int, default=2048, help=f"of a step; {ROWS} rows")
+    command.add_argument("--repeats", type=int, default=15)
+    options = command.parse_args()
     if shutil.which("g++") is None:
-        parser.error("inductor needs g++")
+        command.error("inductor needs g++")
     print(f"{machine()}; hidden {options.hidden}, {options.tokens} tokens a step\n")
     rows = []
     for name, layout in LAYOUTS.items():

@@ -9,7 +9,6 @@ a model take turns.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from scaletorch.plan import Cluster, Layout, Time, calibrate
 from scaletorch.plan import time as planned
 from scaletorch.plan.describing import describe
 
-from .harness.tables import machine, publish, row, table
+from .harness.tables import machine, parser, publish, row, table
 from .harness.turns import collected, in_turns, of_slowest_rank, seconds
 
 CLOSE, APART = 0.15, 0.15  # relative error of a good prediction; difference of unequal times
@@ -174,13 +173,13 @@ def words(layout: Layout) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the small model, few steps")
-    parser.add_argument("--models", nargs="+", choices=[*JOBS], default=[*JOBS])
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--repeats", type=int, default=3, help="launches of each layout (3)")
-    parser.add_argument("--out", type=Path, help="a file for the table")
-    given = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--quick", action="store_true", help="the small model, few steps")
+    command.add_argument("--models", nargs="+", choices=[*JOBS], default=[*JOBS])
+    command.add_argument("--steps", type=int, default=15)
+    command.add_argument("--repeats", type=int, default=3, help="launches of each layout (3)")
+    command.add_argument("--out", type=Path, help="a file for the table")
+    given = command.parse_args()
     jobs = {name: JOBS[name] for name in given.models}
     if given.quick:
         publish(lines({"small": JOBS["small"]}, 5, 1, 0.1), given.out)

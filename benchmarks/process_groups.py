@@ -9,7 +9,6 @@ third row adds the joined axes to the mesh.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
@@ -24,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scaletorch.parallel.pg_manager import Grid, ProcessGroupManager
 
-from .harness.tables import ratio, table
+from .harness.tables import parser, ratio, table
 from .harness.turns import in_turns
 
 AXES = ("dp", "pp", "cp", "tp")
@@ -111,10 +110,10 @@ def compare(grid: Grid, repeats: int) -> None:
 
 def main() -> None:
     """Compare at each size."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 16384], metavar="N")
-    parser.add_argument("--repeats", type=int, default=15, metavar="N")
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--ranks", type=int, nargs="+", default=[1024, 16384], metavar="N")
+    command.add_argument("--repeats", type=int, default=15, metavar="N")
+    args = command.parse_args()
     warnings.filterwarnings("ignore", message=".*flatten.*")
     for ranks in args.ranks:
         compare(layout(ranks), args.repeats)

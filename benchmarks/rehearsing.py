@@ -27,7 +27,7 @@ from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 
 from .harness.memory import forget_peak, resident
-from .harness.tables import machine, ratio, table
+from .harness.tables import machine, parser, ratio, table
 from .harness.turns import of_slowest_rank, repeated, seconds
 
 LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
@@ -84,13 +84,13 @@ def _raised(run: Callable[[], object], clean: Callable[[], None]) -> float:
 
 def main() -> None:
     """Measure every layout and print a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=4096, help=f"of a step; {ROWS} rows")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--layouts", nargs="+", choices=[*LAYOUTS], default=[*LAYOUTS])
-    given = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--hidden", type=int, default=512)
+    command.add_argument("--layers", type=int, default=8)
+    command.add_argument("--tokens", type=int, default=4096, help=f"of a step; {ROWS} rows")
+    command.add_argument("--repeats", type=int, default=7)
+    command.add_argument("--layouts", nargs="+", choices=[*LAYOUTS], default=[*LAYOUTS])
+    given = command.parse_args()
     rows, count = [], 0
     for name in given.layouts:
         ranks, sizes, options = LAYOUTS[name]

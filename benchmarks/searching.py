@@ -12,7 +12,6 @@ minutes.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from scaletorch.plan import (
     usual_cuts,
 )
 
-from .harness.tables import machine, publish, row, table
+from .harness.tables import machine, parser, publish, row, table
 
 RANKS = (1024, 16384)
 SIZES, EXPERTS, LAYERS, LENGTH = (1, 2, 4, 8, 16, 32), (1, 2, 4, 8), 126, 8192
@@ -123,11 +122,11 @@ def lines(names: list[str], repeats: int) -> Iterator[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=["dense", "mixture"])
-    parser.add_argument("--repeats", type=int, default=5, help="searches of each sort (5)")
-    parser.add_argument("--out", type=Path, help="a file for the table")
-    given = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--models", nargs="+", choices=["dense", "mixture"])
+    command.add_argument("--repeats", type=int, default=5, help="searches of each sort (5)")
+    command.add_argument("--out", type=Path, help="a file for the table")
+    given = command.parse_args()
     publish(lines(given.models or ["dense", "mixture"], given.repeats), given.out)
 
 

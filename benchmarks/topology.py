@@ -9,7 +9,6 @@ cell is the median over repeats of the slowest rank's time; the ways take turns.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +20,7 @@ import scaletorch.dist as dist
 from scaletorch.dist.wire.backend import all_gather_single, reduce_scatter_single
 
 from .harness.ranks import run_on_nodes
-from .harness.tables import ratio, table
+from .harness.tables import parser, ratio, table
 from .harness.turns import Run, of_slowest_rank, repeated, seconds
 
 TORCH, OURS = "torch", "ours"
@@ -79,9 +78,9 @@ def cells(found: Found) -> Iterator[Sequence[str]]:
 
 def main() -> None:
     """Print a table for each kind of link."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    repeats = 2 if parser.parse_args().quick else 7
+    command = parser(__doc__)
+    command.add_argument("--quick", action="store_true", help="fewer repeats")
+    repeats = 2 if command.parse_args().quick else 7
     for name, (latency, bandwidth) in LINKS.items():
         print(f"\n### {NODES} nodes x {PLACES} ranks, {name} between nodes\n")
         found = run_on_nodes(measure, NODES, PLACES, latency, bandwidth, repeats)[0]

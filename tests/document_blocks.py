@@ -30,7 +30,6 @@ RUN_ELSEWHERE = {"docs/vendoring.md": "tests/test_vendoring.py"}
 TRANSLATED = {"README.zh-CN.md": "README.md"}  # and docs/zh/X.md of docs/X.md
 RUN = ("python", "bash")
 SHOWN = ("console", "ini", "json", "mermaid", "text", "toml", "yaml")
-TRANSLATABLE = ("mermaid", "text")  # pictures have words in them
 
 _FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.S | re.M)
 _NAME = re.compile(r"# (\w+\.py)\n")

@@ -14,9 +14,10 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
-from scaletorch.dist.ranks import fork_server, process
+from tools.mutation import warm_ranks
+
 from scaletorch.dist.ranks.locate import MAIN_ALIAS
 from scaletorch.dist.ranks.pool import RankPool
 from scaletorch.dist.ranks.process import get_server
@@ -86,7 +87,7 @@ def be_interpreter(arguments: list[str], folder: str, environment: dict[str, str
     sys.path.insert(0, folder)
     stdout = os.open("stdout", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(stdout, 1)
-    fork_the_server()
+    warm_ranks.prepare()
     try:
         run_main(arguments)
     except SystemExit as end:
@@ -126,39 +127,3 @@ def run_tests(module: ModuleType) -> None:
     for name, value in list(vars(module).items()):
         if name.startswith("test_"):
             value()
-
-
-def fork_the_server() -> None:
-    """Start this process's fork-server as a fork of it, before the program has touched anything."""
-    with_popen = SimpleNamespace(**vars(subprocess))
-    with_popen.Popen = Fork
-    process.subprocess = with_popen
-    try:
-        get_server()
-    finally:
-        process.subprocess = subprocess
-
-
-class Fork:
-    """What the fork-server asks of a `subprocess.Popen`, of a forked process."""
-
-    def __init__(self, command: list[str], pass_fds: tuple[int], **options: object) -> None:
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.setsid()
-            for fd in map(int, os.listdir("/proc/self/fd")):
-                if fd > 2 and fd not in pass_fds:
-                    try:
-                        os.close(fd)
-                    except OSError:  # the listing's own
-                        continue
-            fork_server.serve(pass_fds[0], process.__package__)
-            os._exit(0)
-
-    def poll(self) -> int | None:
-        """Tell that it runs: it ends with its caller only."""
-        return None
-
-    def wait(self, timeout: float) -> None:
-        """Wait until it has ended, at most as long as it takes."""
-        os.waitpid(self.pid, 0)

@@ -27,7 +27,6 @@ wait: time from the call until it is known to be finished, checked at the end of
 
 from __future__ import annotations
 
-import argparse
 import gc
 import shutil
 import statistics
@@ -47,7 +46,7 @@ from scaletorch.dist import RankPool
 from scaletorch.dist.testing import preload
 from scaletorch.models import LlamaConfig
 
-from ..harness.tables import MIB, largest, machine, publish, ratios, table
+from ..harness.tables import MIB, largest, machine, parser, publish, ratios, table
 from ..harness.turns import in_turns
 from .ways import ASYNCHRONOUS, OURS, RAW, SYNCHRONOUS, Job, Layout, Pending
 
@@ -273,10 +272,12 @@ def report(quick: bool) -> Iterator[str]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the smaller model alone, fewer times")
-    parser.add_argument("--out", type=Path, help="file that gets the tables too")
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument(
+        "--quick", action="store_true", help="the smaller model alone, fewer times"
+    )
+    command.add_argument("--out", type=Path, help="file that gets the tables too")
+    options = command.parse_args()
     preload("torch.distributed.tensor", "torch.distributed.checkpoint")
     publish(report(options.quick), options.out)
 

@@ -13,9 +13,10 @@ One table for each size; except for waiting, the larger figure of the two ranks 
 - ms: median of the repeats.
 - speed-up: median and quartiles of each repeat's ratio of one process to the way.
 - CPU ms: median CPU time of the busier rank, including gloo's threads, and one process's over it.
-- waiting: median share of time in communication calls and waits, on the rank that spends less.
-- bytes: sent by each rank, and the difference from the method's formula: 128 bytes are
-  for the comparison of the ranks' arguments.
+- waiting: median time in communication calls and waits, in separate repeats, on the rank that
+  spends less, over that of a repeat.
+- bytes: sent by each rank, and the difference from the method's formula, which is for the
+  comparison of the ranks' arguments.
 - MiB: peak memory of tensors, without the inputs.
 
 If several lengths are measured, a last table shows how ms and MiB grow with them.
@@ -23,25 +24,24 @@ If several lengths are measured, a last table shows how ms and MiB grow with the
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
 
 from scaletorch.dist import RankPool
 
-from .measure import DTYPES, RANKS, measure
-from .tables import Size, show, show_growth
+from ..harness.costs import DTYPES, RANKS
+from ..harness.tables import parser
+from .measure import Size, measure
+from .tables import show, show_growth
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--length", type=int, nargs="+", default=[4096, 8192])
-    parser.add_argument("--forward", type=int, nargs="*", default=[16384], help="lengths, alone")
-    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
+    command = parser(__doc__)
+    command.add_argument("--length", type=int, nargs="+", default=[4096, 8192])
+    command.add_argument("--forward", type=int, nargs="*", default=[16384], help="lengths, alone")
+    command.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
+    command.add_argument("--repeats", type=int, default=7)
+    options = command.parse_args()
     lengths = [(length, True) for length in options.length]
     lengths += [(length, False) for length in options.forward]
     results = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +14,26 @@ from torch import Tensor
 from scaletorch.parallel.context_parallel import LAYOUTS, attention
 
 from ..harness.checks import check
-from ..harness.gauges import exposed, peak, sent
-from ..harness.turns import Run, Spent, repeated, timed
-from .tables import ALONE, Figures, Size
+from ..harness.costs import DTYPES, RANKS, Figures, alone, figures
+from ..harness.turns import Run
 
-RANKS, HEADS, HEAD_DIM = 2, 8, 64
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HEADS, HEAD_DIM = 8, 64
 # One bfloat16 process is off by 2e-2 in dK and dV at 32,768 positions, a ring by half of that.
 BOUNDS = {"float32": 1e-5, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A problem: forward and backward, or forward only."""
+
+    length: int
+    dtype: str
+    backward: bool
+
+    @property
+    def what(self) -> str:
+        """Dtype and passes in words."""
+        return f"{self.dtype}, {'forward and backward' if self.backward else 'forward'}"
 
 
 @dataclass(frozen=True)
@@ -68,33 +79,17 @@ def prepare(size: Size) -> dict[str, Run]:
     shape = 1, HEADS, size.length, HEAD_DIM
     whole = [torch.randn(shape, generator=generator).to(DTYPES[size.dtype]) for _ in range(4)]
     plain = partial(F.scaled_dot_product_attention, is_causal=True)
-    alone = partial(step, plain, whole, size.backward)
-    expected, runs = alone(), {}
+    in_one = partial(step, plain, whole, size.backward)
+    expected, runs = in_one(), {}
     for name, way in WAYS.items():
         held = LAYOUTS[way.layout](size.length, RANKS).positions(dist.get_rank())
         own = [x[:, :, held].contiguous() for x in whole]
         attend = partial(attention, causal=True, layout=way.layout, method=way.method)
         runs[name] = partial(step, partial(attend, group=dist.group.WORLD), own, size.backward)
         check(name, runs[name](), [x[:, :, held] for x in expected], BOUNDS[size.dtype])
-    return runs | {ALONE: alone if dist.get_rank() == 0 else lambda: None}  # the others wait
-
-
-def waiting(run: Run) -> float:
-    """Return the share of a call's time that this thread communicates or waits."""
-    start = time.perf_counter()
-    spent = exposed(run)
-    return spent / (time.perf_counter() - start)
+    return runs | alone(in_one)
 
 
 def measure(size: Size, repeats: int) -> dict[str, Figures]:
     """Measure every way on this rank."""
-    runs = prepare(size)
-    times = repeated(timed, runs, repeats)
-    return {name: figures(name, size, run, times[name]) for name, run in runs.items()}
-
-
-def figures(name: str, size: Size, run: Run, times: list[Spent]) -> Figures:
-    """Measure everything except times, and combine it with the times."""
-    formula = WAYS[name].formula(size) if name in WAYS else 0
-    waits = [waiting(run) for _ in range(max(1, len(times) // 3))]
-    return Figures(sent(run), formula, peak(run), times, waits)
+    return figures(prepare(size), repeats)

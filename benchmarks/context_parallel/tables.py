@@ -5,59 +5,14 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import TypeAlias
 
-from ..harness.tables import MIB, largest, ratio, table
-from ..harness.turns import Spent
+from ..harness.costs import ALONE, Ranks, slowest, waits
+from ..harness.tables import MIB, ratio, table
+from .measure import WAYS, Size
 
-ALONE = "one process"
 COLUMNS = [
     "way", "ms", "speed-up (quartiles)", "CPU ms, speed-up", "waiting", "bytes, - formula", "MiB",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Size:
-    """A problem: forward and backward, or forward only."""
-
-    length: int
-    dtype: str
-    backward: bool
-
-    @property
-    def what(self) -> str:
-        """Dtype and passes in words."""
-        return f"{self.dtype}, {'forward and backward' if self.backward else 'forward'}"
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Measurements of one way; a list has one entry for each repeat.
-
-    Attributes:
-        sent: Bytes sent.
-        formula: Bytes to send by formula.
-        peak: Peak bytes.
-        times: Time of each repeat.
-        exposed: Share of the time that is communication.
-    """
-
-    sent: int
-    formula: int
-    peak: int
-    times: list[Spent]
-    exposed: list[float]
-
-
-Ranks: TypeAlias = list[dict[str, Figures]]  # of every rank, by way
-
-
-def busier(ranks: Ranks, name: str, clock: str) -> list[float]:
-    """Return the milliseconds of each repeat, on the rank with more "wall" or "cpu" time."""
-    of_ranks = [rank[name].times for rank in ranks]
-    return [1e3 * each for each in largest(of_ranks, attrgetter(clock))]
 
 
 def most(ranks: Ranks, name: str) -> float:
@@ -67,22 +22,25 @@ def most(ranks: Ranks, name: str) -> float:
 
 def show(size: Size, ranks: Ranks) -> None:
     """Print the table of one size."""
-    print(f"\n{size.length} positions, {size.what}\n\n{table(COLUMNS, rows(ranks))}", flush=True)
+    title = f"{size.length} positions, {size.what}"
+    print(f"\n{title}\n\n{table(COLUMNS, rows(size, ranks))}", flush=True)
 
 
-def rows(ranks: Ranks) -> Iterator[Sequence[str]]:
+def rows(size: Size, ranks: Ranks) -> Iterator[Sequence[str]]:
     """Yield a row for each way."""
-    alone, busy_alone = (busier(ranks[:1], ALONE, clock) for clock in ("wall", "cpu"))
+    walls, busy = (
+        {name: [1e3 * each for each in found] for name, found in slowest(ranks, clock).items()}
+        for clock in ("wall", "cpu")
+    )
     for name in ranks[0]:
-        walls, busy = (busier(ranks, name, clock) for clock in ("wall", "cpu"))
-        cpu = statistics.median(busy_alone) / statistics.median(busy)
-        waits = map(min, zip(*(rank[name].exposed for rank in ranks), strict=True))
-        sends = max((rank[name] for rank in ranks), key=lambda figures: figures.sent)
-        more = f", {sends.sent - sends.formula:+d}" if sends.formula else ""
+        cpu, wall = statistics.median(busy[name]), statistics.median(walls[name])
+        bytes_sent = max(rank[name].sent for rank in ranks)
+        more = f", {bytes_sent - WAYS[name].formula(size):+d}" if name in WAYS else ""
         yield [
-            name, f"{statistics.median(walls):.1f}", ratio(alone, walls, 2),
-            f"{statistics.median(busy):.1f}, {cpu:.2f}", f"{statistics.median(waits):.1%}",
-            f"{sends.sent}{more}", f"{most(ranks, name):.1f}",
+            name, f"{wall:.1f}", ratio(walls[ALONE], walls[name], 2),
+            f"{cpu:.1f}, {statistics.median(busy[ALONE]) / cpu:.2f}",
+            f"{1e3 * waits(ranks, name) / wall:.1%}", f"{bytes_sent}{more}",
+            f"{most(ranks, name):.1f}",
         ]  # fmt: skip
 
 
@@ -99,7 +57,7 @@ def show_growth(results: dict[Size, Ranks]) -> None:
 def grown(results: dict[Size, Ranks], sizes: list[Size]) -> Iterator[Sequence[str]]:
     """Yield a row for each way."""
     for name in results[sizes[0]][0]:
-        times = [statistics.median(busier(results[size], name, "wall")) for size in sizes]
+        times = [1e3 * statistics.median(slowest(results[size])[name]) for size in sizes]
         peaks = [most(results[size], name) for size in sizes]
         yield [name, *map("{}; {}".format, with_ratios(times), with_ratios(peaks))]
 

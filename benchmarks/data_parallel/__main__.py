@@ -32,7 +32,6 @@ The slower rank counts. Ratios are medians and quartiles of each repeat's own ra
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -42,7 +41,7 @@ from scaletorch.dist import RankPool
 from scaletorch.dist.testing import preload
 
 from ..harness.ranks import run_on_links, run_on_nodes
-from ..harness.tables import machine, publish
+from ..harness.tables import machine, parser, publish
 from .checks import Plan
 from .measure import Memory, measure, memory
 from .models import Size
@@ -136,12 +135,12 @@ PARTS: dict[str, Part] = {
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", nargs="+", choices=PARTS, help="A to E by default")
-    parser.add_argument("--slow", action="store_true", help="parts F and G alone")
-    parser.add_argument("--quick", action="store_true", help="less of all, in two minutes")
-    parser.add_argument("--out", type=Path, help="file that gets the tables too")
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--part", nargs="+", choices=PARTS, help="A to E by default")
+    command.add_argument("--slow", action="store_true", help="parts F and G alone")
+    command.add_argument("--quick", action="store_true", help="less of all, in two minutes")
+    command.add_argument("--out", type=Path, help="file that gets the tables too")
+    options = command.parse_args()
     preload("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim")
     parts = options.part or list("FG" if options.slow else "ABCDE")
     publish(report(parts, options.quick), options.out)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -31,7 +29,6 @@ from .alternatives import (
 from .trainer import Way
 
 ALONE, DDP, OURS = "compute alone", "DDP", "ours"  # names of our ways begin with OURS
-KNOWN = inspect.signature(DataParallelBucket).parameters
 ADAMW: dict[str, Any] = {"lr": 1e-4, "foreach": True}
 
 
@@ -78,15 +75,6 @@ def _gradients_only(module: nn.Module, group: ProcessGroup) -> Optimizer:
     return optimizer  # type: ignore[no-any-return]
 
 
-def _of_ours(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Way]:
-    """Return ways with options of our wrapper, without options that it does not have."""
-    return {
-        name: Way(partial(_ours, **each))
-        for name, each in options.items()
-        if each.keys() <= KNOWN.keys()
-    }
-
-
 GRADIENTS = {
     ALONE: Way(_alone),
     DDP: Way(_ddp),
@@ -94,13 +82,9 @@ GRADIENTS = {
     "DDP, 100 MB": Way(partial(_ddp, bucket_cap_mb=100)),
     "flat all-reduce": Way(FlatAllReduce),
     "FSDP2": Way(fsdp2),
-    **_of_ours(
-        {
-            OURS: {},
-            f"{OURS}, mean": {"op": "mean"},
-            f"{OURS}, 2**22": {"bucket_size": 2**22},
-        }
-    ),
+    OURS: Way(_ours),
+    f"{OURS}, mean": Way(partial(_ours, op="mean")),
+    f"{OURS}, 2**22": Way(partial(_ours, bucket_size=2**22)),
 }
 
 _ours_mixed = partial(_ours, grad_type=torch.float32)
@@ -115,12 +99,8 @@ MIXED = {
     "DDP with main gradients": Way(MainGradientsDDP),
     "DDP of float32, autocast": Way(AutocastDDP),
     "FSDP2, mixed": Way(partial(fsdp2, mixed=True)),
-    **_of_ours(
-        {
-            OURS: {"grad_type": torch.float32},
-            f"{OURS}, 2**22": {"grad_type": torch.float32, "bucket_size": 2**22},
-        }
-    ),
+    OURS: Way(_ours_mixed),
+    f"{OURS}, 2**22": Way(partial(_ours_mixed, bucket_size=2**22)),
     f"{OURS}, sharded": Way(_ours_mixed, _gradients_only),
 }
 
@@ -158,7 +138,8 @@ SLOW = {
     "flat all-reduce": Way(FlatAllReduce),
     DDP: Way(_ddp),
     "DDP, 1 MB": Way(partial(_ddp, bucket_cap_mb=1)),
-    **_of_ours({OURS: {}, f"{OURS}, 2**18": {"bucket_size": SMALL}}),
+    OURS: Way(_ours),
+    f"{OURS}, 2**18": Way(partial(_ours, bucket_size=SMALL)),
     f"{OURS}, 2**18, no overlap": Way(partial(_at_the_end, bucket_size=SMALL)),
     f"{OURS}, naive": Way(_naive),
 }

@@ -18,14 +18,13 @@ and `pip install addict yapf termcolor`.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from statistics import median
 
 from scaletorch.dist import launch
 
-from ..harness.tables import ratios, table
+from ..harness.tables import parser, ratios, table
 from .measure import SIZES, Rows, Times, measure, python_path
 from .ways import LOOP, MMENGINE, OURS, TORCH, mmengine
 
@@ -77,12 +76,12 @@ def show(rows: Rows) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--rounds", type=int, default=31, metavar="N")
-    parser.add_argument("--only", default="", metavar="TEXT", help="calls with this in their name")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's times")
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    command.add_argument("--rounds", type=int, default=31, metavar="N")
+    command.add_argument("--only", default="", metavar="TEXT", help="calls with this in their name")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write every round's times")
+    args = command.parse_args()
     if mmengine() is None:
         print("MMEngine is not installed: skipped")
     rows = python_path(args.rounds) if "8 B" in args.parts and not args.only else {}

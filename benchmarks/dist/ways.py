@@ -32,6 +32,12 @@ def mmengine() -> Any:
         return None
 
 
+def _ways(in_torch: Run | None, in_ours: Run, in_theirs: Run | None = None) -> Ways:
+    """Return the ways there are; MMEngine's only if it can be imported."""
+    found = {TORCH: in_torch, OURS: in_ours, MMENGINE: in_theirs if mmengine() else None}
+    return {name: run for name, run in found.items() if run is not None}
+
+
 def tensors(size: int) -> Iterator[tuple[str, Ways]]:
     """Yield every call of a tensor, by name.
 
@@ -49,26 +55,20 @@ def _rooted(data: Tensor) -> Iterator[tuple[str, Ways]]:
     theirs = mmengine()
     yield (
         "all_reduce",
-        {
-            TORCH: lambda: raw.all_reduce(data),
-            OURS: lambda: ours.all_reduce(data),
-            **({MMENGINE: lambda: theirs.all_reduce(data)} if theirs else {}),
-        },
+        _ways(
+            lambda: raw.all_reduce(data),
+            lambda: ours.all_reduce(data),
+            lambda: theirs.all_reduce(data),
+        ),
     )
-    yield (
-        "reduce",
-        {
-            TORCH: lambda: raw.reduce(data, 0),
-            OURS: lambda: ours.reduce(data, 0),
-        },
-    )
+    yield "reduce", _ways(lambda: raw.reduce(data, 0), lambda: ours.reduce(data, 0))
     yield (
         "broadcast",
-        {
-            TORCH: lambda: raw.broadcast(data, 0),
-            OURS: lambda: ours.broadcast(data, 0),
-            **({MMENGINE: lambda: theirs.broadcast(data, 0)} if theirs else {}),
-        },
+        _ways(
+            lambda: raw.broadcast(data, 0),
+            lambda: ours.broadcast(data, 0),
+            lambda: theirs.broadcast(data, 0),
+        ),
     )
 
 
@@ -87,20 +87,9 @@ def _joining(data: Tensor) -> Iterator[tuple[str, Ways]]:
 
     yield (
         "all_gather",
-        {
-            TORCH: all_gather,
-            OURS: lambda: ours.all_gather(data),
-            **({MMENGINE: lambda: theirs.all_gather(data)} if theirs else {}),
-        },
+        _ways(all_gather, lambda: ours.all_gather(data), lambda: theirs.all_gather(data)),
     )
-    yield (
-        "gather",
-        {
-            TORCH: gather,
-            OURS: lambda: ours.gather(data, 0),
-            **({MMENGINE: lambda: theirs.gather(data, 0)} if theirs else {}),
-        },
-    )
+    yield "gather", _ways(gather, lambda: ours.gather(data, 0), lambda: theirs.gather(data, 0))
 
 
 def _splitting(data: Tensor) -> Iterator[tuple[str, Ways]]:
@@ -114,19 +103,16 @@ def _splitting(data: Tensor) -> Iterator[tuple[str, Ways]]:
 
     yield (
         "reduce_scatter",
-        {
-            TORCH: lambda: raw.reduce_scatter(own, parts),
-            OURS: lambda: ours.reduce_scatter(own, parts),
-        },
+        _ways(lambda: raw.reduce_scatter(own, parts), lambda: ours.reduce_scatter(own, parts)),
     )
     yield (
         "scatter (list checked)",
-        {
-            TORCH: lambda: raw.scatter(own, parts if first else None, 0),
-            OURS: lambda: ours.scatter(own, parts if first else None, 0),
-        },
+        _ways(
+            lambda: raw.scatter(own, parts if first else None, 0),
+            lambda: ours.scatter(own, parts if first else None, 0),
+        ),
     )
-    yield "all_to_all (sizes checked)", {TORCH: all_to_all, OURS: lambda: ours.all_to_all(data)}
+    yield "all_to_all (sizes checked)", _ways(all_to_all, lambda: ours.all_to_all(data))
     sent, received = parts, [part.clone() for part in parts]
     joined = torch.cat(received)
 
@@ -135,13 +121,7 @@ def _splitting(data: Tensor) -> Iterator[tuple[str, Ways]]:
         for target, part in zip(received, joined.chunk(len(received)), strict=True):
             target.copy_(part)
 
-    yield (
-        "all_to_all, lists",
-        {
-            TORCH: all_to_all_lists,
-            OURS: lambda: ours.all_to_all(sent, received),
-        },
-    )
+    yield "all_to_all, lists", _ways(all_to_all_lists, lambda: ours.all_to_all(sent, received))
 
 
 def _messages(data: Tensor) -> Iterator[tuple[str, Ways]]:
@@ -159,31 +139,15 @@ def _messages(data: Tensor) -> Iterator[tuple[str, Ways]]:
 
     yield (
         "send, recv",
-        {
-            TORCH: lambda: ping_pong(raw.send, raw.recv),
-            OURS: lambda: ping_pong(ours.send, ours.recv),
-        },
+        _ways(lambda: ping_pong(raw.send, raw.recv), lambda: ping_pong(ours.send, ours.recv)),
     )
-    yield (
-        "exchange",
-        {
-            TORCH: batch,
-            OURS: lambda: ours.exchange([(data, peer)], [(received, peer)]),
-        },
-    )
+    yield "exchange", _ways(batch, lambda: ours.exchange([(data, peer)], [(received, peer)]))
 
 
 def barriers() -> Iterator[tuple[str, Ways]]:
     """Yield the calls without data."""
     theirs = mmengine()
-    yield (
-        "barrier",
-        {
-            TORCH: raw.barrier,
-            OURS: ours.barrier,
-            **({MMENGINE: theirs.barrier} if theirs else {}),
-        },
-    )
+    yield "barrier", _ways(raw.barrier, ours.barrier, lambda: theirs.barrier())
     if theirs:
         yield "sync_random_seed", {OURS: ours.sync_random_seed, MMENGINE: theirs.sync_random_seed}
 
@@ -200,10 +164,11 @@ def models() -> Iterator[tuple[str, Ways]]:
     losses = {f"loss {i}": torch.zeros(()) for i in range(10)}
     yield (
         "all_reduce_dict, 10 numbers",
-        {
-            OURS: lambda: ours.all_reduce_dict(losses, "mean"),
-            **({MMENGINE: lambda: theirs.all_reduce_dict(losses, "mean")} if theirs else {}),
-        },
+        _ways(
+            None,
+            lambda: ours.all_reduce_dict(losses, "mean"),
+            lambda: theirs.all_reduce_dict(losses, "mean"),
+        ),
     )
 
 
@@ -215,12 +180,12 @@ def _parameters(params: list[Tensor]) -> Ways:
         for param in params:
             raw.all_reduce(param)
 
-    return {
-        TORCH: lambda: raw.all_reduce(flat),
-        OURS: lambda: ours.all_reduce_params(params),
-        LOOP: loop,
-        **({MMENGINE: lambda: theirs.all_reduce_params(params)} if theirs else {}),
-    }
+    found = _ways(
+        lambda: raw.all_reduce(flat),
+        lambda: ours.all_reduce_params(params),
+        lambda: theirs.all_reduce_params(params),
+    )
+    return found | {LOOP: loop}
 
 
 def objects() -> Iterator[tuple[str, Ways]]:
@@ -241,12 +206,11 @@ def objects() -> Iterator[tuple[str, Ways]]:
     theirs, results = mmengine(), [(i, i / 7) for i in range(5000)]
     yield (
         "collect_results, 10 000 pairs",
-        {
-            OURS: lambda: ours.collect_results(results, 10_000),
-            **(
-                {MMENGINE: lambda: theirs.collect_results(results, 10_000, "gpu")} if theirs else {}
-            ),
-        },
+        _ways(
+            None,
+            lambda: ours.collect_results(results, 10_000),
+            lambda: theirs.collect_results(results, 10_000, "gpu"),
+        ),
     )
 
 
@@ -271,8 +235,6 @@ def _object(data: Any) -> Ways:
         raw.all_gather_object(everything, data)
         return everything
 
-    return {
-        TORCH: gathered,
-        OURS: lambda: ours.all_gather_object(data),
-        **({MMENGINE: lambda: theirs.all_gather_object(data)} if theirs else {}),
-    }
+    return _ways(
+        gathered, lambda: ours.all_gather_object(data), lambda: theirs.all_gather_object(data)
+    )

@@ -24,30 +24,23 @@ One table for each size; except for exposed ms, the larger figure of the two ran
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 from scaletorch.dist import RankPool
 
+from ..harness.costs import ALONE, DTYPES, RANKS, Figures, Ranks, sent_and_held, slowest
 from ..harness.ranks import run_on_links
-from ..harness.tables import MIB, largest, machine, ratio, table
+from ..harness.tables import machine, parser, ratio, table
 from .block import CODES
-from .measure import ALONE, DTYPES, RANKS, SKEWS, Figures, Size, measure
+from .measure import SKEWS, Size, measure
 
 COLUMNS = [
-    "way",
-    "ms",
-    "x by hand (quartiles)",
-    "x by hand, CPU",
-    "bytes sent",
-    "/ formula",
-    "peak MiB",
+    "way", "ms", "x by hand (quartiles)", "x by hand, CPU", "bytes sent", "/ formula", "peak MiB",
     "exposed ms",
-]
+]  # fmt: skip
 
 
 def show(size: Size, ranks: list[tuple[dict[str, Figures], int]]) -> None:
@@ -62,36 +55,31 @@ def show(size: Size, ranks: list[tuple[dict[str, Figures], int]]) -> None:
     print(f"\n{title}\n\n{table(COLUMNS, rows(found, formula))}", flush=True)
 
 
-def rows(ranks: list[dict[str, Figures]], formula: int) -> Iterator[Sequence[str]]:
+def rows(ranks: Ranks, formula: int) -> Iterator[Sequence[str]]:
     """Yield a row for each way; waiting for a slower rank is not communication."""
     spent = {name: [rank[name].spent for rank in ranks] for name in ranks[0]}
-    times = {name: largest(each, lambda s: s.wall) for name, each in spent.items()}
+    times = slowest(ranks)
     cpu = {name: [sum(s.cpu for s in both) for both in zip(*each, strict=True)]
            for name, each in spent.items()}  # fmt: skip
     for name, seconds in times.items():
-        bytes_sent = max(rank[name].sent for rank in ranks)
-        waits = map(min, zip(*(rank[name].exposed for rank in ranks), strict=True))
         yield [
             name, f"{1e3 * statistics.median(seconds):.2f}", ratio(seconds, times["by hand"]),
-            ratio(cpu[name], cpu["by hand"]), str(bytes_sent), f"{bytes_sent / formula:.2f}",
-            f"{max(rank[name].peak for rank in ranks) / MIB:.2f}",
-            f"{1e3 * statistics.median(waits):.2f}",
+            ratio(cpu[name], cpu["by hand"]), *sent_and_held(ranks, name, formula),
         ]  # fmt: skip
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024], help="of each rank")
-    parser.add_argument("--routing", nargs="+", default=list(SKEWS), choices=SKEWS)
-    parser.add_argument("--code", nargs="+", default=list(CODES), choices=CODES)
-    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--shared", action="store_true", help="with a shared expert")
-    parser.add_argument("--slow", action="store_true", help="ranks 10 ms from each other (root)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="about, a way and size")
-    options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
+    command = parser(__doc__)
+    command.add_argument("--hidden", type=int, default=512)
+    command.add_argument("--tokens", type=int, nargs="+", default=[64, 1024], help="of each rank")
+    command.add_argument("--routing", nargs="+", default=list(SKEWS), choices=SKEWS)
+    command.add_argument("--code", nargs="+", default=list(CODES), choices=CODES)
+    command.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
+    command.add_argument("--shared", action="store_true", help="with a shared expert")
+    command.add_argument("--slow", action="store_true", help="ranks 10 ms from each other (root)")
+    command.add_argument("--seconds", type=float, default=1.0, help="about, a way and size")
+    options = command.parse_args()
     print(machine())
     with RankPool(RANKS, timeout=None) as pool:
         alike = partial(pool.run, measure)

@@ -11,16 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..harness.checks import check
-from ..harness.gauges import exposed, peak, sent
-from ..harness.turns import Run, Spent, of_slowest_rank, repeated, seconds, timed
+from ..harness.costs import BOUNDS, DTYPES, RANKS, Figures, alone, measured
+from ..harness.turns import Run
 from .block import Block
 from .ways import WAYS
 
-RANKS = 2
-LEAST, MOST = 9, 200  # repeats
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BOUNDS = {"float32": 1e-4, "bfloat16": 1e-1}
-ALONE = "one process"
 SKEWS = {"balanced": 0.0, "skewed": 4.0}
 
 
@@ -42,23 +37,6 @@ class Size:
         return 4 * rows * self.hidden * DTYPES[self.dtype].itemsize
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Measurements of one way; a list has one entry for each repeat.
-
-    Attributes:
-        sent: Bytes sent.
-        peak: Peak bytes.
-        spent: Time of forward and backward.
-        exposed: Seconds in communication.
-    """
-
-    sent: int
-    peak: int
-    spent: list[Spent]
-    exposed: list[float]
-
-
 def make(size: Size) -> Block:
     """Return the full block, the same on every rank."""
     torch.manual_seed(0)
@@ -78,28 +56,32 @@ def step(block: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]
     return out.detach(), torch.as_tensor(x.grad)
 
 
-def prepare(size: Size) -> dict[str, Run]:
-    """Return each way's step, after a check of its results."""
+def draw(size: Size) -> Tensor:
+    """Return all ranks' tokens and the gradients of their outputs, [2, T, H]."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randn(2, RANKS * size.tokens, size.hidden, generator=generator)
-    x, gradient = drawn.to(DTYPES[size.dtype])
+    return drawn.to(DTYPES[size.dtype])
+
+
+def prepare(size: Size) -> dict[str, Run]:
+    """Return each way's step, after a check of its results."""
+    x, gradient = draw(size)
     whole = make(size)
-    alone = partial(step, whole, x, gradient)
+    in_one = partial(step, whole, x, gradient)
     own = partial(torch.chunk, chunks=RANKS)
     rank = dist.get_rank()
-    expected, runs = [own(each)[rank] for each in alone()], {}
+    expected, runs = [own(each)[rank] for each in in_one()], {}
     for name, divide in WAYS.items():
         block = divide(copy.deepcopy(whole))
         runs[name] = partial(step, block, own(x)[rank], own(gradient)[rank])
         check(name, runs[name](), expected, BOUNDS[size.dtype])
-    return runs | {ALONE: alone if rank == 0 else lambda: None}  # the others wait
+    return runs | alone(in_one)
 
 
 def elsewhere(size: Size) -> int:
     """Return the number of rows that go to other ranks, each token once a rank."""
-    generator = torch.Generator().manual_seed(1)
-    drawn = torch.randn(2, RANKS * size.tokens, size.hidden, generator=generator)
-    x, rank = drawn.to(DTYPES[size.dtype])[0].chunk(RANKS)[dist.get_rank()], dist.get_rank()
+    rank = dist.get_rank()
+    x = draw(size)[0].chunk(RANKS)[rank]
     chosen: list[Tensor] = []
     block = make(size)
     hook = block.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
@@ -112,14 +94,4 @@ def elsewhere(size: Size) -> int:
 
 def measure(size: Size, budget: float) -> tuple[dict[str, Figures], int]:
     """Measure every way on this rank for about `budget` seconds; also return formula bytes."""
-    runs = prepare(size)
-    (spent,) = of_slowest_rank([sum(map(seconds, runs.values()))])
-    repeats = min(MOST, max(LEAST, int(budget * len(runs) / spent)))
-    times = repeated(timed, runs, repeats)
-    waits = repeated(exposed, runs, repeats // 3)
-    peaks = {name: min(peak(run) for _ in range(2)) for name, run in runs.items()}
-    figures = {
-        name: Figures(sent(run), peaks[name], times[name], waits[name])
-        for name, run in runs.items()
-    }
-    return figures, size.formula(elsewhere(size))
+    return measured(prepare(size), budget), size.formula(elsewhere(size))

@@ -13,7 +13,6 @@ strides are not a mistake for us: the result must be right, and nothing may be r
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -32,6 +31,7 @@ from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.ranks import process
 from scaletorch.dist.ranks.pool import RankPool
 
+from ..harness.tables import parser, table
 from .kinds import CAUSE
 from .kinds import KINDS as TRAINING
 from .programs import KINDS, Program, groups_of, make_program, run_steps
@@ -41,6 +41,9 @@ START = 120.0  # s until the fault
 PATIENCE = 1.5  # s, the guard's
 ENDLESS = ("kill", "stop", "stop first", "loop", "lock", "regex")  # the guilty rank never reports
 GONE = (*ENDLESS, "exception", "lines", "early", "interrupt")  # the guilty rank is no survivor
+
+COLUMNS = ["fault", "runs", "hangs", "silent", "named", "exactly", "aborted", "p50 s", "p99 s",
+           "worst s"]  # fmt: skip
 
 Row = tuple[int, str, int, dict[str, Any]]  # number, kind, ranks, result
 
@@ -188,22 +191,32 @@ def _judge(program: Program, ends: dict[int, Any], begun: float | None) -> dict[
         if fault.kind not in GONE or rank != fault.rank
         if end is None or end["error"] != "aborted"
     }
+
+    def names(end: dict[str, Any]) -> bool:
+        caused = fault.kind not in ("exception", "lines") or CAUSE in end["text"].partition("\n")[0]
+        named = fault.rank in end.get("ranks", ()) and label(fault.rank) in end["text"]
+        return caused and named
+
+    counts = counted(fault.rank, survivors, names, begun)
+    return counts | {
+        "aborted": len(ends) - len(survivors) - (fault.kind in GONE), "ends": ends,
+    }  # fmt: skip
+
+
+def counted(
+    guilty: int,
+    survivors: dict[int, Any],
+    names: Callable[[dict[str, Any]], bool],
+    begun: float | None,
+) -> dict[str, Any]:
+    """Return what the survivors of a fault have in common; `names` judges one's error."""
     found = [end for end in survivors.values() if end is not None]
-    named = [
-        fault.rank in end.get("ranks", ())
-        and label(fault.rank) in end["text"]
-        and (fault.kind not in ("exception", "lines") or CAUSE in end["text"].partition("\n")[0])
-        for end in found
-    ]
-    seconds = max((end["time"] for end in found if end["error"]), default=0.0) - (begun or 0.0)
     return {
         "hang": len(found) < len(survivors),
         "silent": any(not end["error"] for end in found),
-        "named": all(named) and len(named) == len(survivors),
-        "exact": all(list(end.get("ranks", ())) == [fault.rank] for end in found),
-        "aborted": len(ends) - len(survivors) - (fault.kind in GONE),
-        "seconds": seconds,
-        "ends": ends,
+        "named": len(found) == len(survivors) and all(map(names, found)),
+        "exact": all(list(end.get("ranks", ())) == [guilty] for end in found),
+        "seconds": max((e["time"] for e in found if e["error"]), default=0.0) - (begun or 0.0),
     }
 
 
@@ -258,26 +271,25 @@ def tell(number: int, kind: str, program: Any, result: dict[str, Any], show: boo
             print(f"  {rank}: {text} {result['said'].get(rank, '')}", flush=True)
 
 
-def table(rows: list[Row], kinds: Sequence[str] = KINDS) -> None:
+def show(rows: list[Row], kinds: Sequence[str] = KINDS) -> None:
     """Print the counts of each kind."""
-    print("| fault | runs | hangs | silent | named | exactly | aborted | p50 s | p99 s | worst s |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for kind in kinds:
-        results = [result for _, other, _, result in rows if other == kind]
-        if not results:
-            continue
-        if kind == "stride":
-            right = sum(result["right"] for result in results)
-            print(f"| stride (no fault: right) | {len(results)} | {_sum(results, 'hang')} | "
-                  f"{len(results) - right} wrong | | | | | | |")  # fmt: skip
-            continue
-        seconds = sorted(result["seconds"] for result in results)
-        p99 = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
-        print(f"| {kind} | {len(results)} | {_sum(results, 'hang')} | {_sum(results, 'silent')} | "
-              f"{_sum(results, 'named')} | {_sum(results, 'exact')} | "
-              f"{sum(result['aborted'] for result in results)} | "
-              f"{statistics.median(seconds):.2f} | {p99:.2f} | {seconds[-1]:.2f} |")  # fmt: skip
+    found = {kind: [result for _, other, _, result in rows if other == kind] for kind in kinds}
+    print(table(COLUMNS, [_counts(kind, results) for kind, results in found.items() if results]))
     print(Counter(size for _, _, size, _ in rows))
+
+
+def _counts(kind: str, results: list[dict[str, Any]]) -> list[object]:
+    if kind == "stride":
+        wrong = len(results) - _sum(results, "right")
+        hangs = _sum(results, "hang")
+        return ["stride (no fault: right)", len(results), hangs, f"{wrong} wrong", *[""] * 6]
+    seconds = sorted(result["seconds"] for result in results)
+    p99 = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+    return [
+        kind, len(results), *(_sum(results, name) for name in ("hang", "silent", "named", "exact")),
+        sum(result["aborted"] for result in results),
+        *(f"{each:.2f}" for each in (statistics.median(seconds), p99, seconds[-1])),
+    ]  # fmt: skip
 
 
 def _sum(results: list[dict[str, Any]], name: str) -> int:
@@ -297,14 +309,14 @@ def healthy(seed: int, count: int) -> int:
 
 def main() -> None:
     """Parse the command line and run it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=340)
-    parser.add_argument("--log")
-    parser.add_argument("--only", type=int)
-    parser.add_argument("--show", action="store_true")
-    parser.add_argument("--healthy", type=int)
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--count", type=int, default=340)
+    command.add_argument("--log")
+    command.add_argument("--only", type=int)
+    command.add_argument("--show", action="store_true")
+    command.add_argument("--healthy", type=int)
+    options = command.parse_args()
     if options.healthy is not None:
         print(
             f"{healthy(options.seed, options.healthy)} of {options.healthy} healthy runs went bad"
@@ -312,7 +324,7 @@ def main() -> None:
     elif options.only is not None:
         one(options.seed, options.only, show=True)
     else:
-        table(campaign(options.count, lambda n: one(options.seed, n, options.show), options.log))
+        show(campaign(options.count, lambda n: one(options.seed, n, options.show), options.log))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ warning, or a rank that waits in the end for one that has left.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import logging
@@ -30,6 +29,7 @@ import torch.distributed as c10d
 import scaletorch.dist as dist
 from scaletorch import guard
 
+from ..harness.tables import parser
 from .faults import process_state
 
 STEPS = 25
@@ -159,11 +159,11 @@ def load(count: int) -> Iterator[None]:
 
 def main() -> None:
     """Parse the command line and run it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--load", type=int, default=4)
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--count", type=int, default=100)
+    command.add_argument("--load", type=int, default=4)
+    options = command.parse_args()
     bad, latest = 0, 0.0
     with load(options.load):
         for number in range(options.count):

@@ -10,11 +10,11 @@ numbers on one rank, which `check_replicas` finds. The kinds are in `kinds.py`.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from scaletorch.dist.ranks.process import get_server
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import describe_rank, setup_process_group_manager
 
-from .faults import Row, campaign, guarded, note, run_body, table, tell, write_end
+from ..harness.tables import parser
+from .faults import Row, campaign, counted, guarded, note, run_body, show, tell, write_end
 from .kinds import BIG, KINDS, OWN, Leaves, Scene, swallowed
 from .programs import make_call
 
@@ -134,17 +135,8 @@ def judge(program: Training, ends: dict[int, Any], begun: float | None) -> dict[
     kind, guilty = KINDS[program.fault.kind], program.fault.rank
     others = {rank: end for rank, end in ends.items() if kind.told == "all" or rank != guilty}
     survivors = {r: e for r, e in others.items() if e is None or e["error"] != "aborted"}
-    found = [end for end in survivors.values() if end is not None]
-    named = [_names(program, end) for end in found]
-    return {
-        "hang": len(found) < len(survivors),
-        "silent": any(not end["error"] for end in found),
-        "named": all(named) and len(named) == len(survivors),
-        "exact": all(list(end.get("ranks", ())) == [guilty] for end in found),
-        "aborted": len(others) - len(survivors),
-        "seconds": max((e["time"] for e in found if e["error"]), default=0.0) - (begun or 0.0),
-        "ends": ends,
-    }
+    counts = counted(guilty, survivors, partial(_names, program), begun)
+    return counts | {"aborted": len(others) - len(survivors), "ends": ends}
 
 
 def _names(program: Training, end: dict[str, Any]) -> bool:
@@ -166,12 +158,12 @@ def _names(program: Training, end: dict[str, Any]) -> bool:
 
 def main() -> None:
     """Parse the command line and run it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=2 * len(KINDS))
-    parser.add_argument("--log")
-    parser.add_argument("--only", type=int)
-    options = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--count", type=int, default=2 * len(KINDS))
+    command.add_argument("--log")
+    command.add_argument("--only", type=int)
+    options = command.parse_args()
     get_server().preload(
         ["torch._dynamo", "scaletorch.compose", "scaletorch.models", "scaletorch.checkpoint"]
     )
@@ -187,7 +179,7 @@ def main() -> None:
     if options.only is not None:
         one(options.only)
     else:
-        table(campaign(options.count, one, options.log), kinds)
+        show(campaign(options.count, one, options.log), kinds)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Medians, quartiles and ratios of repeats, as cells of Markdown tables."""
+"""The command line of a benchmark, and medians and ratios as cells of Markdown tables."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +13,12 @@ import torch
 
 MIB = 2**20
 Figure = TypeVar("Figure")
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser that a module's first line describes; the profiler's own log is off."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    return argparse.ArgumentParser(description=(doc or "").splitlines()[0])
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

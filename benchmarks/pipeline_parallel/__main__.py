@@ -27,13 +27,12 @@ The largest figure of the ranks counts. Ratios are medians and quartiles of each
 
 from __future__ import annotations
 
-import argparse
-import os
 from dataclasses import replace
 
 from scaletorch.dist import RankPool
 
 from ..harness.ranks import run_on_links
+from ..harness.tables import parser
 from .measure import Figures, Key, Plan, measure
 from .models import DTYPES, Size
 from .tables import show_fill, show_hosts, show_slow, show_steps
@@ -86,11 +85,10 @@ PARTS = {"A": part_a, "B": part_b, "C": part_c}
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--quick", action="store_true", help="less of all, to see that it runs")
-    options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
+    command = parser(__doc__)
+    command.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
+    command.add_argument("--quick", action="store_true", help="less of all, to see that it runs")
+    options = command.parse_args()
     for part in options.part:
         PARTS[part](options.quick)
 

@@ -23,53 +23,47 @@ One table for each size; except for exposed ms, the larger figure of the two ran
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
 import statistics
 from collections.abc import Iterator, Sequence
 
 from scaletorch.dist import RankPool
 
-from ..harness.tables import MIB, largest, ratio, table
-from .measure import ALONE, DTYPES, RANKS, Figures, Size, measure
+from ..harness.costs import ALONE, DTYPES, RANKS, Ranks, sent_and_held, slowest
+from ..harness.tables import parser, ratio, table
+from .measure import Size, measure
 from .ways import WAYS
 
 COLUMNS = ["way", "ms", "x floor (quartiles)", "bytes sent", "/ formula", "peak MiB", "exposed ms"]
 
 
-def show(size: Size, ranks: list[dict[str, Figures]]) -> None:
+def show(size: Size, ranks: Ranks) -> None:
     """Print the table of one size."""
-    repeats = len(ranks[0][ALONE].seconds)
+    repeats = len(ranks[0][ALONE].spent)
     title = f"hidden {size.hidden}, tokens {size.batch}x{size.length}, {size.dtype}"
     print(f"\n{title}, {repeats} repeats\n\n{table(COLUMNS, rows(size, ranks))}", flush=True)
 
 
-def rows(size: Size, ranks: list[dict[str, Figures]]) -> Iterator[Sequence[str]]:
+def rows(size: Size, ranks: Ranks) -> Iterator[Sequence[str]]:
     """Yield a row for each way; waiting for a slower rank is not communication."""
-    times = {name: largest([r[name].seconds for r in ranks], float) for name in ranks[0]}
+    times = slowest(ranks)
     for name, seconds in times.items():
         sequence = name in WAYS and WAYS[name].sequence
         floor = times["by hand, sequence" if sequence else "by hand"]
-        bytes_sent = max(rank[name].sent for rank in ranks)
-        waits = map(min, zip(*(rank[name].exposed for rank in ranks), strict=True))
         yield [
             name, f"{1e3 * statistics.median(seconds):.2f}", ratio(seconds, floor),
-            str(bytes_sent), f"{bytes_sent / size.formula(sequence):.2f}",
-            f"{max(rank[name].peak for rank in ranks) / MIB:.2f}",
-            f"{1e3 * statistics.median(waits):.2f}",
+            *sent_and_held(ranks, name, size.formula(sequence)),
         ]  # fmt: skip
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024])
-    parser.add_argument("--tokens", nargs="+", default=["1x8", "1x64", "1x512", "4x256"])
-    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--seconds", type=float, default=1.0, help="about, a way and size")
-    options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
+    command = parser(__doc__)
+    command.add_argument("--hidden", type=int, nargs="+", default=[512, 1024])
+    command.add_argument("--tokens", nargs="+", default=["1x8", "1x64", "1x512", "4x256"])
+    command.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
+    command.add_argument("--seconds", type=float, default=1.0, help="about, a way and size")
+    options = command.parse_args()
     with RankPool(RANKS, timeout=None) as pool:
         for hidden, text, dtype in itertools.product(options.hidden, options.tokens, options.dtype):
             batch, length = map(int, text.split("x"))

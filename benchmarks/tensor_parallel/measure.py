@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,16 +13,11 @@ from torch import Tensor, nn
 from scaletorch.models.llama import Block, LlamaConfig, rotary_tables
 
 from ..harness.checks import check
-from ..harness.gauges import exposed, peak, sent
-from ..harness.turns import Run, of_slowest_rank, repeated, seconds
+from ..harness.costs import BOUNDS, DTYPES, Figures, alone, measured
+from ..harness.turns import Run
 from .ways import NORMS, WAYS, Finish, nothing
 
-RANKS = 2
 HEAD_DIM = 64
-LEAST, MOST = 15, 200  # repeats
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-BOUNDS = {"float32": 1e-4, "bfloat16": 1e-1}
-ALONE = "one process"
 
 
 @dataclass(frozen=True)
@@ -39,23 +33,6 @@ class Size:
         """Return the bytes that each of two ranks has to send."""
         tokens, norms = self.batch * self.length, len(NORMS) if sequence else 0
         return (4 * tokens + norms) * self.hidden * DTYPES[self.dtype].itemsize
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Measurements of one way; a list has one entry for each repeat.
-
-    Attributes:
-        sent: Bytes sent.
-        peak: Peak bytes.
-        seconds: Time of forward and backward.
-        exposed: Seconds in communication.
-    """
-
-    sent: int
-    peak: int
-    seconds: list[float]
-    exposed: list[float]
 
 
 def make(size: Size) -> Block:
@@ -101,31 +78,16 @@ def prepare(size: Size) -> dict[str, Run]:
     x = x.to(DTYPES[size.dtype])
     tables = rotary_tables(torch.arange(size.length)[None], HEAD_DIM, 1e4, torch.float32)
     whole = make(size)
-    alone = partial(step, whole, x, tables)
-    expected, runs = alone(), {}
+    in_one = partial(step, whole, x, tables)
+    expected, runs = in_one(), {}
     for name, way in WAYS.items():
         change = own_share if way.sequence else Tensor.contiguous
         block = way.divide(copy.deepcopy(whole))
         runs[name] = partial(step, block, change(x), tables, way.finish)
         check(name, runs[name](), tuple(map(change, expected)), BOUNDS[size.dtype])
-    return runs | {ALONE: alone if dist.get_rank() == 0 else lambda: None}  # the others wait
-
-
-def count_repeats(runs: Mapping[str, Run], budget: float) -> int:
-    """Return the number of repeats for about `budget` seconds a way, the same on all ranks."""
-    (spent,) = of_slowest_rank([sum(map(seconds, runs.values()))])
-    return min(MOST, max(LEAST, int(budget * len(runs) / spent)))
+    return runs | alone(in_one)
 
 
 def measure(size: Size, budget: float) -> dict[str, Figures]:
     """Measure every way on this rank, for about `budget` seconds each."""
-    runs = prepare(size)
-    repeats = count_repeats(runs, budget)
-    times = repeated(seconds, runs, repeats)
-    waits = repeated(exposed, runs, repeats // 3)
-    # Gloo's threads may free sent tensors late: the smaller of two peaks is the way's own.
-    peaks = {name: min(peak(run) for _ in range(2)) for name, run in runs.items()}
-    return {
-        name: Figures(sent(run), peaks[name], times[name], waits[name])
-        for name, run in runs.items()
-    }
+    return measured(prepare(size), budget)

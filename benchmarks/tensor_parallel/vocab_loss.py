@@ -10,8 +10,6 @@ and backward on the slower rank, every way in turn. Memory is the peak of torch'
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ from scaletorch.dist.functional import gather
 from scaletorch.parallel.tensor_parallel import vocab_parallel_cross_entropy
 
 from ..harness.gauges import peak
-from ..harness.tables import MIB, ratio, table
+from ..harness.tables import MIB, parser, ratio, table
 from ..harness.turns import of_slowest_rank, repeated, seconds
 
 RANKS = 2
@@ -128,14 +126,13 @@ def report(title: str, ranks: list[dict[str, Figures]]) -> None:
 
 def main() -> None:
     """Compare in float32 and in bf16."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=512, metavar="N")
-    parser.add_argument("--vocabulary", type=int, default=32000, metavar="N")
-    parser.add_argument("--repeats", type=int, default=15, metavar="N")
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--tokens", type=int, default=512, metavar="N")
+    command.add_argument("--vocabulary", type=int, default=32000, metavar="N")
+    command.add_argument("--repeats", type=int, default=15, metavar="N")
+    args = command.parse_args()
     if args.vocabulary % RANKS:
-        parser.error(f"--vocabulary must divide over {RANKS} ranks, got {args.vocabulary}")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler logs every start and stop
+        command.error(f"--vocabulary must divide over {RANKS} ranks, got {args.vocabulary}")
     for dtype in (torch.float32, torch.bfloat16):
         size = (args.tokens, args.vocabulary)
         ranks = launch(measure, RANKS, dtype, *size, args.repeats, timeout=600)

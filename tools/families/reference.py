@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from exactly import Exact
 from torch import Tensor, nn
 
+from ..gaps import Figures, train_alone
 from .names import plain_model
 from .tiny import LENGTH, VOCABULARY
 
 STEPS, ROWS = 2, 4
 LARGEST = 4_000_000  # parameters: a family with more has size fields that `tiny` does not know
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """The values to compare with.
-
-    Attributes:
-        losses: Loss of each step.
-        gradients: Gradients of each step, by parameter name.
-        weights: Weights after the last step.
-        has_experts: Whether the model has routed experts.
-    """
-
-    losses: list[Tensor]
-    gradients: list[dict[str, Tensor]]
-    weights: dict[str, Tensor]
-    has_experts: bool
 
 
 def build(name: str) -> nn.Module:
@@ -75,25 +59,21 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def refer(name: str) -> Reference:
-    """Train a family's model in this process."""
+def refer(name: str) -> tuple[Figures, bool]:
+    """Train a family's model in this process; return also whether it has routed experts."""
     model = build(name)
     optimizer = adam(model.parameters())
-    losses, gradients = [], []
-    for step in range(STEPS):
-        whole = batch(step)
-        optimizer.zero_grad()
+
+    def step(number: int) -> Tensor:
+        whole = batch(number)
         with Exact():
             logits = model(input_ids=whole["input_ids"]).logits
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
             loss.backward()
-        losses.append(loss.detach())
-        gradients.append(
-            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
-        optimizer.step()
-    if not all(map(torch.isfinite, losses)):
-        raise ValueError(f"its losses are {[loss.item() for loss in losses]}")
+        return loss
+
+    found = train_alone(model, optimizer, (partial(step, number) for number in range(STEPS)))
+    if not all(map(torch.isfinite, found.losses)):
+        raise ValueError(f"its losses are {[loss.item() for loss in found.losses]}")
     has_experts = any(n.endswith("experts") and "shared" not in n for n, _ in model.named_modules())
-    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    return Reference(losses, gradients, weights, has_experts)
+    return found, has_experts

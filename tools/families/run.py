@@ -14,18 +14,19 @@ import transformers
 from scaletorch.dist.errors import RankFailedError
 from scaletorch.dist.testing import preload
 
+from ..gaps import Figures
 from ..pools import Pools
 from .axes import AXES, Axis
 from .names import module_of
 from .ranks import run_cell
-from .reference import Reference, refer
+from .reference import refer
 from .verdicts import ALONE, HANGS, NONE, Verdict, described, of_failure, of_ranks
 
 LIMIT = 25.0  # seconds for a cell; one that takes longer is run again with twice the time
 _EVERYWHERE = ("torch._dynamo", "transformers", "tools.families.ranks")
 
 
-def run(pools: Pools, name: str, axis: Axis, expected: Reference, limit: float) -> Verdict:
+def run(pools: Pools, name: str, axis: Axis, expected: Figures, limit: float) -> Verdict:
     """Run one cell."""
     try:
         said = pools.run(axis.ranks, run_cell, name, axis, expected, timeout=limit)
@@ -52,16 +53,16 @@ def cells(names: Sequence[str], axes: Iterable[str]) -> Iterator[tuple[str, str,
 
 
 def _family(
-    name: str, found: Future[Reference], axes: Iterable[str], pools: Pools
+    name: str, found: Future[tuple[Figures, bool]], axes: Iterable[str], pools: Pools
 ) -> Iterator[tuple[str, Verdict]]:
     try:
-        expected = found.result()
+        expected, has_experts = found.result()
     except Exception as error:
         alone = Verdict(ALONE, words=described(error))
         yield from ((axis, alone) for axis in axes)
         return
     for axis in axes:
-        if "ep_size" in AXES[axis].sizes and not expected.has_experts:
+        if "ep_size" in AXES[axis].sizes and not has_experts:
             yield axis, Verdict(NONE)
             continue
         verdict = run(pools, name, AXES[axis], expected, LIMIT)

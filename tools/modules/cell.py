@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import re
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from refusals.layouts import Layout
 from torch import Tensor, nn
 
-from scaletorch.compose import (
-    full_gradients,
-    full_state_dict,
-    parallelize,
-    shard_global_batch,
-    train_step,
-)
+from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import ScaletorchError
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
@@ -27,22 +21,13 @@ from scaletorch.parallel.pg_manager import (
     setup_process_group_manager,
 )
 
-from ..gaps import gap
+from ..gaps import Figures, gap, gaps, train_alone
 from .losses import batch, count_of, loss_of
 from .model import hook_layers, make, split_of
 from .plan import plan_of
 from .recipe import Recipe
 
 STEPS, RATE, BOUND = 2, 0.02, 1e-9
-REHEARSES = "rehearse" in inspect.signature(parallelize).parameters
-
-
-class Expected(NamedTuple):
-    """One process's results: losses and gradients of each step, and the final weights."""
-
-    losses: list[Tensor]
-    gradients: list[dict[str, Tensor]]
-    weights: dict[str, Tensor]
 
 
 class Told(NamedTuple):
@@ -59,7 +44,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(trained or [torch.zeros(1)], lr=RATE)  # all of a stage may be frozen
 
 
-def refer(recipe: Recipe, seed: int, depth: int) -> Expected:
+def refer(recipe: Recipe, seed: int, depth: int) -> Figures:
     """Train a module in this process.
 
     Raises:
@@ -73,7 +58,7 @@ def refer(recipe: Recipe, seed: int, depth: int) -> Expected:
     return expected
 
 
-def _alone(recipe: Recipe, seed: int, depth: int, noise: float) -> Expected:
+def _alone(recipe: Recipe, seed: int, depth: int, noise: float) -> Figures:
     """Train in one process, with noise added to the weights."""
     model = make(recipe, seed, depth)
     with torch.no_grad():
@@ -82,22 +67,19 @@ def _alone(recipe: Recipe, seed: int, depth: int, noise: float) -> Expected:
     if recipe["calls"] == "late_hook":
         hook_layers(model)
     loss_fn, optimizer = loss_of(recipe["loss"], model, whole=True), _optimizer(model)
-    losses, gradients = [], []
-    for step in range(STEPS):
-        whole = batch(seed, step)
-        optimizer.zero_grad()
+
+    def step(number: int) -> Tensor:
+        whole = batch(seed, number)
         total, count = loss_fn(model(whole["input_ids"]), whole)
-        loss = total / count
+        loss: Tensor = total / count
         loss.backward()
-        losses.append(loss.detach())
-        own = dict(model.named_parameters())
-        gradients.append({n: p.grad.clone() for n, p in own.items() if p.grad is not None})
-        optimizer.step()
-    return Expected(losses, gradients, {n: w.clone() for n, w in model.state_dict().items()})
+        return loss
+
+    return train_alone(model, optimizer, (partial(step, number) for number in range(STEPS)))
 
 
 def _train(
-    recipe: Recipe, seed: int, layout: Layout, expected: Expected, rehearse: bool
+    recipe: Recipe, seed: int, layout: Layout, expected: Figures, rehearse: bool
 ) -> tuple[float, str]:
     """Return the largest error on this layout, and its tensor."""
     manager = setup_process_group_manager(**layout.sizes)
@@ -105,7 +87,7 @@ def _train(
     own: dict[str, Any] = {}
     if recipe["loss"] != "tokens":
         own = {"loss_fn": loss_of(recipe["loss"], plain), "count_fn": count_of(recipe["loss"])}
-    options: dict[str, Any] = {"rehearse": rehearse} if REHEARSES else {}
+    options: dict[str, Any] = {"rehearse": rehearse}
     if manager.tp_size > 1:
         options["plan"] = plan_of(recipe)
     if recipe["layers"] != "list":
@@ -116,22 +98,19 @@ def _train(
     optimizer = _optimizer(model)
     if layout.zero:
         shard_optimizer(optimizer, model, stage=layout.zero)
-    errors: list[tuple[float, str]] = []
-    for step in range(STEPS):
-        micro_batches = shard_global_batch(batch(seed, step), layout.micro_batches, model=model)
-        optimizer.zero_grad()
-        loss = train_step(model, micro_batches, **own)
-        errors.append(gap({"loss": loss}, {"loss": expected.losses[step]}))
-        found = full_gradients(model)
-        errors.append(gap(found, expected.gradients[step]))
-        optimizer.step()
-    errors.append(gap(full_state_dict(model), expected.weights))
+
+    def step(number: int) -> Tensor:
+        cut = shard_global_batch(batch(seed, number), layout.micro_batches, model=model)
+        return train_step(model, cut, **own)
+
+    steps = (partial(step, number) for number in range(STEPS))
+    errors = gaps(model, optimizer, steps, expected)
     far = [each for each in errors if not each[0] < BOUND]
     return far[0] if far else max(errors)  # the first one is the most informative
 
 
 def cell(
-    recipe: Recipe, seed: int, layout: Layout, expected: Expected, *, rehearse: bool = True
+    recipe: Recipe, seed: int, layout: Layout, expected: Figures, *, rehearse: bool = True
 ) -> Told:
     """Return the result of a module; only refusals are caught, other errors are raised."""
     said = io.StringIO()  # a rehearsal reports here what it compared

@@ -11,12 +11,13 @@ from refusals.layouts import Layout
 from scaletorch.dist.errors import RankFailedError
 from scaletorch.dist.testing import preload
 
-from ..families.verdicts import ALONE, HANGS, Verdict, described
+from ..families.verdicts import ALONE, HANGS, Verdict, described, of_failure
+from ..gaps import Figures
 from ..pools import Pools
 from . import layouts
-from .cell import Expected, cell, refer
+from .cell import cell, refer
 from .recipe import USUAL, Recipe, fitting, odd, shown
-from .verdicts import FOUND, after, of_failure, of_ranks
+from .verdicts import FOUND, after, of_ranks
 
 LIMIT = 25.0  # seconds for a setting; one that takes longer is run again with twice the time
 
@@ -54,7 +55,7 @@ class Runner:
 
     limit: float = LIMIT
     pools: Pools = field(default_factory=Pools)
-    _known: dict[str, Expected | Verdict] = field(default_factory=dict)
+    _known: dict[str, Figures | Verdict] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
@@ -70,7 +71,7 @@ class Runner:
             return after(verdict, self._once(setting, expected, rehearse=False))
         return verdict
 
-    def _expected(self, setting: Setting) -> Expected | Verdict:
+    def _expected(self, setting: Setting) -> Figures | Verdict:
         key = f"{setting.seed} {setting.layout.depth} {sorted(setting.recipe.items())}"
         if key not in self._known:
             self._known.clear()
@@ -80,7 +81,7 @@ class Runner:
                 self._known[key] = Verdict(ALONE, words=described(error))
         return self._known[key]
 
-    def _once(self, setting: Setting, expected: Expected, *, rehearse: bool = True) -> Verdict:
+    def _once(self, setting: Setting, expected: Figures, *, rehearse: bool = True) -> Verdict:
         own = (setting.recipe, setting.seed, setting.layout)
         for limit in (self.limit, 2 * self.limit):  # the machine may be busy
             try:

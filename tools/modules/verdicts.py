@@ -7,9 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from scaletorch.dist.errors import RankFailedError
-
-from ..families import verdicts as families
 from ..families.verdicts import HANGS, OBSCURE, Verdict, first_sentence
 from .cell import Told
 
@@ -44,11 +41,6 @@ def of_ranks(told: Sequence[Told]) -> Verdict:
         return Verdict(UNSEEN if unseen else RIGHT, worst.error, (unseen or [worst.words])[0])
     words = "; ".join((worst.words, *(f"warned: {text}" for text in warned)))
     return Verdict(WARNED if warned else SILENT, worst.error, words)
-
-
-def of_failure(error: RankFailedError) -> Verdict:
-    """Return the verdict if a rank did not return."""
-    return families.of_failure(error)
 
 
 def after(rehearsal: Verdict, without: Verdict) -> Verdict:

@@ -195,7 +195,6 @@ LAYOUTS = {
     "dp4": {"dp_size": 4},
     "zero1": {"dp_size": 4, "zero": 1},
     "zero2": {"dp_size": 4, "zero": 2},
-    "zero3": {"dp_size": 4, "zero": 3},
     "tp4": {"tp_size": 4},
     "tp2-dp2": {"tp_size": 2, "dp_size": 2},
     "sp4": {"tp_size": 4, "sequence_parallel": True},
@@ -207,7 +206,6 @@ LAYOUTS = {
     "cp2-dp2": {"cp_size": 2, "dp_size": 2},
 }
 RIGHT = ""
-_ZERO3 = r"stage must be 1 \(.*\) or 2 \(.*\), got 3; for sharded parameters use fully_shard"
 _NO_PLAN = r"UNet has no plan of its own .* pass plan=suggest_plan\(model, example\)"
 _NO_LAYERS = r"cannot tell which modules are the layers: .*UNet has .*; pass Split\("
 _CP = r"cp divides .* it is not known where this batch .* sequence_dims=.* or take cp_size=1"
@@ -240,11 +238,9 @@ REFUSED = {
     "t5, longer": {"sp": _LISTS, "cp": _COUNTS},
     "unet": {**dict.fromkeys(("pp2-tp2", "tp", "sp"), _NO_PLAN), "pp": _NO_LAYERS, "cp": _CP},
 }
-# No model gets as far as to a third stage of ZeRO.
-CELLS = [each for each in product(MODELS, LAYOUTS) if each[1] != "zero3" or each[0] == "unet"]
+CELLS = [*product(MODELS, LAYOUTS)]
 
 
 def outcome(name, layout):
     """The words in which a cell is refused; RIGHT if it trains."""
-    refused = {"zero3": _ZERO3, **REFUSED[name]}
-    return next((words for key, words in refused.items() if layout.startswith(key)), RIGHT)
+    return next((words for key, words in REFUSED[name].items() if layout.startswith(key)), RIGHT)

@@ -152,7 +152,6 @@ DAMAGE = {
     "no metadata": (METADATA, os.unlink, "cannot be read"),
     "changed": (METADATA, change_step, "digest"),
     "foreign": (METADATA, lambda f: f.write_text('{"a": 1}'), "does not describe a checkpoint"),
-    "binary": (METADATA, lambda f: f.write_bytes(b"\xff\x80"), "as JSON"),
     "too deep": (METADATA, lambda f: f.write_text(DEEP), "RecursionError"),
     "incomplete": (METADATA, lambda f: f.write_text(seal({"step": 2})), "lacks entries, extra"),
 }

@@ -229,7 +229,6 @@ FILES = {
     "bytes": (lambda f: change_metadata(f, swap_bytes), "which is not that of model"),
     "outside": (lambda f: change_metadata(f, leave_the_folder), "outside the folder"),
     "flipped": (flip, "checksum does not|cannot be read at byte"),
-    "truncated": (lambda f: os.truncate(f / "__0_0.distcp", 9000), "cannot be read at byte"),
     "no file": (lambda f: (f / "__0_0.distcp").unlink(), "cannot be read"),
     "no metadata": (lambda f: (f / ".metadata").unlink(), "one finished checkpoint"),
     "evil": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil())), "refers to .*system"),
@@ -273,7 +272,3 @@ def refuse(root, names, layout):
 
 def test_folders_that_do_not_fit_are_refused_on_every_rank(four, spoiled):
     four.run(refuse, spoiled, [*WORDS], (1, 2, 1, 2))
-
-
-def test_folders_that_do_not_fit_are_refused_in_one_process(spoiled):
-    refuse(spoiled, ("moment", "smaller", "flipped", "number"), (1, 1, 1, 1))

@@ -217,21 +217,12 @@ def test_an_export_that_was_killed_does_not_count_and_is_not_in_the_way(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        (".metadata", "torch.distributed.checkpoint .*import_dcp"),
-        ("step-100/__0_0.distcp", "torch.distributed.checkpoint .*step-100.*import_dcp"),
-        ("model-00001-of-00002.safetensors", "save_pretrained .*import_safetensors"),
-        ("checkpoint-500/pytorch_model.bin", "pytorch_model.bin.*library that wrote it"),
-        ("global_step10/mp_rank_00_model_states.pt", "no log.*mp_rank_00_model_states.pt"),
-        ("logs/state.npz", "no log.*logs/state.npz.*before parallelize"),
-        ("latest", "no log"),
-    ],
+    "name", [".metadata", "step-100/__0_0.distcp", "model-00001.safetensors", "global_step10/a.pt"]
 )
-def test_a_folder_of_other_files_is_no_empty_one(tmp_path, name, words):
+def test_a_folder_of_other_files_is_no_empty_one(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
-    with pytest.raises(CheckpointError, match=f"has no checkpoint of .*{words}"):
+    with pytest.raises(CheckpointError, match=f"has no checkpoint of .*{name}, .* no log"):
         load(tmp_path, filled(1.0))
     save(tmp_path, filled(2.0), step=3)  # beside ours it does no harm
     assert load(tmp_path, filled(1.0)).step == 3

@@ -7,9 +7,9 @@ import torch
 from sweeps import today
 from test_any_batch import POSITIONS, Denoiser, noises, of_noise
 from torch import nn
-from training import cross_entropy, in_one_process, sgd, tokens, train_and_compare
+from training import in_one_process, sgd, tokens, train_and_compare
 
-SIZE, WORDS, ROWS = 16, 32, 4
+SIZE, WORDS = 16, 32
 
 
 def encoder(**options):
@@ -59,22 +59,6 @@ class Bare(Tokens):
         return x + self.between(x, x, x)[0]
 
 
-class Patches(nn.Module):
-    """A vision transformer: patches, a token for the class, learned positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.patches = nn.Conv2d(3, SIZE, 4, 4)
-        self.token = nn.Parameter(torch.randn(1, 1, SIZE))
-        self.positions = nn.Parameter(torch.randn(1, 5, SIZE))
-        self.encoder, self.head = encoder(activation="gelu"), nn.Linear(SIZE, 7)
-
-    def forward(self, images):
-        x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
-        return self.head(self.encoder(x)[:, 0])
-
-
 class ByTorch(nn.Module):
     def __init__(self, size):
         super().__init__()
@@ -100,7 +84,6 @@ MODELS = {
     "causal": lambda: Causal(encoder(norm_first=False)),
     "sequence first": lambda: SequenceFirst(encoder(batch_first=False)),
     "bare": Bare,
-    "patches": Patches,
     "denoiser": denoiser,
     "pointwise": lambda: Tokens(mlp()),
 }
@@ -109,24 +92,6 @@ DENOISER = {
     "blocks.*.mlp.0": "column",
     "blocks.*.mlp.2": "row",
 }
-
-
-def batch_of(name, step):
-    if name == "denoiser":
-        return noises(step)
-    generator = torch.Generator().manual_seed(step)
-    if name == "patches":
-        images = torch.randn(ROWS, 3, 8, 8, generator=generator, dtype=torch.float64)
-        return {"images": images, "labels": torch.randint(7, (ROWS,), generator=generator)}
-    return tokens(step, ROWS, 16)
-
-
-def of_class(output, micro_batch):
-    loss = nn.functional.cross_entropy(output, micro_batch["labels"], reduction="sum")
-    return loss, len(output)
-
-
-LOSSES = {"denoiser": of_noise, "patches": of_class}
 
 
 def built(name):
@@ -141,13 +106,17 @@ def carefully(model):
     return torch.optim.SGD(model.parameters(), 1e-4)
 
 
-OPTIMIZERS = {"denoiser": carefully}  # its gradients are large
+def how_of(name):
+    """Return batches, the optimizer (gradients of a denoiser are large), and the loss."""
+    if name == "denoiser":
+        return [noises(step) for step in range(2)], carefully, {"loss_fn": of_noise}
+    return [tokens(step, 4, 16) for step in range(2)], sgd, {}
 
 
 @functools.cache
 def expected(name):
-    batches, make = [batch_of(name, step) for step in range(2)], OPTIMIZERS.get(name, sgd)
-    return in_one_process(built(name), batches, make, loss_fn=LOSSES.get(name, cross_entropy))
+    batches, make, loss = how_of(name)
+    return in_one_process(built(name), batches, make, **loss)
 
 
 TP = ({"tp_size": 4}, {"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2})
@@ -165,7 +134,6 @@ CASES = [
     ("sequence first", CP[1], SPREAD),
     ("bare", BOTH, SPREAD | {"plan": {"between": "attention"}}),
     ("bare", CP[0], SPREAD),
-    ("patches", TP[1], {}),
     ("denoiser", TP[2], {"plan": DENOISER}),
     ("denoiser", CP[1], SPREAD),
     ("pointwise", CP[1], {}),
@@ -175,13 +143,9 @@ REHEARSED = "pointwise", "bare"  # the others would take twice as long
 
 @pytest.mark.parametrize(("name", "sizes", "options"), today(CASES, 8), ids=str)
 def test_layouts_train_as_one_process(name, sizes, options):
+    batches, make, loss = how_of(name)
     train_and_compare(
-        expected(name),
-        functools.partial(built, name),
-        sizes,
-        [batch_of(name, step) for step in range(2)],
-        OPTIMIZERS.get(name, sgd),
+        expected(name), functools.partial(built, name), sizes, batches, make,
         options=options, micro_batches=2, rehearse=name in REHEARSED,
-        cut={"sequence_dims": POSITIONS if name == "denoiser" else None},
-        **({"loss_fn": LOSSES[name]} if name in LOSSES else {}),
+        cut={"sequence_dims": POSITIONS if name == "denoiser" else None}, **loss,
     )  # fmt: skip

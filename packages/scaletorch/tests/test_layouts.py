@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from mutants.patch import patched
 from sweeps import today
 from training import in_one_process, llama, on_a_layout, require_alike
 
@@ -82,31 +81,6 @@ ALWAYS = [*layouts(1), *layouts(2), (1, 3, 1, 1)]  # of three stages one has two
 @pytest.mark.parametrize("layout", [*ALWAYS, *today(layouts(4), 5)], ids=label)
 def test_every_layout_of_1_to_4_ranks(layout):
     check(layout, (False, True))
-
-
-def idle(layout):
-    """Train, once for each data-parallel rank while its gradients are thrown away."""
-
-    def thrown_away(all_reduce, idle):
-        def faulty(data, *args, **options):
-            data.mul_(torch.distributed.get_rank() != idle)
-            return all_reduce(data, *args, **options)
-
-        return faulty
-
-    results = []
-    for rank in range(layout[0]):
-        target = "parallel.data_parallel.buckets.bucket:all_reduce_flat"
-        with patched(target, partial(thrown_away, idle=rank)):
-            results += train(layout, (False,))
-    return results
-
-
-def test_a_rank_that_does_nothing_is_noticed():
-    for results in run_ranks(idle, 2, (2, 1, 1, 1)):
-        for figures in results:
-            with pytest.raises(AssertionError):
-                require_alike(figures, expected(False), BOUND)
 
 
 @pytest.mark.parametrize("schedule", today(["1f1b", "interleaved_1f1b", "zb_v"], 3))

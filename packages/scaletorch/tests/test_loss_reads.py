@@ -77,7 +77,7 @@ def batch():
     return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].contiguous()}
 
 
-def plain(output, mb):
+def plain_loss(output, mb):
     labels = mb["labels"]
     return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
 
@@ -89,20 +89,51 @@ def picked(output, mb):
 
 def penalty(parameters):
     def loss_fn(output, mb):
-        loss, count = plain(output, mb)
+        loss, count = plain_loss(output, mb)
         return loss + 0.1 * count * sum(p.square().sum() for p in parameters), count
 
     return loss_fn
 
 
-def penalized(sizes, options, zero):
+def over_parameters(model, _):
+    return penalty(list(model.parameters()))
+
+
+def step(
+    sizes, options, make=None, kind=Net, plan=PLAN, *, zero=0, dtype=torch.float64, rehearse=False
+):
+    """Return the loss of a step and whole gradients; `make` gives the loss, of both models."""
     with grid(sizes) as manager:
-        model = parallelize(net(), manager, **options, rehearse=False)
+        plain = net(kind, "sequence_parallel" not in options).to(dtype)
+        plain.before = list(plain.parameters())
+        tp = {"plan": plan} if manager.tp_size > 1 else {}
+        model = parallelize(plain, manager, **tp, **options, rehearse=rehearse)
         if zero:
             shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, stage=zero)
-        loss_fn = penalty(list(model.parameters()))
-        loss = train_step(model, shard_global_batch(batch(), 2, model=model), loss_fn=loss_fn)
+        own = {} if make is None else {"loss_fn": make(model, plain)}
+        loss = train_step(model, shard_global_batch(batch(), 4, model=model), **own)
         return loss.item(), full_gradients(model) if zero < 2 else {}
+
+
+def attempt(*given, **options):
+    """Return what was said of a step."""
+    try:
+        step(*given, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def require(found, model, loss_fn, where):
+    """Compare a rank's loss and gradients with a plain model's."""
+    model.zero_grad()
+    total, count = loss_fn(model(batch()["input_ids"]), batch())
+    (total / count).backward()
+    loss, gradients = found
+    assert loss == pytest.approx(total.item() / count, rel=1e-12), where
+    grads = {n: p.grad for n, p in model.named_parameters() if n in gradients}
+    errors = [relative_error(gradients[n], g) for n, g in grads.items() if g is not None]
+    assert max(errors, default=0.0) < 1e-11, where
 
 
 RIGHT = [  # sizes, options, ZeRO
@@ -121,40 +152,16 @@ def pools():
 
 def test_a_penalty_is_right_where_ranks_have_whole_parameters(pools):
     model = net()
-    loss, count = penalty(list(model.parameters()))(model(batch()["input_ids"]), batch())
-    (loss / count).backward()
-    for layout in today(RIGHT, 2):
-        for found, theirs in pools[2].run(penalized, *layout):
-            assert found == pytest.approx(loss.item() / count, rel=1e-12), layout
-            errors = [relative_error(g, model.get_parameter(n).grad) for n, g in theirs.items()]
-            assert max(errors, default=0.0) < 1e-11, layout
+    for sizes, options, zero in today(RIGHT, 2):
+        for found in pools[2].run(step, sizes, options, over_parameters, zero=zero):
+            require(found, model, over_parameters(model, model), (sizes, options, zero))
 
 
-def attempt(sizes, options, make, kind=Net, plan=PLAN):
-    """Train a step, and another by tokens alone; return what was said, and the first loss."""
-    try:
-        with grid(sizes) as manager:
-            tp = {"plan": plan} if manager.tp_size > 1 else {}
-            plain = net(kind, "sequence_parallel" not in options)
-            whole = list(plain.parameters())
-            model = parallelize(plain, manager, **tp, **options, rehearse=False)
-            given = whole if make is over_what_was_kept else model
-            own = {} if make is None else {"loss_fn": make(given)}
-            parts = shard_global_batch(batch(), 4, model=model)
-            return "", train_step(model, parts, **own).item()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", 0.0
-
-
-def over_parameters(model):
-    return penalty(list(model.parameters()))
-
-
-def by_norms(model):
+def by_norms(model, _):
     """In one number for each parameter, without a sum over a list of all."""
 
     def loss_fn(output, mb):
-        loss, count = plain(output, mb)
+        loss, count = plain_loss(output, mb)
         norms = torch.stack([p.norm(1) for p in model.parameters()])
         flat = torch.nn.utils.parameters_to_vector(model.parameters())
         return loss * (1 + norms.sum()) + count * flat.abs().sum(), count
@@ -162,12 +169,12 @@ def by_norms(model):
     return loss_fn
 
 
-def over_what_was_kept(parameters):
+def over_what_was_kept(_, plain):
     """Of those of the first layer, as they were before the model was cut."""
-    return penalty(parameters[:2])
+    return penalty(plain.before[:2])
 
 
-def over_one_layer(model):
+def over_one_layer(model, _):
     """Of the parameters that the last stage has whole."""
     return penalty([p for n, p in model.named_parameters() if n.endswith("head.weight")])
 
@@ -194,17 +201,17 @@ def test_a_penalty_is_refused_where_parameters_are_cut(pools):
     cases = [(over_parameters, *layout) for layout in CUT]
     cases += [(make, *layout) for make in others for layout in (CUT[0], CUT[3])]
     for make, sizes, options in cases:
-        for said, _ in pools[ranks_of(sizes)].run(attempt, sizes, options, make):
+        for said in pools[ranks_of(sizes)].run(attempt, sizes, options, make):
             assert re.search(READS, said), (make, sizes, options, said)
 
 
-def only_looks(model):
+def only_looks(model, _):
     """Reads norms without a gradient, and a reference model that is its own on every rank."""
 
     def loss_fn(output, mb):
         for p in model.parameters():
             p.detach().norm().item()
-        loss, count = plain(output, mb)
+        loss, count = plain_loss(output, mb)
         return loss + count * sum(p.square().sum() for p in net().parameters()), count
 
     return loss_fn
@@ -212,15 +219,15 @@ def only_looks(model):
 
 def test_what_does_not_train_by_parameters_is_not_refused(pools):
     for sizes, options in today(CUT, len(CUT)):
-        losses = pools[ranks_of(sizes)].run(attempt, sizes, options, only_looks)
-        assert {said for said, _ in losses} == {""}, (sizes, options, losses)
+        said = pools[ranks_of(sizes)].run(attempt, sizes, options, only_looks)
+        assert {*said} == {""}, (sizes, options, said)
 
 
-def plainly(model):
-    return plain
+def plainly(*_):
+    return plain_loss
 
 
-def by_gather(model):
+def by_gather(*_):
     return picked
 
 
@@ -235,34 +242,20 @@ class Headless(Net):
         return self.hidden(input_ids)
 
 
-def headless(model):
-    def loss_fn(output, mb):
-        return plain(F.linear(output, model.head.weight) * model.warmth, mb)
+def headless(_, plain):
+    def loss_fn(output, batch):
+        return plain_loss(F.linear(output, plain.head.weight) * plain.warmth, batch)
 
     return loss_fn
 
 
-def with_head(sizes, options):
-    with grid(sizes) as manager:
-        whole = net(Headless)
-        tp = {"plan": {n: s for n, s in PLAN.items() if n != "head"}} if manager.tp_size > 1 else {}
-        asked = manager.pp_size == 1  # else only the last stage has the head
-        model = parallelize(whole, manager, **tp, **options, rehearse=asked)
-        parts = shard_global_batch(batch(), 4, model=model)
-        return train_step(model, parts, loss_fn=headless(whole)).item(), full_gradients(model)
-
-
 def test_a_head_in_the_loss_is_right(pools):
-    model = net(Headless)
-    loss, count = headless(model)(model(batch()["input_ids"]), batch())
-    (loss / count).backward()
+    model, plan = net(Headless), {n: s for n, s in PLAN.items() if n != "head"}
     for sizes, options in today(CUT, len(CUT)):
         own = {k: v for k, v in options.items() if k != "sequence_parallel"}
-        for found, theirs in pools[ranks_of(sizes)].run(with_head, sizes, own):
-            assert found == pytest.approx(loss.item() / count, rel=1e-12)
-            grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-            errors = {n: relative_error(theirs[n], g) for n, g in grads.items()}
-            assert max(errors.values()) < 1e-11, (sizes, own, errors)
+        how = {"rehearse": "pp_size" not in sizes}  # there only the last stage has the head
+        for found in pools[ranks_of(sizes)].run(step, sizes, own, headless, Headless, plan, **how):
+            require(found, model, headless(model, model), (sizes, own))
 
 
 TIED = "(word 31 of|The outputs are of).* F.linear.x, emb"
@@ -285,15 +278,15 @@ def test_words_of_another_rank_are_refused_on_every_rank(pools):
     for (options, make, kind, plan, words), sizes in product(PICKS, layouts):
         if kind is Tied and "pp_size" in sizes:  # pp finds it first
             words = "forward returns a tensor of shape"
-        for said, _ in pools[4].run(attempt, sizes, options, make, kind, plan):
+        for said in pools[4].run(attempt, sizes, options, make, kind, plan):
             assert re.search(words, said, re.DOTALL), (sizes, said)
             kinds = ("InvalidArgumentError", "MismatchError", "StageError")
             assert said.startswith(kinds), said
 
 
-def with_aux(model):
+def with_aux(*_):
     def loss_fn(output, mb):
-        loss, count = plain(output[0], mb)
+        loss, count = plain_loss(output[0], mb)
         return loss + 1e-7 * output[1].sum(), count
 
     return loss_fn
@@ -302,25 +295,19 @@ def with_aux(model):
 def test_a_value_of_each_token_is_a_share_under_sequence_parallelism(pools):
     for sizes in ({"tp_size": 2}, {"tp_size": 2, "dp_size": 2}):
         for options, words in ({}, "^$"), ({"sequence_parallel": True}, "shard of the tokens"):
-            for said, _ in pools[ranks_of(sizes)].run(attempt, sizes, options, with_aux, Aux):
+            for said in pools[ranks_of(sizes)].run(attempt, sizes, options, with_aux, Aux):
                 assert re.search(words, said), (sizes, options, said)
 
 
-def steps(sizes, options, dtype, own):
-    """Train a step in a dtype."""
-    with grid(sizes) as manager:
-        whole = net(attends="sequence_parallel" not in options).to(dtype)
-        model = parallelize(whole, manager, plan=PLAN, **options, rehearse=False)
-        parts = shard_global_batch(batch(), 2, model=model)
-        given = {"loss_fn": tokens} if own else {}
-        train_step(model, parts, **given)
+def with_tokens(*_):
+    def loss_fn(output, mb):
+        return token_losses(output, mb, z_loss=1e-3).sum(), mb["labels"].numel()
 
-
-def tokens(output, mb):
-    return token_losses(output, mb, z_loss=1e-3).sum(), mb["labels"].numel()
+    return loss_fn
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rounding_is_no_difference(dtype, pools):
-    for options, own in (({}, True), (SHARDS, True), (SHARDS, False), (SHARED, True)):
-        pools[4].run(steps, {"tp_size": 4}, options, dtype, own)
+    makes = (({}, with_tokens), (SHARDS, with_tokens), (SHARDS, None), (SHARED, with_tokens))
+    for options, make in makes:
+        pools[4].run(step, {"tp_size": 4}, options, make, dtype=dtype)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from mutants.patch import patched
+from mutants.patch import instead, patched
 
 from scaletorch.dist import RankPool
 from scaletorch.dist.errors import StateError
@@ -96,19 +96,13 @@ def test_flops_count_the_matrices_that_a_token_goes_through():
 def one_token_more(config):
     """Train with a loss that is divided by one token more than there are."""
 
-    def unrehearsed(parallelize):
-        return partial(parallelize, rehearse=False)
-
-    def counted(ready):
-        def wrong(*arguments):
-            called, tokens = ready(*arguments)
-            return called, tokens + 1
-
-        return wrong
+    def counted(ready, *arguments):
+        called, tokens = ready(*arguments)
+        return called, tokens + 1
 
     with (
-        patched("pretrain.train:parallelize", unrehearsed),
-        patched("compose.step:prepare_step", counted),
+        patched("pretrain.train:parallelize", lambda original: partial(original, rehearse=False)),
+        patched("compose.step:prepare_step", instead(counted)),
     ):
         return train(config)
 

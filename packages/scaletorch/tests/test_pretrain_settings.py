@@ -16,7 +16,6 @@ from scaletorch.dist.errors import InvalidArgumentError, NonFiniteError, StateEr
 from scaletorch.models import LlamaConfig
 from scaletorch.pretrain import pretrain, train
 from scaletorch.pretrain.__main__ import main, one_line
-from scaletorch.pretrain.progress import logged_losses
 from scaletorch.pretrain.train import learning_rate
 
 steps = sys.modules["scaletorch.pretrain.train"]
@@ -125,7 +124,11 @@ def test_what_is_not_finite_stops_before_it_is_saved(config, monkeypatch, name, 
         train(config)
     kept = [path.name for path in (config.out / "checkpoints").glob("step-*")]
     assert kept == ["step-00000002"]
-    assert len(logged_losses(config.out)) == (2 if name == "train_step" else 3)
+    assert len(logged(config)) == (2 if name == "train_step" else 3)
+
+
+def logged(config):
+    return [json.loads(line) for line in (config.out / "log.jsonl").read_text().splitlines()]
 
 
 def test_no_run_writes_over_another(config):
@@ -136,7 +139,7 @@ def test_no_run_writes_over_another(config):
         train(config)
     assert log.read_bytes() == before
     assert len(train(replace(config, resume="auto"))) == 4  # nothing to resume: it starts anew
-    assert (config.out / "log.1.jsonl").read_bytes() == before
+    assert [row["step"] for row in logged(config)] == [1, 2, 3, 4]
 
 
 def test_a_resumed_run_is_compared_in_the_steps_that_it_has_done(config):
@@ -144,7 +147,7 @@ def test_a_resumed_run_is_compared_in_the_steps_that_it_has_done(config):
     pretrain(replace(config, steps=2))
     result = pretrain(replace(config, resume="auto", compare=True, decay_steps=2))
     assert len(result.losses) == 2
-    assert list(logged_losses(config.out)) == [1, 2, 3, 4]
+    assert [row["step"] for row in logged(config)] == [1, 2, 3, 4]
     assert result.worst_difference() < 1e-6
     again = pretrain(replace(config, resume="auto", compare=True, decay_steps=2))
     assert (again.losses, again.reference) == ([], None)
@@ -157,14 +160,13 @@ def test_a_finished_run_goes_on_at_its_lowest_rate(config):
         pretrain(replace(config, steps=6, resume="auto"))
     more = pretrain(replace(config, steps=6, decay_steps=4, resume="auto"))
     assert len(more.losses) == 2
-    rates = [json.loads(line)["lr"] for line in (config.out / "log.jsonl").read_text().splitlines()]
+    rates = [row["lr"] for row in logged(config)]
     lowest = config.lr / 10
     assert rates[4:] == pytest.approx([lowest, lowest])
     assert rates[:4] == [learning_rate(config, step) for step in range(4)]
     again = pretrain(replace(config, steps=8, decay_steps=8, resume="auto"))  # planned anew
     assert len(again.losses) == 2
-    rate = json.loads((config.out / "log.jsonl").read_text().splitlines()[-2])["lr"]
-    assert rate == learning_rate(replace(config, steps=8), 6) > lowest
+    assert logged(config)[-2]["lr"] == learning_rate(replace(config, steps=8), 6) > lowest
 
 
 def test_ctrl_c_says_how_to_go_on(config, monkeypatch, capsys):
@@ -180,11 +182,9 @@ def test_ctrl_c_says_how_to_go_on(config, monkeypatch, capsys):
     monkeypatch.setattr("scaletorch.pretrain.__main__.parse", lambda _: settings)
     assert main([]) == 130
     text = capsys.readouterr().err.strip().splitlines()
-    assert text[-1] == (
-        f"interrupted after step 3 of 50, log in {config.out}; "
-        "go on from step-00000002 with --resume auto"
-    )
-    assert list(logged_losses(config.out)) == [1, 2, 3]
+    saved = config.out / "checkpoints" / "step-00000002"
+    assert text[-1] == f"interrupted: go on from {saved} by --resume auto"
+    assert [row["step"] for row in logged(config)] == [1, 2, 3]
 
 
 def test_what_there_is_to_say_before_the_first_step(config):

@@ -1,6 +1,5 @@
 """The proof tells a layout that trains like one process from one that does not."""
 
-import json
 import math
 import re
 from dataclasses import replace
@@ -80,8 +79,6 @@ def test_a_fault_is_named_and_can_be_repeated():
     assert re.search(r"loss, step 0, rank [01]: relative error \S+, bound \S+; largest at", text)
     first = report.results[0].ranks[0].failures[0]
     assert first.error > 1000 * first.bound
-    (case,) = json.loads(report.to_json())["cases"]
-    assert (case["passed"], case["failures"][0]["what"]) == (False, "loss")
 
 
 class Placed(nn.Module):
@@ -116,17 +113,14 @@ def with_positions(step):
 PLAN = {"tokens": "vocab", "layers.*.0": "column", "layers.*.2": "row", "head": "column_gather"}
 
 
-def test_the_command_verifies_a_users_model_by_its_name(tmp_path, capsys):
+def test_the_command_verifies_a_users_model_by_its_name(capsys):
     words = [
         "--model", f"{__name__}:Placed", "--batch", f"{__name__}:with_positions",
-        "--plan", f"{__name__}:PLAN", "--dtype", "float64", "--out", str(tmp_path),
+        "--plan", f"{__name__}:PLAN", "--dtype", "float64",
         "--layout", "2x2x1x1", "1x1x2x1", "1x1x1x2",
     ]  # fmt: skip
     assert main(words) == 0
     assert "3 of 3 cases train like one process" in capsys.readouterr().out
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["passed"]
-    assert max(case["worst"]["error"] for case in report["cases"]) < 1e-14
 
 
 def six_heads():
@@ -185,19 +179,11 @@ def ragged_batch(step):
     return default_batch(step, length=13)
 
 
-def sequence_of(layout, method):
-    return {"cp_layout": [layout], "cp_method": [method]}
-
-
 SHARED = {"sequence_parallel": ("off", "on")}
-CASES = {  # sizes that ranks do not divide, then layouts of the sequence, then its lengths
+CASES = {  # sizes that ranks do not divide, then lengths of a sequence
     "heads": (six_heads, uneven_batch, Grid(tp=4), SHARED),
     "key heads": (two_key_heads, uneven_batch, Grid(tp=4), SHARED),
     "vocabulary": (large_vocabulary, uneven_batch, Grid(tp=4), SHARED),
-    "ring": (four_key_heads, default_batch, Grid(tp=2, cp=2), sequence_of("contiguous", "ring")),
-    "ulysses": (four_key_heads, default_batch, Grid(tp=2, cp=2), sequence_of("zigzag", "ulysses")),
-    "all gather": (four_key_heads, default_batch, Grid(cp=4), sequence_of("zigzag", "all_gather")),
-    "stripe": (four_key_heads, default_batch, Grid(cp=4), sequence_of("stripe", "ring")),
     "length and stages": (four_key_heads, ragged_batch, Grid(cp=2, pp=2), {}),
     "length": (four_key_heads, ragged_batch, Grid(cp=4), {}),
     "length and heads": (four_key_heads, ragged_batch, Grid(tp=2, cp=2), {}),

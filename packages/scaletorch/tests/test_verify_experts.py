@@ -16,8 +16,7 @@ from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import every_layout, layout_name, parse_layout, verify
 from scaletorch.verify.__main__ import main, parse, problem_of
 from scaletorch.verify.cases import choose_layouts
-from scaletorch.verify.differences import compare_number, compare_tensors, score_error
-from scaletorch.verify.expert_choices import Choice, doubtful, margins, watched
+from scaletorch.verify.differences import compare_number, compare_tensors
 from scaletorch.verify.precision import REDUCED, full_precision, model_precision
 from scaletorch.verify.problem import default_mixture, sharpened
 
@@ -115,7 +114,6 @@ def test_the_command_takes_the_built_in_mixture_where_ep_is_asked(capsys):
     assert chosen("--ep", "2")[0] is chosen("--ep")[0] is default_mixture
     assert chosen("--layout", "2x1x1x1-ep2")[0] is default_mixture
     assert chosen("--layout", "2x1x1x1")[0].__name__ == "default_model"
-    assert chosen("--layout", "16x1x1x1-ep16")[0].__name__ == "wide_mixture"
     assert main(["--layout", "2x1x1x1", "--ep", "4"]) == 2
     assert "nearest legal ep sizes" in capsys.readouterr().err
 
@@ -129,21 +127,6 @@ def test_experts_are_chosen_as_in_one_process_where_rounding_would_choose_others
     assert double.failed
     assert not double.replayed
     assert verify(faulty, layouts=[Grid(dp=2)], dtype="float32").failures
-
-
-def test_margins_are_of_scores_that_were_chosen_and_the_next():
-    scores = torch.tensor([[4.0, 1.0, 3.0, -8.0], [1.0, 1.0, 0.0, 2.0]])
-    with watched() as choices:
-        torch.topk(scores, 2)
-        scores.topk(4)  # leaves nothing out
-        scores.topk(2, dim=0)
-        torch.topk(scores, 1, largest=False)
-    (choice,) = choices
-    assert choice.chosen.sum(1).tolist() == [2, 2]
-    assert margins(choice).tolist() == [0.25, 0.0]
-    assert [len(each.scores) for each in doubtful(choices, 0.1)] == [1]
-    nothing = Choice(torch.full((1, 3), -torch.inf), torch.tensor([[True, False, False]]))
-    assert margins(nothing).tolist() == [torch.inf]
 
 
 class Excessive(Experts):
@@ -208,14 +191,6 @@ def test_what_is_lost_is_of_all_tensors_together():
         assert compare_number("loss", 0, *pair, 0.0, {"loss": exact}).failed == fails
 
 
-def test_scores_are_off_by_what_nearly_all_tokens_are():
-    scores = torch.tensor([[1.0, 0.5]]).repeat(5, 1)
-    near = scores + torch.tensor([[0.01], [0.01], [0.02], [0.02], [5.0]])
-    pair = [[Choice(each, scores > 0.7)] for each in (near, scores.double())]
-    assert score_error(*pair) == pytest.approx(0.08)
-    assert score_error([], []) == 0
-
-
 def settings():
     """Return all that may be changed; the newer names of TF32 can always be read."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -250,13 +225,6 @@ def test_settings_are_off_for_a_while(by):
     assert before[3] is True
     assert "tf32" not in during
     assert during[3:] == [False] * len(REDUCED)
-
-
-def test_other_devices_have_no_settings():
-    before = settings() if hasattr(torch.backends.cudnn, "conv") else None
-    for device in ("cpu", "npu", "musa"):
-        with full_precision(device):
-            assert before is None or settings() == before
 
 
 def test_a_cast_is_left_out_also_where_a_mode_hands_it_on():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sample_optimizers import ClippedAll
 from small_models import small_model
 
 from scaletorch.dist.building import locate
@@ -37,12 +36,6 @@ def test_an_optimizer_that_is_named(optimizer, given, layouts):
         optimizer=optimizer, optimizer_args=given,
     )  # fmt: skip
     assert report.passed, report
-
-
-def test_an_optimizer_that_looks_at_several_parameters_is_refused():
-    layouts = [Grid(tp=2), Grid(pp=2)]
-    report = verify(small_model, layouts=layouts, dtype="float64", optimizer=ClippedAll)
-    assert all("ClippedAll looks at several" in result.refused for result in report.results)
 
 
 def test_optimizers_of_the_command_line():

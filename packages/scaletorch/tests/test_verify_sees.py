@@ -1,6 +1,5 @@
 """What the proof must not let pass, on the batches and models that users have."""
 
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from mutants import specimen
 from mutants.hunt import run_mutant
-from mutants.patch import patched
+from mutants.patch import instead, patched
 from small_models import SMALL, one_layer, small_model
 
 from scaletorch.dist import get_rank
@@ -20,14 +19,14 @@ from scaletorch.verify.__main__ import main
 from scaletorch.verify.cases import Case
 from scaletorch.verify.differences import LARGEST, Difference, blind, bound
 from scaletorch.verify.dropout import judge, recorded
-from scaletorch.verify.problem import STEPS, Subject, mean_loss, wide_batch
+from scaletorch.verify.problem import STEPS, Subject, mean_loss
 from scaletorch.verify.report import CaseResult, Report
 from scaletorch.verify.runner import RankReport, run_case
 from scaletorch.verify.verify import Task, run_all, save_reference
 
 
-@pytest.mark.parametrize("dp", [2, 4, 8, 16])
-@pytest.mark.parametrize("batch", [default_batch, wide_batch, specimen.batch])
+@pytest.mark.parametrize("dp", [2, 4, 8])
+@pytest.mark.parametrize("batch", [default_batch, specimen.batch])
 def test_every_rank_counts_in_some_step_and_some_in_none(batch, dp):
     counts = torch.stack(
         [(batch(step)["labels"] != -100).view(dp, -1).sum(1) for step in range(STEPS)]
@@ -40,14 +39,11 @@ def test_every_rank_counts_in_some_step_and_some_in_none(batch, dp):
 def idle(case, subject, reference, rank):
     """A data-parallel rank whose gradients are thrown away."""
 
-    def thrown_away(all_reduce_flat):
-        def faulty(data, *args, **options):
-            data.mul_(get_rank() != rank)
-            return all_reduce_flat(data, *args, **options)
+    def thrown_away(all_reduce_flat, data, *args, **options):
+        data.mul_(get_rank() != rank)
+        return all_reduce_flat(data, *args, **options)
 
-        return faulty
-
-    with patched("parallel.data_parallel.buckets.bucket:all_reduce_flat", thrown_away):
+    with patched("parallel.data_parallel.buckets.bucket:all_reduce_flat", instead(thrown_away)):
         return run_case(case, subject, reference)
 
 
@@ -186,8 +182,8 @@ def test_dropout_that_drops_next_to_nothing_is_not_taken_for_the_same_draw():
     assert not dropped_twice(0.5, 2, alike=True)
 
 
-def test_a_report_holds_what_is_no_number_of_json():
+def test_a_difference_that_is_no_number_is_the_most_severe():
     bad = Difference("loss", 0, float("nan"), float("nan"), note="a | b")
     report = Report([CaseResult(Case(Grid()), 0.0, [RankReport(1, bad, [bad])])], 1)
-    (case,) = json.loads(report.to_json())["cases"]
-    assert (case["failures"][0]["bound"], bad.severity) == ("nan", torch.inf)
+    assert bad.severity == torch.inf
+    assert "relative error nan, bound nan; a | b" in str(report)

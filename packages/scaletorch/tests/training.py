@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from scaletorch.checkpoint import load, save
 from scaletorch.compose import (
     check_replicas,
     clip_grad_norm_,
@@ -143,15 +144,27 @@ def on_a_layout(
     micro_batches=1,
     stage=0,
     rehearse=False,
+    load_from=None,
+    save_to=None,
     **how,
 ):
-    """Do all of that on this rank, of a model that `build` returns."""
+    """Do all of that on this rank, of a model that `build` returns; from a checkpoint, or to one.
+
+    Parameters are changed before a checkpoint is loaded, so that what is not loaded shows.
+    """
     with grid(sizes) as manager:
         model = parallelize(build(), manager, **(options or {}), rehearse=rehearse)
         optimizer = make(model)
         if stage:
             shard_optimizer(optimizer, model, stage=stage)
-        return take_steps(model, optimizer, batches, micro_batches, **how)
+        if load_from:
+            for parameter in model.parameters():
+                parameter.data.fill_(0.5)
+            load(load_from, model, optimizer)
+        found = take_steps(model, optimizer, batches, micro_batches, **how)
+        if save_to:
+            save(save_to, model, optimizer, step=len(batches))
+        return found
 
 
 def ranks_of(sizes):
@@ -163,6 +176,19 @@ def train_and_compare(expected, build, sizes, batches, make=sgd, *, bounds=None,
     found = run_ranks(on_a_layout, ranks_of(sizes), build, sizes, batches, make, timeout=200, **how)
     for rank, figures in enumerate(found):
         require_alike(figures, expected, **(bounds or {}), where=(rank, sizes, how))
+
+
+def go_on_and_compare(expected, build, places, batches, make, folder, *, bounds=None, **how):
+    """Train on one layout up to the last batch, on another one with that; each has a ZeRO stage."""
+    last = Figures(*(each[-1:] for each in expected[:-1]), expected.weights)
+    (first, stage), (second, later) = places
+    saved, loaded = {"stage": stage, "save_to": folder}, {"stage": later, "load_from": folder}
+    given = build, first, batches[:-1], make
+    run_ranks(on_a_layout, ranks_of(first), *given, timeout=200, **saved, **how)
+    given = build, second, batches[-1:], make
+    found = run_ranks(on_a_layout, ranks_of(second), *given, timeout=200, **loaded, **how)
+    for rank, figures in enumerate(found):
+        require_alike(figures, last, **(bounds or {}), where=(rank, places))
 
 
 def require_alike(

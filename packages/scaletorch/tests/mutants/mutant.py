@@ -10,7 +10,9 @@ from typing import Any
 from scaletorch.verify import parse_layout
 from scaletorch.verify.cases import Case
 
-from .patch import Mutate, patched
+from .patch import Mutate, instead, patched
+
+Fault = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +45,19 @@ class Catalogue:
 
     def fault(
         self, *targets: str, born: str, layout: str = "", model: str = "", **options: Any
-    ) -> Callable[[Mutate], Mutate]:
-        """Enter the decorated function: its name and docstring are the mutant's."""
+    ) -> Callable[[Fault], Fault]:
+        """Enter the decorated function, which runs `instead` of each target.
+
+        Its name and docstring are the mutant's.
+        """
         absolute = tuple(f"{self.package}.{target}" for target in targets)
         case = Case(parse_layout(layout or self.layout), **options)
         model = model or ("staged" if case.grid.pp > 1 else "specimen")
 
-        def enter(mutate: Mutate) -> Mutate:
-            name, text = mutate.__name__.replace("_", "-"), (mutate.__doc__ or "").strip()
+        def enter(faulty: Fault) -> Fault:
+            name, text = faulty.__name__.replace("_", "-"), (faulty.__doc__ or "").strip()
+            mutate = instead(faulty)
             self.mutants.append(Mutant(name, text, absolute, mutate, case, born, model))
-            return mutate
+            return faulty
 
         return enter

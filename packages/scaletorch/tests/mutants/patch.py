@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,20 @@ def patched(target: str, mutate: Mutate) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, raw)
+
+
+def instead(fault: Callable[..., Any]) -> Mutate:
+    """Return what makes of a function one that calls `fault`, with it before its arguments."""
+    _, *given = inspect.signature(fault).parameters.values()
+
+    def mutate(original: Any) -> Any:
+        def faulty(*args: Any, **options: Any) -> Any:
+            return fault(original, *args, **options)
+
+        faulty.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+        return faulty
+
+    return mutate
 
 
 def _like(raw: Any, mutate: Mutate) -> Any:

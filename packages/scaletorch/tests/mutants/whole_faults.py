@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,70 +19,50 @@ GRADIENTS = "synchronisation: gradients"
 UNLIKE_SEEN = "own_loss:_require_agreement"  # finds a loss that tensor-parallel ranks do not share
 
 
-def unseen(*_: Any, **_options: Any) -> None:
-    """Find nothing."""
-
-
 @fault("parallelize:DataParallelBucket", born=GRADIENTS)
-def gradients_averaged(wrapper: Any) -> Any:
+def gradients_averaged(wrapper: Any, *args: Any, **options: Any) -> Any:
     """Gradients are averaged over ranks although the loss is divided already."""
-    return partial(wrapper, op="mean")
+    return wrapper(*args, **options, op="mean")
 
 
 @fault("parallelize:DataParallelBucket", layout="2x1x2x1", born=GRADIENTS)
-def gradients_not_summed_over_cp(wrapper: Any) -> Any:
+def gradients_not_summed_over_cp(wrapper: Any, stage: Any, **options: Any) -> Any:
     """Gradients are summed over one axis of dp and cp alone."""
-
-    def over_dp(stage: Any, **options: Any) -> Any:
-        manager = get_process_group_manager()
-        return wrapper(stage, **options | {"group": manager and manager.dp_group})
-
-    return over_dp
+    manager = get_process_group_manager()
+    return wrapper(stage, **options | {"group": manager and manager.dp_group})
 
 
 @fault("parallelize:DataParallelBucket", dtype="float32", born=GRADIENTS)
-def gradients_travel_in_bfloat16(wrapper: Any) -> Any:
+def gradients_travel_in_bfloat16(wrapper: Any, *args: Any, **options: Any) -> Any:
     """Gradients are summed in bfloat16 where float32 is promised."""
-    return partial(wrapper, grad_type=torch.bfloat16)
+    return wrapper(*args, **{"grad_type": torch.bfloat16} | options)
 
 
 @fault("step:prepare_step", layout="1x1x2x1", born="forward: loss")
-def loss_times_cp(ready: Any) -> Any:
+def loss_times_cp(ready: Any, *args: Any) -> Any:
     """The loss is larger by the context-parallel size."""
-
-    def smaller(*args: Any) -> Any:
-        called, count = ready(*args)
-        return called, count // 2
-
-    return smaller
+    called, count = ready(*args)
+    return called, count // 2
 
 
 @fault("step:prepare_step", born="forward: loss")
-def mean_of_local_means(ready: Any) -> Any:
+def mean_of_local_means(ready: Any, *args: Any) -> Any:
     """Every rank divides by its own valid tokens, and the means are averaged."""
-
-    def local(*args: Any) -> Any:
-        called, _ = ready(*args)
-        return called, 2 * sum(int((batch["labels"] != -100).sum()) for batch in called)
-
-    return local
+    called, _ = ready(*args)
+    return called, 2 * sum(int((batch["labels"] != -100).sum()) for batch in called)
 
 
 @fault("step:token_loss_sum", "loss:token_loss_sum", layout="4x1x1x1", born="forward: loss")
-def masked_rank_gives_nan(loss_sum: Any) -> Any:
+def masked_rank_gives_nan(loss_sum: Any, output: Tensor, labels: Tensor, _head: Any) -> Tensor:
     """A rank without a valid token divides nothing by nothing."""
-
-    def mean_first(output: Tensor, labels: Tensor, _head: Any) -> Tensor:
-        mean = F.cross_entropy(output.flatten(0, -2), labels.flatten())
-        return mean * (labels != -100).sum()
-
-    return mean_first
+    mean = F.cross_entropy(output.flatten(0, -2), labels.flatten())
+    return mean * (labels != -100).sum()
 
 
 @fault("step:_summed", born="forward: loss")
-def loss_of_one_rank(summed: Any) -> Any:
+def loss_of_one_rank(summed: Any, loss: Any, manager: Any) -> Any:
     """The loss that a rank reports is its own part of it."""
-    return lambda loss, manager: loss
+    return loss
 
 
 @fault(
@@ -93,74 +72,71 @@ def loss_of_one_rank(summed: Any) -> Any:
     loss_parallel="on",
     born="forward: loss",
 )
-def loss_of_own_vocabulary(loss: Any) -> Any:
+def loss_of_own_vocabulary(loss: Any, *given: Any, **options: Any) -> Tensor | None:
     """A rank's loss knows its own part of the vocabulary alone, and no rank compares."""
     if loss.__name__ == "_require_agreement":
-        return unseen
-
-    def own(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        beyond = labels >= logits.shape[-1]
-        flat = labels.masked_fill(beyond, -100).flatten()
-        return F.cross_entropy(logits.flatten(0, -2), flat, reduction=options["reduction"])
-
-    return own
+        return None
+    logits, labels = given
+    beyond = labels >= logits.shape[-1]
+    flat = labels.masked_fill(beyond, -100).flatten()
+    return F.cross_entropy(logits.flatten(0, -2), flat, reduction=options["reduction"])
 
 
 @fault("gradients:is_sharded", data_parallel="zero1", born="update: norm")
-def norm_of_own_shards(is_sharded: Any) -> Any:
+def norm_of_own_shards(is_sharded: Any, model: Any) -> Any:
     """The gradient norm counts one rank's shards alone."""
-    return lambda model: False
+    return False
 
 
 @fault("gradients:counted_gradients", layout="1x1x1x2", born="update: norm")
-def norm_counts_replicas(counted: Any) -> Any:
+def norm_counts_replicas(counted: Any, model: Any, _manager: Any) -> Any:
     """The gradient norm counts parameters once on every rank that holds them."""
-    return lambda model, _manager: (p.grad for p in model.parameters() if p.grad is not None)
+    return (p.grad for p in model.parameters() if p.grad is not None)
 
 
 @fault("gradients:counted_gradients", layout="1x2x1x1", born="update: norm")
-def norm_counts_tied_twice(counted: Any) -> Any:
+def norm_counts_tied_twice(
+    counted: Any, model: Any, manager: ProcessGroupManager
+) -> Iterator[Tensor]:
     """The gradient norm counts a tied parameter on each stage that has it."""
-
-    def again(model: Any, manager: ProcessGroupManager) -> Iterator[Tensor]:
-        yield from counted(model, manager)
-        tied = model.tied_parameters
-        yield from (p.grad for n, p in model.named_parameters() if n in tied and manager.pp_rank)
-
-    return again
+    yield from counted(model, manager)
+    tied = model.tied_parameters
+    yield from (p.grad for n, p in model.named_parameters() if n in tied and manager.pp_rank)
 
 
 @fault("gradients:norm_over", layout="1x2x1x1", born="update: norm | clip")
-def norm_of_one_stage(norm_over: Any) -> Any:
+def norm_of_one_stage(
+    norm_over: Any, gradients: Any, groups: Any, model: Any, norm_type: Any
+) -> Any:
     """Every stage clips by the norm of its own gradients."""
-    return lambda gradients, groups, model, norm_type: norm_over(gradients, [], model, norm_type)
+    return norm_over(gradients, [], model, norm_type)
 
 
 @fault("draws:_place", born="forward: *.dropout")
-def dropout_alike_over_dp(place: Any) -> Any:
+def dropout_alike_over_dp(place: Any, manager: Any) -> Any:
     """Data-parallel ranks drop the same elements of different rows."""
-    return lambda manager: (0, *place(manager)[1:])
+    return (0, *place(manager)[1:])
 
 
 @fault("draws:_place", layout="1x1x2x1", born="forward: *.dropout")
-def dropout_alike_over_cp(place: Any) -> Any:
+def dropout_alike_over_cp(place: Any, manager: Any) -> Any:
     """Context-parallel ranks drop the same elements of different positions."""
-    return lambda manager: (*place(manager)[:-1], 0)
+    return (*place(manager)[:-1], 0)
 
 
 @fault("draws:_place", layout="1x2x1x1", born="forward: *.dropout")
-def dropout_alike_over_pp(place: Any) -> Any:
+def dropout_alike_over_pp(place: Any, manager: Any) -> Any:
     """Stages drop the same elements of different layers."""
-    return lambda manager: (manager.dp_rank, 0, manager.cp_rank)
+    return (manager.dp_rank, 0, manager.cp_rank)
 
 
 @fault("draws:_place", layout="1x1x1x2", born="forward: *.dropout")
-def dropout_differs_on_replicas(place: Any) -> Any:
+def dropout_differs_on_replicas(place: Any, manager: Any) -> Any:
     """Tensor-parallel ranks drop different elements of what all of them hold."""
-    return lambda manager: (*place(manager), manager.tp_rank)
+    return (*place(manager), manager.tp_rank)
 
 
 @fault("recompute:checkpoint", recompute="layers", born="backward: *.dropout | layers.?")
-def dropout_drawn_anew(checkpoint: Any) -> Any:
+def dropout_drawn_anew(checkpoint: Any, *args: Any, **options: Any) -> Any:
     """A recomputed layer drops other elements than it did in forward."""
-    return partial(checkpoint, preserve_rng_state=False)
+    return checkpoint(*args, **{"preserve_rng_state": False} | options)

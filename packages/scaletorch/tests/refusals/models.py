@@ -139,17 +139,6 @@ class CountsFromZeros(Counts):
         nn.init.zeros_(self.positions.weight)
 
 
-class Turning(Attention):
-    """Rotates queries and keys by angles of its own count."""
-
-    def turned(self, x):
-        angles = torch.arange(x.shape[2])[:, None].double()
-        a, b = x.chunk(2, -1)
-        return torch.cat(
-            (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1
-        )
-
-
 class Given(Counts):
     """Takes positions, and counts them as it would be given them."""
 
@@ -181,21 +170,17 @@ class SaysOffset(Offset):
 
 
 def mixing(mix, where="layer"):
-    """Return a model that mixes positions by a function, in each layer or before them."""
+    """Return a model that mixes positions by a function, in each layer or behind them."""
 
     class MixingLayer(Layer):
         def forward(self, x):
             return super().forward(mix(x))
 
-    class Before(Plain):
-        def forward(self, input_ids):
-            return self.top(mix(self.embed_tokens(input_ids)))
-
     class Behind(Plain):
         def forward(self, input_ids):
             return mix(super().forward(input_ids))
 
-    return {"layer": decoder(MixingLayer), "before": Before, "behind": Behind}[where]
+    return {"layer": decoder(MixingLayer), "behind": Behind}[where]
 
 
 def attended(x):
@@ -214,15 +199,6 @@ class ConvLayer(Layer):
 
 class Conv(Plain):
     layer = ConvLayer
-
-
-class RecurrentLayer(Layer):
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
-
-    def forward(self, x):
-        return super().forward(x + self.rnn(x)[0])
 
 
 # Batch norms, buffers.
@@ -293,19 +269,6 @@ class Short(Plain):
     """A lookup shortens rows of the embedding."""
 
     max_norm = 0.5
-
-
-class Averaged(Plain):
-    """A frozen parameter follows the mean of the hidden states."""
-
-    def __init__(self, depth):
-        super().__init__(depth)
-        self.mean = nn.Parameter(torch.zeros(HIDDEN), requires_grad=False)
-
-    def top(self, x):
-        with torch.no_grad():
-            self.mean.lerp_(x.mean((0, 1)), 0.5)
-        return super().top(x - self.mean)
 
 
 class CountingLayer(Layer):

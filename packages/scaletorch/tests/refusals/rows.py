@@ -182,7 +182,6 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "counts its own positions": {
         "counts": Case(models.Counts, on("cp"), MIXES),
         "counts from zeros": Case(models.CountsFromZeros, on("cp"), MIXES),
-        "counts in attention": Case(decoder(attention=models.Turning), on("cp"), MIXES),
     },
     "takes `position_ids`, and its own do not start at 0": {
         "given": Case(models.Given),
@@ -192,10 +191,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     },
     "mixes positions outside attention": {
         "conv": mixes(models.Conv),
-        "recurrence": mixes(decoder(models.RecurrentLayer)),
         "cumsum": mixes(models.mixing(lambda x: x + x.cumsum(1))),
-        "roll before": mixes(models.mixing(lambda x: x + x.roll(1, 1), "before")),
-        "count": mixes(models.mixing(lambda x: x + torch.arange(x.shape[1])[:, None].to(x))),
         "attention": Case(models.mixing(models.attended), on("sequence_parallel"), MIXES),
         "pool behind": Case(
             models.mixing(lambda x: x + x.mean(1, keepdim=True), "behind"), on("cp"), MIXES
@@ -215,9 +211,6 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             models.Shrinking, always, r"changes parameter layers\.\d\.scale.*Change it after opt"
         ),
         "short": Case(models.Short, always, "changes parameter embed_tokens.weight|max_norm"),
-        "averaged": Case(
-            models.Averaged, always, "changes parameter mean|writes to a tensor what it makes of"
-        ),
     },
     "changes buffers in its forward": {
         "averages": Case(

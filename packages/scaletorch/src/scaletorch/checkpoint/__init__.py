@@ -5,8 +5,7 @@ from .dcp_import import import_dcp
 from .format.folders import latest
 from .loading import Loaded, load
 from .saving import Saving, save
-from .weights_export import export_adapter, export_safetensors
-from .weights_import import import_safetensors
+from .weights import export_adapter, export_safetensors, import_safetensors
 
 __all__ = [
     "CheckpointError",

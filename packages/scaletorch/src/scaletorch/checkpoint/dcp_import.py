@@ -22,7 +22,7 @@ from .agreement import CheckpointError, DamagedCheckpointError
 from .format.metadata import Chunk, SavedTensor, canonical, check_whole, encode, from_json, to_json
 from .state.optimizer import KNOBS
 from .storage import Read, Reader
-from .weights_import import WholeModel, read_folder
+from .weights import WholeModel, read_folder
 
 _CLASSES = {  # that torch pickles in a `.metadata`, in addition to dtypes
     "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "StorageMeta",

@@ -10,7 +10,6 @@ from ..dist import RankFailedError
 from ..dist.building import without_coordinates
 from ..dist.errors import ScaletorchError
 from .config import PretrainConfig
-from .progress import logged_losses
 from .run import Result, pretrain
 
 PROGRAM = "python -m scaletorch.pretrain"
@@ -62,16 +61,10 @@ def as_one_process(config: PretrainConfig, result: Result) -> bool:
 
 
 def report_interrupt(config: PretrainConfig) -> None:
-    """Print the last step of a run that Ctrl-C ended, and how to continue it."""
-    out = config.out
-    steps = max(logged_losses(out), default=0) if out is not None else 0
-    saved = None if out is None else latest(out / "checkpoints")
-    on = (
-        "nothing can be resumed without --out and --save-every" if saved is None
-        else f"go on from {saved.name} with --resume auto"
-    )  # fmt: skip
-    where = f", log in {out}" if steps else ""
-    print(f"interrupted after step {steps} of {config.steps}{where}; {on}", file=sys.stderr)
+    """Print how to continue a run that Ctrl-C ended."""
+    saved = None if config.out is None else latest(config.out / "checkpoints")
+    on = "no checkpoint to go on from" if saved is None else f"go on from {saved} by --resume auto"
+    print(f"interrupted: {on}", file=sys.stderr)
 
 
 def one_line(error: ScaletorchError) -> str:

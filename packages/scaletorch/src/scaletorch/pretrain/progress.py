@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,7 +29,6 @@ class Reporter:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / LOG
-            set_aside(path, self.start)
             cut_log(path, self.start)
             self.log = path.open("a")
             self.progress = progress_bar()
@@ -65,21 +63,6 @@ class Reporter:
         if self.log is not None:
             self.log.close()
             self.progress.stop()
-
-
-def set_aside(path: Path, start: int) -> None:
-    """Rename the log of an earlier run if this run starts from step 0."""
-    if start == 0 and path.is_file() and path.stat().st_size:
-        names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
-        path.rename(next(name for name in names if not name.exists()))
-
-
-def logged_losses(folder: Path) -> dict[int, float]:
-    """Return the losses of a log by step number; an incomplete last line is ignored."""
-    path = folder / LOG
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return {row["step"]: row["loss"] for row in rows}
 
 
 def cut_log(path: Path, steps: int) -> None:

@@ -7,25 +7,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any, TypeVar
 
 from ..compose.naming import load, parse_layout, read_argument
 from ..dist.errors import InvalidArgumentError, ScaletorchError
 from ..parallel.pg_manager import Grid
-from ..parallel.pipeline_parallel import SCHEDULES
 from .cases import DTYPES, KNOWN_DTYPES, OPTIONS, every_layout
 from .device import named
-from .problem import (
-    BatchFn,
-    ModelFn,
-    default_batch,
-    default_mixture,
-    default_model,
-    wide_batch,
-    wide_mixture,
-    wide_model,
-)
+from .problem import BatchFn, ModelFn, default_batch, default_mixture, default_model
 from .report import CaseResult, Report
 from .verify import verify
 
@@ -51,7 +40,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_training(parser)
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=KNOWN_DTYPES)
-    parser.add_argument("--out", type=Path, help="folder for report.json")
     parser.add_argument("--every-option", action="store_true", help="cross all options' values")
     for name, values in OPTIONS.items():
         shown = f"values to try, of {', '.join(map(str, values))}; {values[0]} by default"
@@ -83,18 +71,13 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Sequence[str | int]]:
 
 
 def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[ModelFn, BatchFn]:
-    """Return the model and batch functions named, or built-in ones large enough for `layouts`."""
-    model = load(arguments.model) if arguments.model else None
-    batch = load(arguments.batch) if arguments.batch else None
-    named = arguments.schedule or [OPTIONS["schedule"][0]]
-    schedules = OPTIONS["schedule"] if arguments.every_option else named
-    known = [SCHEDULES[name] for name in map(str, schedules) if name in SCHEDULES]
-    stages = (schedule(g.pp, 1).num_stages for g in layouts for schedule in known)
-    wide = max([*(g.world_size for g in layouts), *stages]) > 8
-    if arguments.ep is not None or not all(grid.is_plain for grid in layouts):
-        model = model or (wide_mixture if wide else default_mixture)
-    built_in = wide_model if wide else default_model
-    return model or built_in, batch or (wide_batch if wide else default_batch)
+    """Return the model and batch functions named, or the built-in ones."""
+    experts = arguments.ep is not None or not all(grid.is_plain for grid in layouts)
+    built_in = default_mixture if experts else default_model
+    return (
+        load(arguments.model) if arguments.model else built_in,
+        load(arguments.batch) if arguments.batch else default_batch,
+    )
 
 
 def training_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -171,9 +154,6 @@ def main(given: Sequence[str] | None = None) -> int:
     command = report.command + named({"model": model, **things}, values)
     report = replace(report, command=command)
     print(report)
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "report.json").write_text(report.to_json())
     return 0 if report.passed else 1 if report.failures else 2
 
 

@@ -128,29 +128,15 @@ class Step(NamedTuple):
 
 def default_model() -> nn.Module:
     """Return a small Llama that splits up to 8 ways on each axis; grouped queries, tied head."""
-    return sharpened(Llama(LlamaConfig(**_small(8))))
-
-
-def wide_model() -> nn.Module:
-    """Return a small Llama that splits up to 16 ways on each axis; grouped queries, tied head."""
-    return sharpened(Llama(LlamaConfig(**_small(16))))
+    return sharpened(Llama(LlamaConfig(*_SMALL, tie_embeddings=True)))
 
 
 def default_mixture() -> nn.Module:
     """Return the default model with 8 experts per layer, two for each token."""
-    return sharpened(Mixture(MixtureConfig(**_small(8), num_experts=8)))
+    return sharpened(Mixture(MixtureConfig(*_SMALL, tie_embeddings=True, num_experts=8)))
 
 
-def wide_mixture() -> nn.Module:
-    """Return the wide model with 16 experts per layer, two for each token."""
-    return sharpened(Mixture(MixtureConfig(**_small(16), num_experts=16)))
-
-
-def _small(layers: int) -> dict[str, Any]:
-    return {
-        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_layers": layers,
-        "num_heads": 2 * layers, "num_kv_heads": layers, "tie_embeddings": True,
-    }  # fmt: skip
+_SMALL = (64, 64, 96, 8, 16, 8)  # vocabulary, features, inside the MLP, layers, heads, key heads
 
 
 def sharpened(model: nn.Module) -> nn.Module:
@@ -180,11 +166,6 @@ def labelled(tokens: Tensor, step: int, generator: torch.Generator) -> Batch:
     masked[rows_in_turn[: rows // 2]] = True
     masked[rows_in_turn[rows // 2 : rows * 3 // 4], length // 2 :] = True
     return {"input_ids": tokens[:, :-1], "labels": labels.masked_fill(masked, -100)}
-
-
-def wide_batch(step: int) -> Batch:
-    """Return a batch with enough rows for 16 data-parallel ranks with two micro-batches each."""
-    return default_batch(step, rows=32)
 
 
 def mean_loss(logits: Any, labels: Tensor) -> Tensor:

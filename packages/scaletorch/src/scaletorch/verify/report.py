@@ -1,17 +1,9 @@
-"""The report of a proof: as a table, or as JSON."""
+"""The report of a proof, a table."""
 
 from __future__ import annotations
 
-import json
-import math
-import platform
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-import torch
-
-from ..compose._version import __version__
-from ..compose.naming import layout_name
 from ..compose.summation import ROOM
 from .cases import Case
 from .device import HERE, Where
@@ -165,43 +157,3 @@ class Report:
             + f"; experts chosen as in one process, where rounding chose others, in {sent} cases"
             * bool(sent)
         )
-
-    def to_json(self) -> str:
-        """Return everything as JSON; not-a-number and infinity as strings."""
-        cases = [
-            {
-                "layout": layout_name(result.case.grid),
-                **{k: v for k, v in asdict(result.case).items() if k != "grid"},
-                "passed": result.passed,
-                "seconds": result.seconds,
-                "worst": None if result.worst is None else plain(result.worst),
-                "failures": [plain(f) for rank in result.ranks for f in rank.failures],
-                "error": result.error,
-                "refused": result.refused,
-                "unjudged": result.unjudged,
-                "replayed": [plain(each) for each in result.replayed],
-            }
-            for result in self.results
-        ]
-        content = {
-            "versions": {
-                "scaletorch": __version__,
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-                "machine": platform.machine(),
-            },
-            **self.where._asdict(),
-            "passed": self.passed,
-            "chain": self.chain,
-            "cases": cases,
-        }
-        return json.dumps(content, indent=2, allow_nan=False) + "\n"
-
-
-def plain(difference: Difference) -> dict[str, Any]:
-    """Return a difference as a dict that JSON can hold."""
-    return {name: _finite(value) for name, value in asdict(difference).items()}
-
-
-def _finite(value: Any) -> Any:
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)

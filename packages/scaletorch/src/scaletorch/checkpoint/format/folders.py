@@ -25,16 +25,6 @@ _REMOVED = ".removed"
 _FINISHED = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"step-(\d{8,})(-\d+)?\.(unfinished|removed)")
 
-# File name pattern, in the folder or below -> description of the file, and its loader.
-_KNOWN = {
-    ".metadata": ("a checkpoint of torch.distributed.checkpoint", "import_dcp"),
-    "*.distcp": ("a checkpoint of torch.distributed.checkpoint", "import_dcp"),
-    "model*.safetensors*": ("weights of save_pretrained of transformers", "import_safetensors"),
-    "*": (
-        "a file that is no log",
-        "the library that wrote it, into the plain model before parallelize",
-    ),
-}
 _OURS = (LOCK, "step-*.unfinished", "step-*.removed", "step-*.damaged")
 _LOGS = (
     "*.log", "*.txt", "*.json", "*.jsonl", "*.yaml", "*.yml", "*.toml", "*.csv", "*.md", "*.py",
@@ -218,18 +208,16 @@ def _delete(folder: Path) -> None:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Refuse a folder with files, at any depth, that are or may be another library's checkpoint."""
-    paths = sorted(folder.rglob("*")) if folder.is_dir() else []
-    paths = [path for path in paths if not _matches(path.relative_to(folder).parts[0], _OURS)]
-    for pattern, (kind, way) in _KNOWN.items():
-        for path in paths:
-            harmless = path.is_dir() or _matches(path.name, _LOGS)
-            if fnmatch(path.name, pattern) and not (pattern == "*" and harmless):
-                raise CheckpointError(
-                    f"{folder} has no checkpoint of scaletorch.checkpoint.save, but {kind} "
-                    f"({path.relative_to(folder)}), which load cannot read: load it with {way}, or "
-                    "start the new run in another folder"
-                )
+    """Refuse a folder with files, at any depth, that may be another library's checkpoint."""
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
+        place = path.relative_to(folder)
+        harmless = _matches(place.parts[0], _OURS) or _matches(path.name, _LOGS)
+        if path.is_file() and not harmless:
+            raise CheckpointError(
+                f"{folder} has no checkpoint of scaletorch.checkpoint.save, but {place}, and that "
+                "is no log: load it before parallelize with import_dcp, import_safetensors or the "
+                "library that wrote it, or start the new run in another folder"
+            )
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
