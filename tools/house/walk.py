@@ -92,7 +92,7 @@ WALKS: dict[str, tuple[Callable[[], set[str]], int, int]] = {
     "all_reduce": (small_all_reduce, 2, 5),
     "attention": (ring_attention, 2, 25),
     "apply_tensor_parallel": (shard_model, 2, 30),
-    "train_step": (step_4d, 8, 71),
+    "train_step": (step_4d, 8, 60),
 }
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from dense_attention import within
 
 from scaletorch.dist.testing import run_ranks
-from scaletorch.dist.wire.work import Work
+from scaletorch.dist.wire.backend import Work
 from scaletorch.parallel.context_parallel import LAYOUTS, attention, cp_comms
 from scaletorch.parallel.context_parallel.methods import all_gather
 from scaletorch.parallel.context_parallel.methods.call import Call

@@ -25,4 +25,4 @@ from .objects.object_calls import gather_object as gather_object
 from .params import all_reduce_dict as all_reduce_dict
 from .params import all_reduce_params as all_reduce_params
 from .params import sync_random_seed as sync_random_seed
-from .wire.work import Work as Work
+from .wire.backend import Work as Work

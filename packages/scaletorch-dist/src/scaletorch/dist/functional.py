@@ -30,8 +30,7 @@ from torch.autograd import Function
 
 from .collectives import shards
 from .errors import InvalidArgumentError
-from .wire.backend import process_group
-from .wire.work import Group
+from .wire.backend import Group, process_group
 
 __all__ = [
     "AllGather",

@@ -15,10 +15,9 @@ from torch.distributed import ProcessGroup
 from .agreement import agree
 from .collectives.reduce import all_reduce
 from .errors import InvalidArgumentError
-from .wire.backend import broadcast_ints
+from .wire.backend import Group, broadcast_ints
 from .wire.checks import begin, check_target, describe
 from .wire.recipes import Op, op_name, recipe_for
-from .wire.work import Group
 from .world.info import group_ranks
 
 SMALL = 1 << 20  # bytes; copying a larger tensor into a bucket costs more than sending it alone

@@ -14,12 +14,18 @@ from torch.distributed import ProcessGroup
 from ..errors import InvalidArgumentError, MismatchError
 from ..transport.ways import way_of
 from ..wire.backend import (
+    Async,
+    Group,
+    Sync,
+    Work,
     all_to_all_single,
     as_bytes,
     bring_home,
     gather_ints,
+    identity,
     movable,
     on_wire,
+    settled,
 )
 from ..wire.checks import (
     begin,
@@ -31,7 +37,6 @@ from ..wire.checks import (
     comparing,
 )
 from ..wire.recipes import as_one
-from ..wire.work import Async, Group, Sync, Work, identity, settled
 from ..world.info import get_dist_info, get_world_size, group_ranks
 
 

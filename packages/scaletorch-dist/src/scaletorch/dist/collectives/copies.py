@@ -14,15 +14,21 @@ from ..devices import get_comm_device
 from ..errors import InvalidArgumentError
 from ..transport.ways import way_of
 from ..wire.backend import (
+    Async,
+    Group,
+    Sync,
+    Work,
     bring_home,
     broadcast_ints,
     movable,
+    nothing,
     on_wire,
     raw_barrier,
     raw_broadcast,
     raw_gather,
     raw_scatter,
     route,
+    settled,
 )
 from ..wire.checks import (
     begin,
@@ -32,7 +38,6 @@ from ..wire.checks import (
     check_target,
     check_tensor,
 )
-from ..wire.work import Async, Group, Sync, Work, nothing, settled
 from ..world.info import get_world_size
 
 

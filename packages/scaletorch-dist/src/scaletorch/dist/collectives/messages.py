@@ -15,9 +15,20 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
 from ..errors import InvalidArgumentError
-from ..wire.backend import bring_home, movable, note, on_wire, post, process_group
+from ..wire.backend import (
+    Async,
+    Group,
+    Sync,
+    Work,
+    bring_home,
+    movable,
+    note,
+    nothing,
+    on_wire,
+    post,
+    process_group,
+)
 from ..wire.checks import check_member, check_tag, check_target, check_tensor
-from ..wire.work import Async, Group, Sync, Work, nothing
 from ..world.info import get_rank
 
 Messages = Sequence[tuple[Tensor, int]]

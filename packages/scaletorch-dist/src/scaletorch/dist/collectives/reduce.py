@@ -10,10 +10,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..transport.ways import arrived, way_of
-from ..wire.backend import as_real, on_wire, raw_reduce, route
+from ..wire.backend import (
+    Async,
+    Group,
+    Sync,
+    Work,
+    as_real,
+    nothing,
+    on_wire,
+    raw_reduce,
+    route,
+    settled,
+)
 from ..wire.checks import begin, check_list, check_member, check_target
 from ..wire.recipes import Op, Recipe, as_one, recipe_for
-from ..wire.work import Async, Group, Sync, Work, nothing, settled
 from ..world.info import get_dist_info
 
 

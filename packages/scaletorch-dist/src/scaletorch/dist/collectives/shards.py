@@ -16,10 +16,20 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
 from ..transport.ways import way_of
-from ..wire.backend import all_to_all_single, bring_home, movable, on_wire, process_group
+from ..wire.backend import (
+    Group,
+    Work,
+    all_to_all_single,
+    bring_home,
+    identity,
+    movable,
+    nothing,
+    on_wire,
+    process_group,
+    settled,
+)
 from ..wire.checks import begin, checking, compare
 from ..wire.recipes import even_counts, recipe_for, sum_dtype
-from ..wire.work import Group, Work, identity, nothing, settled
 from ..world.info import get_world_size
 from .reduce import all_reduce
 

@@ -24,15 +24,16 @@ from ..collectives.messages import recv, send
 from ..errors import InvalidArgumentError, StateError
 from ..transport.ways import way_of
 from ..wire.backend import (
+    Group,
     bring_home,
     gather_ints,
     gather_texts,
     host_device,
+    identity,
     process_group,
     raw_broadcast,
 )
 from ..wire.checks import begin, check_member
-from ..wire.work import Group, identity
 from ..world.info import get_rank, group_ranks
 from .packing import Terms, dump_object, load_object, pickle_allowed
 

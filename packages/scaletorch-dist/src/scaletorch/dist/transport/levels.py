@@ -21,9 +21,8 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..wire.backend import Route, as_noted, last_note, process_group, route
+from ..wire.backend import Route, Work, as_noted, last_note, process_group, route
 from ..wire.recipes import Recipe, as_one, even_counts, recipe_for
-from ..wire.work import Work
 from ..world.info import get_timeout, group_ranks, info_of, ranks_by_node
 from .ways import Done, T, Way, arrived, way_of
 

@@ -20,6 +20,7 @@ from ..errors import StateError
 from ..wire.backend import (
     MOVABLE,
     Route,
+    Work,
     all_gather_single,
     all_to_all_single,
     as_bytes,
@@ -29,9 +30,9 @@ from ..wire.backend import (
     raw_broadcast,
     reduce_scatter_single,
     route,
+    settled,
 )
 from ..wire.recipes import Recipe, fold
-from ..wire.work import Work, settled
 from ..world.info import group_ranks, info_of, infos
 
 T = TypeVar("T")
