@@ -225,7 +225,7 @@ REFUSED = [  # a model and its arguments, a plan, and what is said
     ((Model, Residual), SHARDED,
      r"in Residual does not fit this rank's share of the tokens \(4 of 8\)"),
     ((Model, Whole), SHARDED, "in Whole does not fit .* heads and features"),
-    ((Longer,), SHARDED, "It is the whole sequence, made between the layers"),
+    ((Longer,), SHARDED, r"or are the whole sequence \(a prefix"),
     ((LongerByOne,), SHARDED, "Tokens were added or dropped .* style the layers 'sequence_lay"),
     ((Reshaping,), SHARDED, "in Reshaping does not fit .* 'sequence_layer'; or do w"),
     ((Model, Partly), SHARDED, "checkpoint the whole module"),

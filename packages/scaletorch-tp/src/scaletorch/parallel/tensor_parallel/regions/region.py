@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ....dist import all_reduce, get_rank, reduce_scatter
-from ....dist.functional import spmd_local, spmd_type
+from ....dist.functional import Reduce, ReduceScatter, spmd_local, spmd_type
 from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Invariant, Partial, Placement, Replicate, Shard, convert
 from .sequence_shares import DIM, SequenceShares, convert_hidden, shapes_explained
@@ -70,7 +70,9 @@ class Enter(torch.autograd.Function):
         """Return the full `x`."""
         ctx.waiting, ctx.group, ctx.sizes = waiting, group, sizes
         if sizes is None:
+            ctx.way = Reduce, group
             return x.view_as(x)
+        ctx.way = ReduceScatter, DIM, group, sizes
         return convert(x, Shard(DIM, tuple(sizes)), Replicate(), group)
 
     @staticmethod
@@ -88,10 +90,6 @@ class Enter(torch.autograd.Function):
         """Sum the gradient of `x`, and compute the weight gradients meanwhile."""
         (grad,) = grads
         x_needed, _, _, _, *needed = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # with create_graph `Multiply` returned the weight gradients
-            wanted = Invariant() if ctx.sizes is None else Shard(DIM, tuple(ctx.sizes))
-            summed = convert(grad, Partial(), wanted, ctx.group) if x_needed else None
-            return summed, None, None, None, *(None for _ in needed)
         # All `Multiply` nodes have run, since `grad` is the sum of theirs: start its sum over the
         # ranks now and compute the weight gradients meanwhile.
         arrive = send(grad, ctx.group, ctx.sizes) if x_needed else None
@@ -127,19 +125,9 @@ class Multiply(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if not x.dtype == weight.dtype == grad.dtype:  # autocast used the output's dtype
             x, weight = x.to(grad.dtype), weight.to(grad.dtype)
-        weight_needed, bias_needed = ctx.needs_input_grad[1:3]
-        if not torch.is_grad_enabled():
-            if weight_needed or bias_needed:
-                ctx.waiting.append((grad, x))
-            return grad.matmul(weight), None, None, None
-        # With create_graph these gradients are differentiated again, so they need a graph.
-        products: Products = [(grad, x)]
-        return (
-            grad.matmul(weight),
-            weight_grad(products) if weight_needed else None,
-            bias_grad(products) if bias_needed else None,
-            None,
-        )
+        if any(ctx.needs_input_grad[1:3]):
+            ctx.waiting.append((grad, x))
+        return grad.matmul(weight), None, None, None
 
 
 def weight_grad(products: Products) -> Tensor | None:
@@ -168,6 +156,10 @@ def send(
     grad: Tensor, group: ProcessGroup | None, sizes: Sequence[int] | None
 ) -> Callable[[], Tensor]:
     """Start the sum of the input's gradient; return a function that waits for the result."""
+    if torch.is_grad_enabled():  # with create_graph the sum is differentiated again
+        wanted = Invariant() if sizes is None else Shard(DIM, tuple(sizes))
+        summed = convert(grad, Partial(), wanted, group)
+        return lambda: summed
     if sizes is None:
         # In place: no other code uses a gradient that `Multiply` nodes returned.
         work = all_reduce(grad, group=group, async_op=True)

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ....dist import all_reduce
 from ....dist.building import sum_dtype
-from ....dist.functional import spmd_local
+from ....dist.functional import Reduce, spmd_local
 from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import Cut
 from .surround import Surrounded
@@ -27,9 +27,11 @@ class SumGradient(Function):
     """Identity; backward sums the gradient, or a slice of it, over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, total: Callable[[Tensor], Tensor], group: ProcessGroup | None
+    ) -> Tensor:
         """Return `x`; `total` maps its gradient to the sum over ranks."""
-        ctx.total = total
+        ctx.total, ctx.way = total, (Reduce, group)
         return x.view_as(x)
 
     @staticmethod
@@ -41,21 +43,23 @@ class SumGradient(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the summed gradient."""
-        return ctx.total(grads[0]), None
+        return ctx.total(grads[0]), None, None
 
 
 @uncompiled
-def sum_gradient(x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+def sum_gradient(
+    x: Tensor, total: Callable[[Tensor], Tensor], group: ProcessGroup | None
+) -> Tensor:
     """Return `x` with a backward that applies `total` to its gradient."""
     function: Any = SumGradient
-    result: Tensor = function.apply(x, total) if torch.is_grad_enabled() else x
+    result: Tensor = function.apply(x, total, group) if torch.is_grad_enabled() else x
     return result
 
 
 @uncompiled
 def sum_replicas(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
     """Return `x` with a gradient that is summed over the ranks that hold the same shard."""
-    return sum_gradient(x, lambda grad: sum_parts(grad, cut, rank, group))
+    return sum_gradient(x, lambda grad: sum_parts(grad, cut, rank, group), group)
 
 
 def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
@@ -88,4 +92,4 @@ class TailShared(Surrounded):
             all_reduce(tail, group=self._tp_group)
             return torch.cat([grad[..., : -self.shared_features], tail], -1)
 
-        return sum_gradient(super().forward(*args, **kwargs), total)
+        return sum_gradient(super().forward(*args, **kwargs), total, self._tp_group)

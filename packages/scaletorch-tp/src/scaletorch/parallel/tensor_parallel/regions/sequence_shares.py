@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -65,24 +67,20 @@ class SequenceShares:
     def sizes(self, x: Tensor) -> tuple[int, ...]:
         """Return the number of tokens on each rank, given this rank's shard `x`."""
         sizes = self.sizes_of(self.length or x.shape[DIM] * get_world_size(self.group))
-        length, expected = x.shape[DIM], sizes[self.rank]
-        if length == expected:
+        if x.shape[DIM] == sizes[self.rank]:
             return sizes
-        way_out = "style the layers 'sequence_layer', so that sequences are whole around them"
-        if length != sum(sizes):
-            reason = (
-                "Tokens were added or dropped between the layers, or are in another dim (a prefix, "
-                "pooling, [L, B, H])"
-            )
-        elif in_backward():
-            reason = "A module that sees whole sequences is run again in backward in pieces"
-            way_out = "checkpoint the whole module (attention, MLP) or the layer around it"
-        else:
-            reason = "It is the whole sequence, made between the layers (a table, another input)"
+        reason = (
+            "A module that sees whole sequences is run again in backward in pieces: checkpoint the "
+            "whole module (attention, MLP) or the layer around it"
+            if in_backward()
+            else "Tokens were added or dropped between the layers, are in another dim, or are the "
+            "whole sequence (a prefix, pooling, [L, B, H], a table, another input): style the "
+            "layers 'sequence_layer', so that sequences are whole around them"
+        )
         raise InvalidArgumentError(
-            f"{describe_rank()}: with sequence parallelism expected this rank's {expected} of "
-            f"{sum(sizes)} tokens, got a tensor of shape {tuple(x.shape)}. {reason}: {way_out}, or "
-            "do without sequence parallelism"
+            f"{describe_rank()}: with sequence parallelism expected this rank's "
+            f"{sizes[self.rank]} of {sum(sizes)} tokens, got a tensor of shape {tuple(x.shape)}. "
+            f"{reason}, or do without sequence parallelism"
         )
 
     def is_share(self, x: Tensor) -> bool:
@@ -130,9 +128,9 @@ class SequenceShares:
         return tuple(batch * size for size in sizes)
 
     @uncompiled
-    def split(self, x: Tensor) -> Tensor:
+    def split(self, x: Tensor, dim: int = DIM) -> Tensor:
         """Return this rank's sequence shard of a replicated tensor."""
-        return convert(x, Invariant(), Shard(DIM, self.sizes_of(x.shape[DIM])), self.group)
+        return convert(x, Invariant(), Shard(dim, self.sizes_of(x.shape[dim])), self.group)
 
     def sizes_of(self, length: int) -> tuple[int, ...]:
         """Return the number of tokens on each rank for a sequence of `length` tokens."""
@@ -179,10 +177,24 @@ _RESIDUAL = "residual"
 _WAY_OUT = "do without sequence parallelism"
 
 
-def argument_names(module: nn.Module, args: Sequence[Any]) -> list[str]:
-    """Return the names of positional arguments in the module's own forward; "" for surplus ones."""
-    names = [*inspect.signature(own_class(module).forward).parameters][1:]
-    return [names[place] if place < len(names) else "" for place in range(len(args))]
+@cache
+def _parameters(forward: Callable[..., Any]) -> list[str]:
+    return [*inspect.signature(forward).parameters][1:]
+
+
+@uncompiled
+def change_arguments(
+    module: nn.Module,
+    change: Callable[[str, Any], Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the results of `change(name, value)` for the arguments of a module's own forward.
+
+    Surplus positional ones have the name "".
+    """
+    by_place = map(change, chain(_parameters(own_class(module).forward), repeat("")), args)
+    return tuple(by_place), {name: change(name, x) for name, x in kwargs.items()}
 
 
 @uncompiled
@@ -201,9 +213,14 @@ def convert_hidden(
     They are the first floating tensor [..., tokens, H] with H in `widths`, or any if it is empty.
     An argument called "residual" is a shard of the same sequence, converted if `join_residuals`.
     """
-    names, kind = argument_names(module, args), own_class(module).__name__
-    named = [*zip(names, args, strict=True), *kwargs.items()]
-    given = [x for name, x in named if name != _RESIDUAL]
+    kind = own_class(module).__name__
+    given: list[Any] = []
+
+    def note(name: str, x: Any) -> None:
+        if name != _RESIDUAL:
+            given.append(x)
+
+    change_arguments(module, note, args, kwargs)
     floating = (x for x in given if isinstance(x, Tensor) and x.is_floating_point())
     sequences = (x for x in floating if x.ndim > 1)
     hidden = next((x for x in sequences if not widths or x.shape[-1] in widths), None)
@@ -229,8 +246,7 @@ def convert_hidden(
             return whole
         return change(x) if name == _RESIDUAL and isinstance(x, Tensor) else x
 
-    by_name = {name: converted(name, x) for name, x in kwargs.items()}
-    return tuple(map(converted, names, args)), by_name, length
+    return *change_arguments(module, converted, args, kwargs), length
 
 
 def _refuse_second(

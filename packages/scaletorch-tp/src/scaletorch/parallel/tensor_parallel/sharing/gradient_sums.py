@@ -94,7 +94,6 @@ class GradientSums:
 
     def _follow(self, model: nn.Module, nodes: Iterable[Node]) -> None:
         walk = Walk(model, self)
-        walk.check_boundaries()
         walk.follow([(node, walk.reach_of(node)) for node in nodes])
         unseen = [leaf for leaf in walk.leaves.whole.values() if self.reach(leaf) is Reach.NOT]
         for leaf in unseen:

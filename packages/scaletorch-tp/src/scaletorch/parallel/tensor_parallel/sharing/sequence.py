@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ....dist.building import map_tensors
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
@@ -28,7 +29,7 @@ from ..regions.region import Region
 from ..regions.sequence_shares import (
     DIM,
     SequenceShares,
-    argument_names,
+    change_arguments,
     convert_hidden,
     find_shares,
     in_backward,
@@ -53,7 +54,15 @@ class WholeSequence(Surrounded):
         )
         with refused_again(name), common_random():  # every rank draws the same
             out = super().forward(*args, **kwargs)
-        local, found = _shared(out, length, shares)
+        found: list[Tensor] = []
+
+        def share(x: Tensor) -> Tensor:
+            if not (x.is_floating_point() and 1 < x.ndim < 4 and x.shape[DIM] == length):
+                return x
+            found.append(x)
+            return shares.split(x)
+
+        local = map_tensors(share, out)
         if not found:
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {name} must return hidden states "
@@ -61,18 +70,6 @@ class WholeSequence(Surrounded):
                 f"{type(out).__name__}; do without sequence parallelism"
             )
         return local
-
-
-@uncompiled
-def _shared(out: Any, length: int, shares: SequenceShares) -> tuple[Any, bool]:
-    """Split the hidden states in an output; return the output and whether it had any."""
-    if isinstance(out, Tensor):
-        is_hidden = out.is_floating_point() and 1 < out.ndim < 4 and out.shape[DIM] == length
-        return (shares.split(out), True) if is_hidden else (out, False)
-    if type(out) not in (tuple, list):
-        return out, False
-    pairs = [_shared(item, length, shares) for item in out]
-    return type(out)(item for item, _ in pairs), any(found for _, found in pairs)
 
 
 @contextmanager
@@ -217,23 +214,13 @@ def _shared_out(
             return shard
         if not isinstance(x, Tensor):
             return x
-        if key in OF_TOKENS:
-            return _of_tokens(x, shares)
+        if key in OF_TOKENS:  # ids [..., L], or embeddings [..., L, H]
+            dim = DIM if x.is_floating_point() else -1
+            return shares.split(x, dim) if x.shape[dim] == shares.length else x
         _require_none(name, key, x, hidden, shares)
         return x
 
-    by_name = {key: share(key, x) for key, x in kwargs.items()}
-    return tuple(map(share, argument_names(layer, args), args)), by_name
-
-
-def _of_tokens(x: Tensor, shares: SequenceShares) -> Tensor:
-    """Return this rank's shard of ids [..., L] or of embeddings [..., L, H]."""
-    if x.is_floating_point():
-        return shares.split(x) if x.shape[DIM] == shares.length else x
-    if x.shape[-1] != shares.length:
-        return x
-    sizes = shares.sizes_of(x.shape[-1])
-    return x.narrow(-1, sum(sizes[: shares.rank]), sizes[shares.rank])
+    return change_arguments(layer, share, args, kwargs)
 
 
 def _require_none(name: str, key: str, x: Tensor, hidden: Tensor, shares: SequenceShares) -> None:
