@@ -12,7 +12,7 @@ from ....dist.errors import InvalidArgumentError
 from ...placement import Boundary, ModelView, modules_within
 from ..layers.multihead import ParallelMultiheadAttention
 from ..layers.own_parameters import HeadParameters
-from ..regions.replicas import TailShared
+from ..regions.region import TailShared
 from ..sharing.sequence import OF_TOKENS, WHOLE_IDS
 from .plan import Match, look_up
 

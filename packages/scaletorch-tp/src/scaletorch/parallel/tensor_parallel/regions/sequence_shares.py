@@ -60,14 +60,14 @@ class SequenceShares:
         return convert(x, Shard(DIM, self.sizes(x)), Replicate(), self.group)
 
     @uncompiled
-    def whole(self, x: Tensor) -> Tensor:
+    def whole(self, x: Tensor, dim: int = DIM) -> Tensor:
         """All-gather a sequence shard whose gradient is the same on every rank."""
-        return convert(x, Shard(DIM, self.sizes(x)), Invariant(), self.group)
+        return convert(x, Shard(dim, self.sizes(x, dim)), Invariant(), self.group)
 
-    def sizes(self, x: Tensor) -> tuple[int, ...]:
+    def sizes(self, x: Tensor, dim: int = DIM) -> tuple[int, ...]:
         """Return the number of tokens on each rank, given this rank's shard `x`."""
-        sizes = self.sizes_of(self.length or x.shape[DIM] * get_world_size(self.group))
-        if x.shape[DIM] == sizes[self.rank]:
+        sizes = self.sizes_of(self.length or x.shape[dim] * get_world_size(self.group))
+        if x.shape[dim] == sizes[self.rank]:
             return sizes
         reason = (
             "A module that sees whole sequences is run again in backward in pieces: checkpoint the "
@@ -77,10 +77,9 @@ class SequenceShares:
             "whole sequence (a prefix, pooling, [L, B, H], a table, another input): style the "
             "layers 'sequence_layer', so that sequences are whole around them"
         )
-        raise InvalidArgumentError(
-            f"{describe_rank()}: with sequence parallelism expected this rank's "
-            f"{sizes[self.rank]} of {sum(sizes)} tokens, got a tensor of shape {tuple(x.shape)}. "
-            f"{reason}, or do without sequence parallelism"
+        raise unfit(
+            f"with sequence parallelism expected this rank's {sizes[self.rank]} of {sum(sizes)} "
+            f"tokens, got a tensor of shape {tuple(x.shape)}. {reason}"
         )
 
     def is_share(self, x: Tensor) -> bool:
@@ -94,10 +93,9 @@ class SequenceShares:
     def require_whole(self, x: Tensor) -> Tensor:
         """Return `x` if it is not a shard: the region has gathered the sequence."""
         if self.length not in (None, self.local) and x.shape[DIM:-1] == (self.local,):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: a column-parallel layer was given this rank's {self.local} of "
-                f"{self.length} tokens, a tensor of shape {tuple(x.shape)}, in a module that sees "
-                "whole sequences; do without sequence parallelism"
+            raise unfit(
+                f"a column-parallel layer was given this rank's {self.local} of {self.length} "
+                f"tokens, a tensor of shape {tuple(x.shape)}, in a module that sees whole sequences"
             )
         return x
 
@@ -120,10 +118,9 @@ class SequenceShares:
         sizes = self.sizes_of(self.length)
         batch, odd = divmod(x.shape[0], sizes[self.rank])
         if odd:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: expected this rank's {sizes[self.rank]} of {self.length} "
-                f"tokens of each sequence in rows, got a tensor of shape {tuple(x.shape)}; "
-                "do without sequence parallelism"
+            raise unfit(
+                f"expected this rank's {sizes[self.rank]} of {self.length} tokens of each sequence "
+                f"in rows, got a tensor of shape {tuple(x.shape)}"
             )
         return tuple(batch * size for size in sizes)
 
@@ -141,6 +138,11 @@ class SequenceShares:
                 f"without one; sequence parallelism needs at least {size}"
             )
         return shard_sizes(length, size)
+
+
+def unfit(reason: str) -> InvalidArgumentError:
+    """Return the error for a call that sequence parallelism does not fit."""
+    return InvalidArgumentError(f"{describe_rank()}: {reason}; do without sequence parallelism")
 
 
 def find_shares(model: nn.Module) -> SequenceShares | None:
@@ -174,7 +176,6 @@ def in_backward() -> bool:
 
 
 _RESIDUAL = "residual"
-_WAY_OUT = "do without sequence parallelism"
 
 
 @cache
@@ -227,10 +228,9 @@ def convert_hidden(
     if hidden is None:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors_in((args, kwargs))) or "none"
         width = " or ".join(map(str, sorted({*widths}))) or "H"
-        raise InvalidArgumentError(
-            f"{describe_rank()}: with sequence parallelism {kind} must be called with its hidden "
-            f"states, a floating tensor [..., tokens, {width}], and got tensors of shapes "
-            f"{shapes}; {_WAY_OUT}"
+        raise unfit(
+            f"with sequence parallelism {kind} must be called with its hidden states, a floating "
+            f"tensor [..., tokens, {width}], and got tensors of shapes {shapes}"
         )
     rows = shares.in_rows(hidden, shares.local)
     length = (shares.length or 0) if rows else sum(shares.sizes(hidden))
@@ -257,9 +257,8 @@ def _refuse_second(
     # A full table (such as positions) without a gradient is safe.
     harmless = alike and other.shape[-2] == length and not other.requires_grad
     if alike and other.shape[-1] in widths and not harmless:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: {kind} was called with two sequences, of shapes "
-            f"{tuple(hidden.shape)} and {tuple(other.shape)}; with sequence parallelism the second "
-            "may be this rank's shard of its tokens or the full sequence, with a full or a partial "
-            f"gradient; {_WAY_OUT}"
+        raise unfit(
+            f"{kind} was called with two sequences, of shapes {tuple(hidden.shape)} and "
+            f"{tuple(other.shape)}; with sequence parallelism the second may be this rank's shard "
+            "of its tokens or the full sequence, with a full or a partial gradient"
         )

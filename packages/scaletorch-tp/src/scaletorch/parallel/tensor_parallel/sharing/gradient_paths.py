@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Flag, auto
 from typing import Any
 
@@ -16,7 +16,7 @@ from ....dist.errors import InvalidArgumentError
 from ....dist.functional import AllGather, AllReduce, Copy, Gather, Reduce, ReduceScatter, Split
 from ...pg_manager import describe_rank
 from ...pg_manager.building import divided_modules
-from ...placement import Invariant, Partial, Placement, Replicate, Varying
+from ...placement import Invariant, ModelView, Partial, Placement, Replicate, Varying
 from ..layers.base import TensorParallelLayer
 from ..layers.own_parameters import PLACED
 from ..regions.sequence_shares import find_shares
@@ -46,19 +46,17 @@ class Leaves:
         self.whole: dict[int, Tensor] = {}  # replicated on every rank
         self.names: dict[int, str] = {}  # of all, including shards
         self.shards: set[int] = set()  # sharded by layers or other strategies
-        divided, gathered = {*divided_modules(model)}, _gathered(model)
-        for prefix, module in model.named_modules():
-            settled = module.settled if isinstance(module, TensorParallelLayer) else ()
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                leaf = gathered.get(parameter, parameter)
-                self.names.setdefault(id(leaf), f"{prefix}.{name}".lstrip("."))
-                if module in divided or name in settled:
-                    self.shards.add(id(leaf))
-                elif leaf.requires_grad:
-                    self.whole[id(leaf)] = leaf
-        self.whole = {key: leaf for key, leaf in self.whole.items() if key not in self.shards}
+        divided, gathered, view = divided_modules(model), _gathered(model), ModelView(model)
+        settled: dict[nn.Module, Collection[str]]
+        settled = {m: m.settled for m in view.names if isinstance(m, TensorParallelLayer)}
+        for parameter, owners in view.owners.items():
+            leaf = gathered.get(parameter, parameter)
+            first, own_name = owners[0]
+            self.names[id(leaf)] = f"{view.names[first]}.{own_name}".lstrip(".")
+            if any(module in divided or name in settled.get(module, ()) for module, name in owners):
+                self.shards.add(id(leaf))
+            elif leaf.requires_grad:
+                self.whole[id(leaf)] = leaf
 
 
 class Walk:

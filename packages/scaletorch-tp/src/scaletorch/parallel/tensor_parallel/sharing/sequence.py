@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist.building import map_tensors
-from ....dist.errors import InvalidArgumentError
-from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import ModelView, modules_within
 from ..layers.base import TensorParallelLayer
@@ -34,6 +32,7 @@ from ..regions.sequence_shares import (
     find_shares,
     in_backward,
     shapes_explained,
+    unfit,
 )
 from ..regions.surround import Surrounded, own_class, surround
 
@@ -64,10 +63,9 @@ class WholeSequence(Surrounded):
 
         local = map_tensors(share, out)
         if not found:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: with sequence parallelism {name} must return hidden states "
-                f"[..., {length}, H], or a tuple that holds them, and returned "
-                f"{type(out).__name__}; do without sequence parallelism"
+            raise unfit(
+                f"with sequence parallelism {name} must return hidden states [..., {length}, H], "
+                f"or a tuple that holds them, and returned {type(out).__name__}"
             )
         return local
 
@@ -98,10 +96,9 @@ def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[-1] == shares.length:
         return mask
     if mask.shape[-1] != shares.local or not bool(mask.all()):
-        raise InvalidArgumentError(
-            f"{describe_rank()}: the model asks for a mask with padding of shape "
-            f"{tuple(mask.shape)}, where sequences have {shares.length} tokens; pass an "
-            "attention_mask of whole sequences, or do without sequence parallelism"
+        raise unfit(
+            f"the model asks for a mask with padding of shape {tuple(mask.shape)}, where sequences "
+            f"have {shares.length} tokens; pass an attention_mask of whole sequences"
         )
     return mask.new_ones(mask.shape[0], shares.length or 0)
 
@@ -113,17 +110,17 @@ def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any
     queries, keys = options.get("q_length"), options.get("kv_length")
     if queries == shard:
         if keys not in (shard, whole) or options.get("q_offset", 0):  # with a cache
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the model asks for a mask of {queries} queries, from position "
+            raise unfit(
+                f"the model asks for a mask of {queries} queries, from position "
                 f"{options.get('q_offset', 0)} on, and {keys} keys; sequence parallelism makes "
                 "masks of whole sequences only: pass use_cache=False"
             )
         options |= {"q_length": whole, "kv_length": whole}
         options["attention_mask"] = _whole_padding(options.get("attention_mask"), shares)
     elif queries != whole:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: the model asks for a mask of {queries} queries, but this rank has "
-            f"{shard} of {whole} tokens; do without sequence parallelism"
+        raise unfit(
+            f"the model asks for a mask of {queries} queries, but this rank has {shard} of {whole} "
+            "tokens"
         )
     return make(**options)
 
@@ -163,23 +160,21 @@ def _joined(out: Any, shares: SequenceShares) -> Any:
         return out
     if not isinstance(out, Tensor):
         return type(out)((shares.whole(out[0]), *out[1:]))
-    rows = _rows(out, shares)
-    return shares.whole(rows) if rows is out else shares.whole(rows).unflatten(-1, out.shape[DIM:])
+    return shares.whole(out, _token_dim(out, shares))
 
 
-def _rows(x: Tensor, shares: SequenceShares) -> Tensor:
-    """Return hidden states as [..., L, H]; several streams, [B, L, S, H], become [B, L, S * H]."""
+def _token_dim(x: Tensor, shares: SequenceShares) -> int:
+    """Return the dim of tokens in hidden states [..., L, H], or in several streams [B, L, S, H]."""
     lengths = (shares.length, shares.local)
     if x.ndim != 4 or x.shape[1] not in lengths:
-        return x
+        return DIM
     if x.shape[DIM] in lengths:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: in hidden states {tuple(x.shape)} two dims are as long as the "
-            f"sequence of {shares.length} tokens or a rank's shard of {shares.local}, so the dim "
-            "to divide is unknown; take another length or batch size, or do without sequence "
-            "parallelism"
+        raise unfit(
+            f"in hidden states {tuple(x.shape)} two dims are as long as the sequence of "
+            f"{shares.length} tokens or a rank's shard of {shares.local}, so the dim to divide is "
+            "unknown; take another length or batch size"
         )
-    return x.flatten(DIM)
+    return 1
 
 
 @uncompiled
@@ -192,22 +187,21 @@ def _shared_out(
     floating = (x for x in given if isinstance(x, Tensor) and x.is_floating_point())
     hidden = next((x for x in floating if x.ndim > 2), None)
     if hidden is None:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: with sequence parallelism {name} must be called with hidden "
-            "states [..., L, H], a floating tensor; do without sequence parallelism"
+        raise unfit(
+            f"with sequence parallelism {name} must be called with hidden states [..., L, H], a "
+            "floating tensor"
         )
     begins = layer._first and not shares.sharing and not again
     if begins:
         streams = hidden.ndim > 3 and hidden.shape[1] == shares.length != hidden.shape[DIM]
         shares.length = hidden.shape[1 if streams else DIM]
         shares.batch = hidden.shape[0] if hidden.ndim == 3 else shares.batch
-    rows = _rows(hidden, shares)
-    whole = begins or (again and rows.shape[DIM] == shares.length)
+    dim = _token_dim(hidden, shares)
+    whole = begins or (again and hidden.shape[dim] == shares.length)
     if not again:
         shares.sharing = True
-    shard = shares.split(rows) if whole else rows
-    shares.sizes(shard)  # raises if it is not this rank's shard
-    shard = shard if rows is hidden else shard.unflatten(-1, hidden.shape[DIM:])
+    shard = shares.split(hidden, dim) if whole else hidden
+    shares.sizes(shard, dim)  # raises if it is not this rank's shard
 
     def share(key: str, x: Any) -> Any:
         if x is hidden:
@@ -215,8 +209,8 @@ def _shared_out(
         if not isinstance(x, Tensor):
             return x
         if key in OF_TOKENS:  # ids [..., L], or embeddings [..., L, H]
-            dim = DIM if x.is_floating_point() else -1
-            return shares.split(x, dim) if x.shape[dim] == shares.length else x
+            tokens = DIM if x.is_floating_point() else -1
+            return shares.split(x, tokens) if x.shape[tokens] == shares.length else x
         _require_none(name, key, x, hidden, shares)
         return x
 
@@ -227,9 +221,9 @@ def _require_none(name: str, key: str, x: Tensor, hidden: Tensor, shares: Sequen
     """Refuse an argument that may be a second sequence, since it would stay full."""
     whole = (*hidden.shape[:DIM], shares.length)
     if x.requires_grad and x.ndim == hidden.ndim and x.shape[:-1] == whole:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: {name} was called with '{key}' of shape {tuple(x.shape)}, which "
-            "may be a second sequence, whole or a shard; do without sequence parallelism"
+        raise unfit(
+            f"{name} was called with '{key}' of shape {tuple(x.shape)}, which may be a second "
+            "sequence, whole or a shard"
         )
 
 
@@ -271,15 +265,7 @@ class SplitSequence(Surrounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward and return this rank's shard."""
-        out, length = super().forward(*args, **kwargs), self._sequence.length
-        if length is not None and out.shape[DIM] != length:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
-                f"called with all {length} tokens' ids or positions, and returned a tensor of "
-                f"shape {tuple(out.shape)}. If the model counts positions, style its layers "
-                "'sequence_layer', else do without sequence parallelism"
-            )
-        return self._sequence.split(out)
+        return self._sequence.split(super().forward(*args, **kwargs))
 
 
 def share_sequences(
