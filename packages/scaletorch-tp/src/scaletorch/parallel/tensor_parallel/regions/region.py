@@ -214,7 +214,7 @@ def enter(
     if arrives is not None:
         return convert(x, arrives, Replicate(), group)
     if sequence is not None:  # a region gathers before its forward, and sums after its backward
-        return sequence.enter(x) if running is None else sequence.require_whole(x)
+        return sequence.enter(x) if running is None else x
     return _copy(x, group) if running is None else running.once(x, _copy, group)
 
 

@@ -70,16 +70,17 @@ class SequenceShares:
         if x.shape[dim] == sizes[self.rank]:
             return sizes
         reason = (
-            "A module that sees whole sequences is run again in backward in pieces: checkpoint the "
-            "whole module (attention, MLP) or the layer around it"
-            if in_backward()
-            else "Tokens were added or dropped between the layers, are in another dim, or are the "
-            "whole sequence (a prefix, pooling, [L, B, H], a table, another input): style the "
-            "layers 'sequence_layer', so that sequences are whole around them"
+            "Tokens were added or dropped between the layers, are in another dim, or are the whole "
+            "sequence (a prefix, pooling, [L, B, H], a table, another input)"
         )
+        way_out = "style the layers 'sequence_layer', so that sequences are whole around them"
+        if in_backward():
+            reason = "A module that sees whole sequences is run again in backward in pieces"
+            way_out = "checkpoint the whole module (attention, MLP) or the layer around it"
         raise unfit(
             f"with sequence parallelism expected this rank's {sizes[self.rank]} of {sum(sizes)} "
-            f"tokens, got a tensor of shape {tuple(x.shape)}. {reason}"
+            f"tokens, got a tensor of shape {tuple(x.shape)}. {reason}",
+            way_out,
         )
 
     def is_share(self, x: Tensor) -> bool:
@@ -89,15 +90,6 @@ class SequenceShares:
             return False
         dims = {x.shape[DIM], x.shape[1]} if x.ndim > 2 else {x.shape[DIM]}
         return shard in dims or self.in_rows(x, shard)
-
-    def require_whole(self, x: Tensor) -> Tensor:
-        """Return `x` if it is not a shard: the region has gathered the sequence."""
-        if self.length not in (None, self.local) and x.shape[DIM:-1] == (self.local,):
-            raise unfit(
-                f"a column-parallel layer was given this rank's {self.local} of {self.length} "
-                f"tokens, a tensor of shape {tuple(x.shape)}, in a module that sees whole sequences"
-            )
-        return x
 
     @uncompiled
     def leave(self, x: Tensor) -> Tensor:
@@ -140,9 +132,10 @@ class SequenceShares:
         return shard_sizes(length, size)
 
 
-def unfit(reason: str) -> InvalidArgumentError:
+def unfit(reason: str, way_out: str = "") -> InvalidArgumentError:
     """Return the error for a call that sequence parallelism does not fit."""
-    return InvalidArgumentError(f"{describe_rank()}: {reason}; do without sequence parallelism")
+    remedy = f"{way_out}, or do without" if way_out else "do without"
+    return InvalidArgumentError(f"{describe_rank()}: {reason}; {remedy} sequence parallelism")
 
 
 def find_shares(model: nn.Module) -> SequenceShares | None:

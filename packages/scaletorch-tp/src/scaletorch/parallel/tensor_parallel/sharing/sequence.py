@@ -53,21 +53,18 @@ class WholeSequence(Surrounded):
         )
         with refused_again(name), common_random():  # every rank draws the same
             out = super().forward(*args, **kwargs)
-        found: list[Tensor] = []
+        return _split_hidden(out, length, shares)
 
-        def share(x: Tensor) -> Tensor:
-            if not (x.is_floating_point() and 1 < x.ndim < 4 and x.shape[DIM] == length):
-                return x
-            found.append(x)
-            return shares.split(x)
 
-        local = map_tensors(share, out)
-        if not found:
-            raise unfit(
-                f"with sequence parallelism {name} must return hidden states [..., {length}, H], "
-                f"or a tuple that holds them, and returned {type(out).__name__}"
-            )
-        return local
+@uncompiled
+def _split_hidden(out: Any, length: int, shares: SequenceShares) -> Any:
+    """Return an output with this rank's shard of its hidden states [..., `length`, H]."""
+
+    def split(x: Tensor) -> Tensor:
+        is_hidden = x.is_floating_point() and 1 < x.ndim < 4 and x.shape[DIM] == length
+        return shares.split(x) if is_hidden else x
+
+    return map_tensors(split, out)
 
 
 @contextmanager
@@ -98,7 +95,8 @@ def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
     if mask.shape[-1] != shares.local or not bool(mask.all()):
         raise unfit(
             f"the model asks for a mask with padding of shape {tuple(mask.shape)}, where sequences "
-            f"have {shares.length} tokens; pass an attention_mask of whole sequences"
+            f"have {shares.length} tokens",
+            "pass an attention_mask of whole sequences",
         )
     return mask.new_ones(mask.shape[0], shares.length or 0)
 
@@ -113,15 +111,11 @@ def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any
             raise unfit(
                 f"the model asks for a mask of {queries} queries, from position "
                 f"{options.get('q_offset', 0)} on, and {keys} keys; sequence parallelism makes "
-                "masks of whole sequences only: pass use_cache=False"
+                "masks of whole sequences only",
+                "pass use_cache=False",
             )
         options |= {"q_length": whole, "kv_length": whole}
         options["attention_mask"] = _whole_padding(options.get("attention_mask"), shares)
-    elif queries != whole:
-        raise unfit(
-            f"the model asks for a mask of {queries} queries, but this rank has {shard} of {whole} "
-            "tokens"
-        )
     return make(**options)
 
 
@@ -172,7 +166,8 @@ def _token_dim(x: Tensor, shares: SequenceShares) -> int:
         raise unfit(
             f"in hidden states {tuple(x.shape)} two dims are as long as the sequence of "
             f"{shares.length} tokens or a rank's shard of {shares.local}, so the dim to divide is "
-            "unknown; take another length or batch size"
+            "unknown",
+            "take another length or batch size",
         )
     return 1
 
@@ -182,14 +177,14 @@ def _shared_out(
     layer: SequenceLayer, shares: SequenceShares, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a layer, with this rank's shard of per-token ones."""
-    name, again = own_class(layer).__name__, in_backward()
+    again = in_backward()
     given = (*args, *kwargs.values())
     floating = (x for x in given if isinstance(x, Tensor) and x.is_floating_point())
     hidden = next((x for x in floating if x.ndim > 2), None)
     if hidden is None:
         raise unfit(
-            f"with sequence parallelism {name} must be called with hidden states [..., L, H], a "
-            "floating tensor"
+            f"with sequence parallelism {own_class(layer).__name__} must be called with hidden "
+            "states [..., L, H], a floating tensor"
         )
     begins = layer._first and not shares.sharing and not again
     if begins:
@@ -206,25 +201,12 @@ def _shared_out(
     def share(key: str, x: Any) -> Any:
         if x is hidden:
             return shard
-        if not isinstance(x, Tensor):
+        if key not in OF_TOKENS or not isinstance(x, Tensor):
             return x
-        if key in OF_TOKENS:  # ids [..., L], or embeddings [..., L, H]
-            tokens = DIM if x.is_floating_point() else -1
-            return shares.split(x, tokens) if x.shape[tokens] == shares.length else x
-        _require_none(name, key, x, hidden, shares)
-        return x
+        tokens = DIM if x.is_floating_point() else -1  # ids [..., L], or embeddings [..., L, H]
+        return shares.split(x, tokens) if x.shape[tokens] == shares.length else x
 
     return change_arguments(layer, share, args, kwargs)
-
-
-def _require_none(name: str, key: str, x: Tensor, hidden: Tensor, shares: SequenceShares) -> None:
-    """Refuse an argument that may be a second sequence, since it would stay full."""
-    whole = (*hidden.shape[:DIM], shares.length)
-    if x.requires_grad and x.ndim == hidden.ndim and x.shape[:-1] == whole:
-        raise unfit(
-            f"{name} was called with '{key}' of shape {tuple(x.shape)}, which may be a second "
-            "sequence, whole or a shard"
-        )
 
 
 class SequenceRoot(Surrounded):
