@@ -29,7 +29,7 @@ from scaletorch.parallel.tensor_parallel import (
     gather_tensors,
     split_by_owner,
 )
-from scaletorch.parallel.tensor_parallel.regions import replicas
+from scaletorch.parallel.tensor_parallel.regions import region
 from scaletorch.parallel.tensor_parallel.sharing import gradient_sums
 
 COUNTING = {"heads": 8, "kv_heads": 4, "attention": CountingAttention, "norm": nn.Identity}
@@ -196,12 +196,12 @@ def dtypes_of_sums():
     model = apply_tensor_parallel(make(**NORMS).bfloat16(), group=group.WORLD)
     found = {}
     with ExitStack() as stack:
-        for module in (gradient_sums, replicas):
+        for module in (gradient_sums, region):
             own = found[module.__name__.rpartition(".")[2]] = set()
 
-            def noting(data, group, own=own):
-                own.add(data.dtype)
-                all_reduce(data, group=group)
+            def noting(data, group, own=own, **overlap):
+                own |= set() if overlap else {data.dtype}  # not the input's gradient
+                return all_reduce(data, group=group, **overlap)
 
             stack.enter_context(patch.object(module, "all_reduce", noting))
         loss_of(model, 1)[0].backward()
@@ -211,4 +211,4 @@ def dtypes_of_sums():
 
 def test_gradients_of_16_bits_are_summed_in_float32():
     for found in run_ranks(dtypes_of_sums, 4):
-        assert found == {"gradient_sums": {torch.float32}, "replicas": {torch.float32}}
+        assert found == {"gradient_sums": {torch.float32}, "region": {torch.float32}}

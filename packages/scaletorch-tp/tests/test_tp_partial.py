@@ -22,25 +22,14 @@ PLAN = {
 }  # fmt: skip
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x):
-        return x * self.weight
-
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
-        self.temperature = None
 
     def forward(self, x, bias=None):
         projected = (layer(x) for layer in (self.q, self.k, self.v))
         q, k, v = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in projected)
-        q = q if self.temperature is None else q * self.temperature
         return self.o(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
 
 
@@ -48,26 +37,24 @@ class Mlp(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
-        self.where, self.scale = "", Scale()
+        self.where = ""
 
     def forward(self, x, gate):
         before, inside, behind = (gate if at in self.where else 1 for at in "bia")
         y = self.up(x * before).tanh() * inside
-        return x + behind * self.down(self.scale(y) if "s" in self.where else y)
+        return x + behind * self.down(y)
 
 
 class Model(nn.Module):
     """With a gate, and a bias of relative positions, made outside of the regions."""
 
-    def __init__(self, where="", bias=False, temperature=False, recompute=None):
+    def __init__(self, where="", bias=False, recompute=None):
         super().__init__()
         self.tokens = nn.Embedding(VOCAB, HIDDEN)
         self.attention, self.mlp = Attention(), Mlp()
         self.gate, self.distances = nn.Linear(1, 1), nn.Embedding(LENGTH, 1)
         self.head = nn.Linear(HIDDEN, VOCAB)
         self.mlp.where, self.bias, self.recompute = where, bias, recompute
-        if temperature:
-            self.attention.temperature = nn.Parameter(torch.tensor(1.2))
 
     def forward(self, ids):
         x = self.tokens(ids)
@@ -89,37 +76,31 @@ def ids():
     return torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def train(one, plan, change=lambda model: model):
-    many = apply_tensor_parallel(copy.deepcopy(one), plan, dist.group.WORLD)
-    many = change(many)
+def train(one, change=lambda model: model):
+    many = change(apply_tensor_parallel(copy.deepcopy(one), PLAN, dist.group.WORLD))
     with torch.set_grad_enabled(one.recompute is True):  # which warns without gradients
         many(ids())  # mostly there is nothing to be seen here
     compare(one, many, ids(), rtol=1e-9)
 
 
 RIGHT = [
-    (dict(where=""), PLAN),
-    (dict(where="b"), PLAN),  # before the column-parallel layer
-    (dict(where="a"), PLAN),  # behind the row-parallel one
-    (dict(where="ba"), PLAN),
-    (dict(where="s"), PLAN),
-    (dict(bias=True), PLAN),
-    (dict(where="b", recompute=False), PLAN),
-    (dict(where="b", recompute=True), PLAN),
-    (dict(temperature=True), {**PLAN, **{f"attention.{n}": "replicate" for n in "qkvo"}}),
-    (dict(temperature=True), PLAN),
-    (dict(where="i"), PLAN),
-    (dict(where="i", recompute=False), PLAN),
-    (dict(where="i", recompute=True), PLAN),
+    dict(where="b"),  # before the column-parallel layer
+    dict(where="a"),  # behind the row-parallel one
+    dict(where="ba"),
+    dict(bias=True),
+    dict(where="i"),  # between them
+    dict(where="b", recompute=True),
+    dict(where="i", recompute=False),
+    dict(where="i", recompute=True),
 ]
 REFUSED = [dict(where="bi"), dict(where="ia"), dict(where="bi", recompute=False)]
 
 
 @distributed_test(world_size=2, timeout=200)
 def test_what_leaves_before_or_comes_behind_has_whole_gradients():
-    for options, plan in RIGHT:
-        train(made(**options), plan)
-    train(made(where="ba"), PLAN, copy.deepcopy)
+    for options in RIGHT:
+        train(made(**options))
+    train(made(where="ba"), copy.deepcopy)
 
 
 @distributed_test(world_size=2, timeout=200)
@@ -127,7 +108,7 @@ def test_a_parameter_inside_and_outside_is_refused_on_every_rank():
     for options in REFUSED:
         words = r"Model uses 'gate.\w+'(, 'gate.\w+')? in a parallel region and outside"
         with pytest.raises(InvalidArgumentError, match=words):
-            train(made(**options), PLAN)
+            train(made(**options))
 
 
 class Scaled(Model):

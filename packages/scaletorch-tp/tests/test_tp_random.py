@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed import group
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist import get_rank
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import (
     Divide,
@@ -191,18 +190,6 @@ def test_contexts_nest_and_restore():
     assert len({tuple(draw.tolist()) for draw in drawn}) == len(drawn) == 3 * 6 + 5
     for _, common in results:
         assert all(torch.equal(a, b) for a, b in zip(common, results[0][1], strict=True))
-
-
-def other_seeds():
-    """Ranks that do not share a seed draw differently, as they did."""
-    torch.manual_seed(get_rank())
-    with sharded_random(group.WORLD):
-        return torch.rand(4)
-
-
-def test_ranks_of_different_seeds_are_not_brought_together():
-    first, second = run_ranks(other_seeds, 2)
-    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("name", ["blocks.0.attn", "blocks.0.drop", "blocks.0.attn.common"])

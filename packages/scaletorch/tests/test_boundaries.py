@@ -51,23 +51,23 @@ WRONG = {
     ),
     "a shard taken for the whole": (
         "blocks.*.scale", Boundary(),
-        "the input of 'blocks.0.scale' on tp is Invariant() by its boundary, but its graph shows "
+        "the output of 'blocks.0.scale' on tp is Invariant() by its boundary, but its graph shows "
         "Varying()",
     ),
     "a whole input of shards": (
         "blocks.*.wide", Boundary({"x": Invariant()}, SUMMED, OWN),
-        "the input 'x' of 'blocks.0.wide' on tp is Invariant() by its boundary, but its gradient "
-        "is that of Replicate()",
+        "the input 'x' of 'blocks.0.wide' on tp is Invariant() by its boundary, but its graph "
+        "shows Replicate()",
     ),
     "the input of shards for a whole module": (
         "blocks.*.norm", Boundary(ENTERED),
-        "the input of 'blocks.0.norm' on tp is Replicate() by its boundary, but its gradient is "
-        "that of Invariant()",
+        "the input of 'blocks.0.norm' on tp is Replicate() by its boundary, but its graph "
+        "shows Invariant()",
     ),
     "the whole taken for a term": (
         "blocks.*.same", Boundary(outputs=SUMMED),
         "the output of 'blocks.0.same' on tp is Partial() by its boundary, but its graph shows "
-        "Invariant()",
+        "Replicate()",
     ),
 }  # fmt: skip
 

@@ -147,7 +147,7 @@ def dropout_alike_on_shards(get_rank: Any, _group: Any) -> Any:
 
 
 @fault(
-    "regions.replicas:sum_parts",
+    "regions.region:sum_parts",
     layout="1x1x1x4",
     born="backward: *.k_proj | *.v_proj ; synchronisation: *.k_proj.* | *.v_proj.*",
 )

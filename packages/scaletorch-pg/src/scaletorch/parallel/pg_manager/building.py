@@ -14,7 +14,6 @@ from .module_helpers import class_before as class_before
 from .module_helpers import deep_copy as deep_copy
 from .module_helpers import divided_modules as divided_modules
 from .module_helpers import eagerly as eagerly
-from .module_helpers import forget_watchers as forget_watchers
 from .module_helpers import mark_divided as mark_divided
 from .module_helpers import mark_staged as mark_staged
 from .module_helpers import matching as matching
@@ -24,7 +23,6 @@ from .module_helpers import runs_as_stages as runs_as_stages
 from .module_helpers import shallow_copy as shallow_copy
 from .module_helpers import show_output as show_output
 from .module_helpers import uncompiled as uncompiled
-from .module_helpers import watch_outputs as watch_outputs
 from .module_state import Attributes as Attributes
 from .module_state import ModuleState as ModuleState
 from .module_state import digest as digest

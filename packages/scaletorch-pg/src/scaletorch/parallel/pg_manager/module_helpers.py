@@ -169,18 +169,7 @@ def _is_divided(module: nn.Module, ranks: set[int] | None) -> bool:
     return of is not None and (ranks is None or not of or len(ranks.intersection(of)) > 1)
 
 
-_WATCHERS, _STAGED = "_output_watchers", "_runs_as_stages"
-
-
-def watch_outputs(model: nn.Module, watcher: Callable[[nn.Module, Any], None]) -> None:
-    """Register a function that is called with a staged model and the output of each stage."""
-    vars(model).setdefault(_WATCHERS, []).append(watcher)
-
-
-def forget_watchers(model: nn.Module, kind: type) -> None:
-    """Remove the watchers that are bound methods of instances of `kind`."""
-    known = vars(model).get(_WATCHERS, [])
-    known[:] = [w for w in known if not isinstance(getattr(w, "__self__", None), kind)]
+_STAGED = "_runs_as_stages"
 
 
 def mark_staged(model: nn.Module) -> None:
@@ -189,14 +178,15 @@ def mark_staged(model: nn.Module) -> None:
 
 
 def runs_as_stages(model: nn.Module) -> bool:
-    """Return whether a model runs in stages, each of which reports its output to watchers."""
+    """Return whether a model runs in stages, each of which calls `show_output`."""
     return bool(vars(model).get(_STAGED, False))
 
 
 def show_output(model: nn.Module, output: Any) -> None:
-    """Call all watchers of a model with the output of a stage, such as its hidden states."""
-    for watcher in vars(model).get(_WATCHERS, ()):
-        watcher(model, output)
+    """Pass a stage's output, such as its hidden states, to the forward hooks with a `look`."""
+    for hook in model._forward_hooks.values():
+        if hasattr(hook, "look"):
+            hook.look(model, output)
 
 
 _STEP = "prepare_inputs_for_generation"  # the method that marks generating models of transformers

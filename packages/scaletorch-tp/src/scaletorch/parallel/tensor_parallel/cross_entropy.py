@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ...dist import all_gather, get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError, StateError
-from ...dist.functional import spmd_local, spmd_type
+from ...dist.functional import Copy, spmd_local, spmd_type
 from ..pg_manager import axis_group, describe_rank
 from ..pg_manager.building import uncompiled
 from ..placement import shard_sizes
@@ -111,7 +111,7 @@ class CrossEntropy(torch.autograd.Function):
         index, elsewhere = terms.place(targets, ignored)
         local = _statistics(logits, index, elsewhere, terms)
         highest, total, target, *spread = _combined(local, terms)
-        ctx.terms = terms
+        ctx.terms, ctx.way = terms, (Copy, terms.group)
         ctx.save_for_backward(logits, targets, ignored, highest, total)
         log_total = total.log()
         losses = log_total - target * (1 - terms.smoothing)

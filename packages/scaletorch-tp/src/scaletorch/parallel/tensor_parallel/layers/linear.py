@@ -14,8 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ....dist.errors import InvalidArgumentError
 from ...placement import Cut, Invariant, Shard, convert
 from ..regions.random import end_sharded_random
-from ..regions.region import enter, overlapped_linear
-from ..regions.replicas import sum_replicas
+from ..regions.region import enter, overlapped_linear, sum_replicas
 from .base import Group, Memo, Options, TensorParallelLayer
 
 _KINDS = (nn.Linear, NonDynamicallyQuantizableLinear)

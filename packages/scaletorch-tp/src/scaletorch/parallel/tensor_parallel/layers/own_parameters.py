@@ -8,21 +8,21 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled, uncompiled
-from ...placement import Boundary, Cut, Partial, Placement, Replicate, Shard, Varying, convert, ends
+from ...placement import Boundary, Cut, Partial, Replicate, Shard, Varying, convert, ends
 from ..regions.random import sharded_random
-from ..regions.sequence_shares import SequenceShares, argument_names
+from ..regions.sequence_shares import SequenceShares, change_arguments
 from ..regions.surround import Surrounded, own_class, surround
 from ..styles import Sliced
 from .base import Group, Memo, TensorParallelLayer
 from .linear import row_options
 
 _SET = ("group", "tp_size", "tp_rank", "cut", "shard_sizes", "shard_dims")  # by `convert`
+PLACED = "placed"  # a node's metadata: places of its tensor and their placements by boundaries
 # Substrings of the names of attributes that hold the width of experts.
 _OF_WIDTH = ("intermediate", "ffn", "expert_dim")
 
@@ -86,36 +86,24 @@ class HeadParameters(OwnParameters):
     sharded_size = "heads"
 
 
-class _Seen(dict[tuple[str, Placement], Node]):
-    """Each input and output, its placement by the boundary -> its autograd node."""
-
-    compared = False  # with the first graph; then nothing more is recorded
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
-        return _Seen()  # nodes cannot be copied
-
-
 class AtBoundary(Surrounded):
     """Mixin of a module with a `Boundary`: converts its floating-point inputs and outputs."""
 
     _boundary: Boundary
     _where: str  # its name and axis, in messages
-    _seen: _Seen
 
     @classmethod
     def settings(cls, boundary: Boundary, name: str) -> dict[str, Any]:
         """Return the attributes of a module that gets this mixin."""
         boundary.require_conversions(where := f"'{name}' on tp")
-        return {"_boundary": boundary, "_where": where, "_seen": _Seen()}
+        return {"_boundary": boundary, "_where": where}
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on converted inputs, and convert its outputs."""
         inputs = self._boundary.inputs
         if isinstance(inputs, Mapping):
-            names = argument_names(self, args)
-            args = tuple(map(self._named, names, args))
-            kwargs = {name: self._named(name, x) for name, x in kwargs.items()}
+            args, kwargs = change_arguments(self, self._named, args, kwargs)
             varies = any(isinstance(ends(side)[1], Shard | Varying) for side in inputs.values())
         else:
             args, kwargs = self._convert(inputs, "the input", (args, kwargs))
@@ -139,12 +127,13 @@ class AtBoundary(Surrounded):
                 return x
             where = f"{place} of {self._where}"
             y = convert(x, src, dst, self._tp_group, where=where)
-            for placement, node in ((src, x.grad_fn), (dst, y.grad_fn)):
-                if node is not None and not self._seen.compared:
-                    self._seen[where, placement] = node
+            nodes: Any = x.grad_fn, y.grad_fn
+            for placement, node in zip((src, dst), nodes, strict=True):
+                if node is not None:
+                    node.metadata.setdefault(PLACED, {})[where, placement] = None
             return y
 
-        return value if src == dst and self._seen.compared else map_tensors(change, value)
+        return map_tensors(change, value)
 
 
 class Bounded(AtBoundary, OwnParameters):

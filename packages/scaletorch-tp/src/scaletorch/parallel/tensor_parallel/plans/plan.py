@@ -35,7 +35,7 @@ from ..layers.linear import (
 from ..layers.multihead import ParallelMultiheadAttention
 from ..layers.own_parameters import AtBoundary, Bounded, HeadParameters, ParallelExperts
 from ..regions.random import CommonRandom, ShardedRandom
-from ..regions.replicas import TailShared
+from ..regions.region import TailShared
 from ..regions.surround import Surrounded
 from ..sharing.sequence import SequenceLayer
 from ..styles import (

@@ -1,1 +1,1 @@
-"""Code around the sharded layers: regions, sequence shards, replicas, random streams."""
+"""Code around the sharded layers: regions, sequence shards, random streams."""

@@ -2,6 +2,8 @@
 
 Autograd first adds the gradients of these layers (query, key and value, or gate and up), so that
 one sum over the ranks is enough. `Enter` starts it and computes weight gradients meanwhile.
+`SumGradient` sums gradients over the ranks that hold the same shard: key/value heads if there are
+fewer than ranks, and the key that all heads share in multi-head latent attention (DeepSeek-V2).
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ....dist import all_reduce, get_rank, reduce_scatter
-from ....dist.functional import spmd_local, spmd_type
+from ....dist.building import sum_dtype
+from ....dist.functional import Reduce, ReduceScatter, spmd_local, spmd_type
 from ...pg_manager.building import around_compiled, uncompiled
-from ...placement import Invariant, Partial, Placement, Replicate, Shard, convert
+from ...placement import Cut, Invariant, Partial, Placement, Replicate, Shard, convert
 from .sequence_shares import DIM, SequenceShares, convert_hidden, shapes_explained
 from .surround import Surrounded, own_class
 
@@ -70,7 +74,9 @@ class Enter(torch.autograd.Function):
         """Return the full `x`."""
         ctx.waiting, ctx.group, ctx.sizes = waiting, group, sizes
         if sizes is None:
+            ctx.way = Reduce, group
             return x.view_as(x)
+        ctx.way = ReduceScatter, DIM, group, sizes
         return convert(x, Shard(DIM, tuple(sizes)), Replicate(), group)
 
     @staticmethod
@@ -88,10 +94,6 @@ class Enter(torch.autograd.Function):
         """Sum the gradient of `x`, and compute the weight gradients meanwhile."""
         (grad,) = grads
         x_needed, _, _, _, *needed = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # with create_graph `Multiply` returned the weight gradients
-            wanted = Invariant() if ctx.sizes is None else Shard(DIM, tuple(ctx.sizes))
-            summed = convert(grad, Partial(), wanted, ctx.group) if x_needed else None
-            return summed, None, None, None, *(None for _ in needed)
         # All `Multiply` nodes have run, since `grad` is the sum of theirs: start its sum over the
         # ranks now and compute the weight gradients meanwhile.
         arrive = send(grad, ctx.group, ctx.sizes) if x_needed else None
@@ -127,19 +129,9 @@ class Multiply(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if not x.dtype == weight.dtype == grad.dtype:  # autocast used the output's dtype
             x, weight = x.to(grad.dtype), weight.to(grad.dtype)
-        weight_needed, bias_needed = ctx.needs_input_grad[1:3]
-        if not torch.is_grad_enabled():
-            if weight_needed or bias_needed:
-                ctx.waiting.append((grad, x))
-            return grad.matmul(weight), None, None, None
-        # With create_graph these gradients are differentiated again, so they need a graph.
-        products: Products = [(grad, x)]
-        return (
-            grad.matmul(weight),
-            weight_grad(products) if weight_needed else None,
-            bias_grad(products) if bias_needed else None,
-            None,
-        )
+        if any(ctx.needs_input_grad[1:3]):
+            ctx.waiting.append((grad, x))
+        return grad.matmul(weight), None, None, None
 
 
 def weight_grad(products: Products) -> Tensor | None:
@@ -168,6 +160,10 @@ def send(
     grad: Tensor, group: ProcessGroup | None, sizes: Sequence[int] | None
 ) -> Callable[[], Tensor]:
     """Start the sum of the input's gradient; return a function that waits for the result."""
+    if torch.is_grad_enabled():  # with create_graph the sum is differentiated again
+        wanted = Invariant() if sizes is None else Shard(DIM, tuple(sizes))
+        summed = convert(grad, Partial(), wanted, group)
+        return lambda: summed
     if sizes is None:
         # In place: no other code uses a gradient that `Multiply` nodes returned.
         work = all_reduce(grad, group=group, async_op=True)
@@ -218,7 +214,7 @@ def enter(
     if arrives is not None:
         return convert(x, arrives, Replicate(), group)
     if sequence is not None:  # a region gathers before its forward, and sums after its backward
-        return sequence.enter(x) if running is None else sequence.require_whole(x)
+        return sequence.enter(x) if running is None else x
     return _copy(x, group) if running is None else running.once(x, _copy, group)
 
 
@@ -229,21 +225,18 @@ def _copy(x: Tensor, group: ProcessGroup | None) -> Tensor:
 @uncompiled
 def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
     """Return a column-parallel layer's output [..., out / tp] if backward can overlap, or None."""
-    if not _needs_grad(x):
-        return None
-    running = _running.get()
-    if layer.sequence is not None and layer.sequence.in_rows(x, layer.sequence.local):
+    running, sequence = _running.get(), layer.sequence
+    if not _needs_grad(x) or (sequence is not None and sequence.in_rows(x, sequence.local)):
         return None
     if running is None:
-        entrance: Entrance | None = _entrance(x, [layer])
-    elif layer not in running.overlapping:  # a layer of another module, called from this region
-        entrance = None
-    elif layer.sequence is not None:
-        # The region gathered one tensor; a layer with another input cannot overlap.
-        entrance = running.gathered if running.gathered and running.gathered.x is x else None
-    else:
-        entrance = running.once(x, _entrance, running.overlapping)
-    return None if entrance is None else entrance.linear(layer)
+        return _entrance(x, [layer]).linear(layer)
+    if layer not in running.overlapping:  # a layer of another module, called from this region
+        return None
+    if sequence is None:
+        return running.once(x, _entrance, running.overlapping).linear(layer)
+    # The region gathered one tensor; a layer with another input cannot overlap.
+    gathered = running.gathered
+    return gathered.linear(layer) if gathered is not None and gathered.x is x else None
 
 
 @contextmanager
@@ -319,3 +312,75 @@ def _entrance(x: Tensor, layers: Sequence[Any]) -> Entrance:
 
 def _needs_grad(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
+
+
+class SumGradient(torch.autograd.Function):
+    """Identity; backward sums the gradient, or a slice of it, over ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, total: Callable[[Tensor], Tensor], group: ProcessGroup | None
+    ) -> Tensor:
+        """Return `x`; `total` maps its gradient to the sum over ranks."""
+        ctx.total, ctx.way = total, (Reduce, group)
+        return x.view_as(x)
+
+    @staticmethod
+    def spmd_typecheck(output: Tensor, *, x: Tensor) -> None:
+        """Give the output the type of `x`, with a gradient that is a term of a sum."""
+        spmd_local(output, x, partial=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the summed gradient."""
+        return ctx.total(grads[0]), None, None
+
+
+@uncompiled
+def sum_gradient(
+    x: Tensor, total: Callable[[Tensor], Tensor], group: ProcessGroup | None
+) -> Tensor:
+    """Return `x` with a backward that applies `total` to its gradient."""
+    function: Any = SumGradient
+    result: Tensor = function.apply(x, total, group) if torch.is_grad_enabled() else x
+    return result
+
+
+@uncompiled
+def sum_replicas(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
+    """Return `x` with a gradient that is summed over the ranks that hold the same shard."""
+    return sum_gradient(x, lambda grad: sum_parts(grad, cut, rank, group), group)
+
+
+def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
+    """Return the sum of `x` over the ranks that hold the same shard."""
+    # One all-reduce of the whole group, with zeros for the shards that a rank does not hold, needs
+    # no subgroups and gives replicas the same bits.
+    shares = list(x.split([*map(len, cut.ranges[rank])]))
+    lengths = [sum(map(len, ranges)) for ranges in cut.shared.values()]
+    whole = x.new_zeros((sum(lengths), *x.shape[1:]), dtype=sum_dtype(x.dtype))
+    for (place, ranges), total in zip(cut.shared.items(), whole.split(lengths), strict=True):
+        held = cut.ranges[rank][place]
+        slot = total.narrow(0, held.start - ranges[0].start, len(held))
+        slot.copy_(shares[place])
+        shares[place] = slot
+    all_reduce(whole, group=group)
+    return torch.cat([share.to(x.dtype) for share in shares])
+
+
+class TailShared(Surrounded):
+    """A replicated layer whose last output features are used by all heads (`SharedTail`)."""
+
+    shared_features: int
+
+    @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward; backward sums the gradient of the last features."""
+
+        def total(grad: Tensor) -> Tensor:
+            tail = grad[..., -self.shared_features :].contiguous()
+            all_reduce(tail, group=self._tp_group)
+            return torch.cat([grad[..., : -self.shared_features], tail], -1)
+
+        return sum_gradient(super().forward(*args, **kwargs), total, self._tp_group)

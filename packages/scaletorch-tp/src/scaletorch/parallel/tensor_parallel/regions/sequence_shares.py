@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -58,31 +60,27 @@ class SequenceShares:
         return convert(x, Shard(DIM, self.sizes(x)), Replicate(), self.group)
 
     @uncompiled
-    def whole(self, x: Tensor) -> Tensor:
+    def whole(self, x: Tensor, dim: int = DIM) -> Tensor:
         """All-gather a sequence shard whose gradient is the same on every rank."""
-        return convert(x, Shard(DIM, self.sizes(x)), Invariant(), self.group)
+        return convert(x, Shard(dim, self.sizes(x, dim)), Invariant(), self.group)
 
-    def sizes(self, x: Tensor) -> tuple[int, ...]:
+    def sizes(self, x: Tensor, dim: int = DIM) -> tuple[int, ...]:
         """Return the number of tokens on each rank, given this rank's shard `x`."""
-        sizes = self.sizes_of(self.length or x.shape[DIM] * get_world_size(self.group))
-        length, expected = x.shape[DIM], sizes[self.rank]
-        if length == expected:
+        sizes = self.sizes_of(self.length or x.shape[dim] * get_world_size(self.group))
+        if x.shape[dim] == sizes[self.rank]:
             return sizes
+        reason = (
+            "Tokens were added or dropped between the layers, are in another dim, or are the whole "
+            "sequence (a prefix, pooling, [L, B, H], a table, another input)"
+        )
         way_out = "style the layers 'sequence_layer', so that sequences are whole around them"
-        if length != sum(sizes):
-            reason = (
-                "Tokens were added or dropped between the layers, or are in another dim (a prefix, "
-                "pooling, [L, B, H])"
-            )
-        elif in_backward():
+        if in_backward():
             reason = "A module that sees whole sequences is run again in backward in pieces"
             way_out = "checkpoint the whole module (attention, MLP) or the layer around it"
-        else:
-            reason = "It is the whole sequence, made between the layers (a table, another input)"
-        raise InvalidArgumentError(
-            f"{describe_rank()}: with sequence parallelism expected this rank's {expected} of "
-            f"{sum(sizes)} tokens, got a tensor of shape {tuple(x.shape)}. {reason}: {way_out}, or "
-            "do without sequence parallelism"
+        raise unfit(
+            f"with sequence parallelism expected this rank's {sizes[self.rank]} of {sum(sizes)} "
+            f"tokens, got a tensor of shape {tuple(x.shape)}. {reason}",
+            way_out,
         )
 
     def is_share(self, x: Tensor) -> bool:
@@ -92,16 +90,6 @@ class SequenceShares:
             return False
         dims = {x.shape[DIM], x.shape[1]} if x.ndim > 2 else {x.shape[DIM]}
         return shard in dims or self.in_rows(x, shard)
-
-    def require_whole(self, x: Tensor) -> Tensor:
-        """Return `x` if it is not a shard: the region has gathered the sequence."""
-        if self.length not in (None, self.local) and x.shape[DIM:-1] == (self.local,):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: a column-parallel layer was given this rank's {self.local} of "
-                f"{self.length} tokens, a tensor of shape {tuple(x.shape)}, in a module that sees "
-                "whole sequences; do without sequence parallelism"
-            )
-        return x
 
     @uncompiled
     def leave(self, x: Tensor) -> Tensor:
@@ -122,17 +110,16 @@ class SequenceShares:
         sizes = self.sizes_of(self.length)
         batch, odd = divmod(x.shape[0], sizes[self.rank])
         if odd:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: expected this rank's {sizes[self.rank]} of {self.length} "
-                f"tokens of each sequence in rows, got a tensor of shape {tuple(x.shape)}; "
-                "do without sequence parallelism"
+            raise unfit(
+                f"expected this rank's {sizes[self.rank]} of {self.length} tokens of each sequence "
+                f"in rows, got a tensor of shape {tuple(x.shape)}"
             )
         return tuple(batch * size for size in sizes)
 
     @uncompiled
-    def split(self, x: Tensor) -> Tensor:
+    def split(self, x: Tensor, dim: int = DIM) -> Tensor:
         """Return this rank's sequence shard of a replicated tensor."""
-        return convert(x, Invariant(), Shard(DIM, self.sizes_of(x.shape[DIM])), self.group)
+        return convert(x, Invariant(), Shard(dim, self.sizes_of(x.shape[dim])), self.group)
 
     def sizes_of(self, length: int) -> tuple[int, ...]:
         """Return the number of tokens on each rank for a sequence of `length` tokens."""
@@ -143,6 +130,12 @@ class SequenceShares:
                 f"without one; sequence parallelism needs at least {size}"
             )
         return shard_sizes(length, size)
+
+
+def unfit(reason: str, way_out: str = "") -> InvalidArgumentError:
+    """Return the error for a call that sequence parallelism does not fit."""
+    remedy = f"{way_out}, or do without" if way_out else "do without"
+    return InvalidArgumentError(f"{describe_rank()}: {reason}; {remedy} sequence parallelism")
 
 
 def find_shares(model: nn.Module) -> SequenceShares | None:
@@ -176,13 +169,26 @@ def in_backward() -> bool:
 
 
 _RESIDUAL = "residual"
-_WAY_OUT = "do without sequence parallelism"
 
 
-def argument_names(module: nn.Module, args: Sequence[Any]) -> list[str]:
-    """Return the names of positional arguments in the module's own forward; "" for surplus ones."""
-    names = [*inspect.signature(own_class(module).forward).parameters][1:]
-    return [names[place] if place < len(names) else "" for place in range(len(args))]
+@cache
+def _parameters(forward: Callable[..., Any]) -> list[str]:
+    return [*inspect.signature(forward).parameters][1:]
+
+
+@uncompiled
+def change_arguments(
+    module: nn.Module,
+    change: Callable[[str, Any], Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the results of `change(name, value)` for the arguments of a module's own forward.
+
+    Surplus positional ones have the name "".
+    """
+    by_place = map(change, chain(_parameters(own_class(module).forward), repeat("")), args)
+    return tuple(by_place), {name: change(name, x) for name, x in kwargs.items()}
 
 
 @uncompiled
@@ -201,19 +207,23 @@ def convert_hidden(
     They are the first floating tensor [..., tokens, H] with H in `widths`, or any if it is empty.
     An argument called "residual" is a shard of the same sequence, converted if `join_residuals`.
     """
-    names, kind = argument_names(module, args), own_class(module).__name__
-    named = [*zip(names, args, strict=True), *kwargs.items()]
-    given = [x for name, x in named if name != _RESIDUAL]
+    kind = own_class(module).__name__
+    given: list[Any] = []
+
+    def note(name: str, x: Any) -> None:
+        if name != _RESIDUAL:
+            given.append(x)
+
+    change_arguments(module, note, args, kwargs)
     floating = (x for x in given if isinstance(x, Tensor) and x.is_floating_point())
     sequences = (x for x in floating if x.ndim > 1)
     hidden = next((x for x in sequences if not widths or x.shape[-1] in widths), None)
     if hidden is None:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors_in((args, kwargs))) or "none"
         width = " or ".join(map(str, sorted({*widths}))) or "H"
-        raise InvalidArgumentError(
-            f"{describe_rank()}: with sequence parallelism {kind} must be called with its hidden "
-            f"states, a floating tensor [..., tokens, {width}], and got tensors of shapes "
-            f"{shapes}; {_WAY_OUT}"
+        raise unfit(
+            f"with sequence parallelism {kind} must be called with its hidden states, a floating "
+            f"tensor [..., tokens, {width}], and got tensors of shapes {shapes}"
         )
     rows = shares.in_rows(hidden, shares.local)
     length = (shares.length or 0) if rows else sum(shares.sizes(hidden))
@@ -229,8 +239,7 @@ def convert_hidden(
             return whole
         return change(x) if name == _RESIDUAL and isinstance(x, Tensor) else x
 
-    by_name = {name: converted(name, x) for name, x in kwargs.items()}
-    return tuple(map(converted, names, args)), by_name, length
+    return *change_arguments(module, converted, args, kwargs), length
 
 
 def _refuse_second(
@@ -241,9 +250,8 @@ def _refuse_second(
     # A full table (such as positions) without a gradient is safe.
     harmless = alike and other.shape[-2] == length and not other.requires_grad
     if alike and other.shape[-1] in widths and not harmless:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: {kind} was called with two sequences, of shapes "
-            f"{tuple(hidden.shape)} and {tuple(other.shape)}; with sequence parallelism the second "
-            "may be this rank's shard of its tokens or the full sequence, with a full or a partial "
-            f"gradient; {_WAY_OUT}"
+        raise unfit(
+            f"{kind} was called with two sequences, of shapes {tuple(hidden.shape)} and "
+            f"{tuple(other.shape)}; with sequence parallelism the second may be this rank's shard "
+            "of its tokens or the full sequence, with a full or a partial gradient"
         )

@@ -41,7 +41,7 @@ class Adapter(NamedTuple):
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[list[Adapter]]:
     """Replace adapters by their layers inside the block; yield the adapters."""
-    found: list[Adapter] = []
+    found: dict[nn.Module, Adapter] = {}
     places: list[tuple[nn.Module, str, nn.Module]] = []
     for name, owner in [*model.named_modules()]:
         for child_name, child in owner._modules.items():
@@ -49,12 +49,11 @@ def without_adapters(model: nn.Module) -> Iterator[list[Adapter]]:
             if child is not None and layer is not child:
                 if child_name != ADAPTED:  # else it is nested in another adapter
                     places.append((owner, child_name, child))
-                if all(adapter.module is not child for adapter in found):
-                    found.append(Adapter(f"{name}.{child_name}".lstrip("."), child, layer))
+                found.setdefault(child, Adapter(f"{name}.{child_name}".lstrip("."), child, layer))
     try:
         for owner, child_name, child in places:
             owner._modules[child_name] = layer_of(child)
-        yield found
+        yield [*found.values()]
     finally:
         for owner, child_name, child in places:
             owner._modules[child_name] = child

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Flag, auto
 from typing import Any
 
@@ -16,12 +16,9 @@ from ....dist.errors import InvalidArgumentError
 from ....dist.functional import AllGather, AllReduce, Copy, Gather, Reduce, ReduceScatter, Split
 from ...pg_manager import describe_rank
 from ...pg_manager.building import divided_modules
-from ...placement import Invariant, Partial, Placement, Replicate, Varying
-from ..cross_entropy import CrossEntropy
+from ...placement import Invariant, ModelView, Partial, Placement, Replicate, Varying
 from ..layers.base import TensorParallelLayer
-from ..layers.own_parameters import AtBoundary
-from ..regions.region import Enter
-from ..regions.replicas import SumGradient
+from ..layers.own_parameters import PLACED
 from ..regions.sequence_shares import find_shares
 from ..regions.surround import own_class
 
@@ -35,7 +32,7 @@ class Reach(Flag):
     BOTH = WHOLE | PARTIAL
 
 
-# The collective that a backward of dist applies to a gradient -> the kind of its result.
+# The collective that a function's backward applies to a gradient, its `way` -> the result's kind.
 _WAYS: Mapping[type, Reach] = {
     **dict.fromkeys((Reduce, AllReduce, Gather), Reach.WHOLE),
     **dict.fromkeys((Copy, Split, AllGather, ReduceScatter), Reach.PARTIAL),
@@ -49,19 +46,17 @@ class Leaves:
         self.whole: dict[int, Tensor] = {}  # replicated on every rank
         self.names: dict[int, str] = {}  # of all, including shards
         self.shards: set[int] = set()  # sharded by layers or other strategies
-        divided, gathered = {*divided_modules(model)}, _gathered(model)
-        for prefix, module in model.named_modules():
-            settled = module.settled if isinstance(module, TensorParallelLayer) else ()
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                leaf = gathered.get(parameter, parameter)
-                self.names.setdefault(id(leaf), f"{prefix}.{name}".lstrip("."))
-                if module in divided or name in settled:
-                    self.shards.add(id(leaf))
-                elif leaf.requires_grad:
-                    self.whole[id(leaf)] = leaf
-        self.whole = {key: leaf for key, leaf in self.whole.items() if key not in self.shards}
+        divided, gathered, view = divided_modules(model), _gathered(model), ModelView(model)
+        settled: dict[nn.Module, Collection[str]]
+        settled = {m: m.settled for m in view.names if isinstance(m, TensorParallelLayer)}
+        for parameter, owners in view.owners.items():
+            leaf = gathered.get(parameter, parameter)
+            first, own_name = owners[0]
+            self.names[id(leaf)] = f"{view.names[first]}.{own_name}".lstrip(".")
+            if any(module in divided or name in settled.get(module, ()) for module, name in owners):
+                self.shards.add(id(leaf))
+            elif leaf.requires_grad:
+                self.whole[id(leaf)] = leaf
 
 
 class Walk:
@@ -74,33 +69,23 @@ class Walk:
         self._seen: set[tuple[Node, Reach]] = set()
         self._found: dict[int, tuple[Tensor, Reach]] = {}
         self._returns_parts = False
-        self._placed: dict[Node, list[tuple[str, Placement]]] = {}  # by the boundaries
         self._outer: dict[int, Node] = {}  # a checkpoint's input -> its node in the outer graph
 
-    def check_boundaries(self) -> None:
-        """Refuse a tensor whose values differ between ranks where its boundary says otherwise."""
-        for module in self._model.modules():
-            if not isinstance(module, AtBoundary):
-                continue
-            for (place, placement), node in module._seen.items():
-                varies = self.reach_of(node, ReduceScatter) is Reach.PARTIAL
-                same = isinstance(placement, Replicate | Invariant)
-                if (varies and same) or (not varies and isinstance(placement, Partial)):
-                    shown = Varying() if varies else Invariant()
-                    raise _wrong_boundary(place, placement, f"graph shows {shown}")
-                self._placed.setdefault(node, []).append((place, placement))
-            if module._seen:
-                module._seen.clear()
-                module._seen.compared = True
-
-    def _check_gradient(self, node: Node, reach: Reach) -> None:
-        """Refuse a gradient that a boundary says is full and is partial, or the reverse."""
-        full, partial = Invariant(), Replicate()
-        right, wrong = (full, partial) if reach is Reach.WHOLE else (partial, full)
-        places = [place for place, placement in self._placed.get(node, ()) if placement == wrong]
-        if places:
-            but = f"gradient is that of {right}"
-            raise _wrong_boundary(", which is ".join(dict.fromkeys(places)), wrong, but)
+    def _check_boundaries(self, node: Any, reach: Reach) -> None:
+        """Refuse a placement that a boundary gives to a tensor and the graph contradicts."""
+        placed = node.metadata.get(PLACED)
+        if not placed:
+            return
+        shown: Placement = Invariant() if reach is Reach.WHOLE else Replicate()
+        if self.reach_of(node, ReduceScatter) is Reach.PARTIAL:
+            shown = Varying()
+        known = (Invariant, Replicate) if shown == Varying() else (Invariant, Replicate, Partial)
+        wrong = [f"{at} is {p}" for at, p in placed if p != shown and isinstance(p, known)]
+        if wrong:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {', and '.join(wrong)} by its boundary, but its graph shows "
+                f"{shown}: give this module, or one that uses the same tensor, another boundary"
+            )
 
     def reach_of(self, output: Node, *whole: type) -> Reach:
         """Return an output's kind of gradient; the search ends at collectives in `whole` too."""
@@ -115,8 +100,6 @@ class Walk:
             if leaf is not None and (id(leaf) in self.leaves.shards or self._is_share(leaf)):
                 return Reach.PARTIAL
             way, group = _way_of(node)
-            if _kind(node) is CrossEntropy:
-                continue
             if group is self._group:
                 if way in (AllGather, Gather):  # forward split it
                     return Reach.PARTIAL
@@ -142,7 +125,7 @@ class Walk:
             if step in self._seen:
                 continue
             self._seen.add(step)
-            self._check_gradient(node, reach)
+            self._check_boundaries(node, reach)
             # Its leaf, and leaves whose gradients its function computes later.
             leaves = getattr(node, "variable", None), *getattr(node, "trained_later", ())
             for leaf in (each for each in leaves if each is not None):
@@ -161,24 +144,20 @@ class Walk:
 
     def _after(self, node: Node, reach: Reach) -> Reach:
         """Return the kind of the gradients that a node returns, given the kind that it gets."""
-        kind = _kind(node)
-        if kind is None:
-            return reach
         way, group = _way_of(node)
         if way is not None:
             return _WAYS[way] if group is self._group else reach
-        if issubclass(kind, SumGradient):
-            return Reach.WHOLE
-        if issubclass(kind, CrossEntropy):
-            return Reach.PARTIAL
-        if not _is_ours(kind) and _holds(node, self._group):
+        kind = _kind(node)
+        if kind is None or _is_ours(kind):
+            return reach
+        if _holds(node, self._group):
             raise InvalidArgumentError(
                 f"{describe_rank()}: {own_class(self._model).__name__} uses the autograd function "
                 f"{kind.__name__}, which holds the process group of tensor parallelism. Whether "
                 "the gradients behind it are whole or partial sums cannot be told; communicate by "
                 "scaletorch.dist.functional instead, or leave the module out of tensor parallelism"
             )
-        if not _is_ours(kind) and not kind.__module__.startswith("torch."):
+        if not kind.__module__.startswith("torch."):
             self._sums.note_opaque(kind)
         return reach
 
@@ -241,13 +220,6 @@ class Walk:
         )
 
 
-def _wrong_boundary(place: str, placement: Placement, but: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"{describe_rank()}: {place} is {placement} by its boundary, but its {but}: give this "
-        "module, or one that uses the same tensor, another boundary"
-    )
-
-
 def _kind(node: Node) -> type | None:
     """Return the Python autograd function of a node, or None for a built-in one."""
     kind: type | None = getattr(type(node), "_forward_cls", None)
@@ -264,10 +236,6 @@ def _way_of(node: Node) -> tuple[type | None, ProcessGroup | None]:
     way = getattr(node, "way", None)
     if isinstance(way, tuple) and way and way[0] in _WAYS:
         return way[0], (way[1] if len(way) == 2 else way[2])
-    kind = _kind(node)
-    if kind is not None and issubclass(kind, Enter):
-        state: Any = node
-        return (Reduce if state.sizes is None else ReduceScatter), state.group
     return None, None
 
 

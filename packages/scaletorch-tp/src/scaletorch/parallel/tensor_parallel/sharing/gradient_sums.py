@@ -24,7 +24,7 @@ from ....dist import all_reduce
 from ....dist.building import sum_dtype, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...pg_manager.building import forget_watchers, runs_as_stages, uncompiled, watch_outputs
+from ...pg_manager.building import runs_as_stages, uncompiled
 from ...placement import ModelView
 from ..regions.surround import not_pickled
 from .gradient_paths import Leaves, Reach, Walk, trainable
@@ -94,7 +94,6 @@ class GradientSums:
 
     def _follow(self, model: nn.Module, nodes: Iterable[Node]) -> None:
         walk = Walk(model, self)
-        walk.check_boundaries()
         walk.follow([(node, walk.reach_of(node)) for node in nodes])
         unseen = [leaf for leaf in walk.leaves.whole.values() if self.reach(leaf) is Reach.NOT]
         for leaf in unseen:
@@ -144,15 +143,15 @@ class GradientSums:
     def _arrived(self, parameter: TensorWeakRef, gradient: Tensor) -> Tensor | None:
         """Return the gradient summed over ranks if it is partial and not deferred, else None."""
         leaf = parameter()
-        reach = Reach.NOT if leaf is None else self.reach(leaf)
-        if reach is Reach.NOT:
+        if leaf is not None and self.reach(leaf) is Reach.NOT:
             later, self._later = self._later, []
             for model, nodes in later:
                 self._follow(model, nodes)
-            reach = Reach.NOT if leaf is None else self.reach(leaf)
-        if reach is Reach.NOT and leaf is not None and not self.deferred:
+        if leaf is None or self.deferred:
+            return None
+        if self.reach(leaf) is Reach.NOT:
             self.refuse_hidden(f"shape {tuple(gradient.shape)}")
-        if self.deferred or reach is not Reach.PARTIAL:
+        if self.reach(leaf) is not Reach.PARTIAL:
             return None
         dtype = sum_dtype(gradient.dtype)  # backends may round 16-bit sums at every rank
         total = gradient.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -167,10 +166,7 @@ def infer_sums(view: ModelView, group: ProcessGroup | None) -> None:
             if isinstance(hook, GradientSums):
                 hook.remove()
                 del module._forward_hooks[key]
-        forget_watchers(module, GradientSums)
-    sums = GradientSums(group)
-    view.model.register_forward_hook(sums)
-    watch_outputs(view.model, sums.look)
+    view.model.register_forward_hook(GradientSums(group))
 
 
 def find_sums(model: nn.Module) -> GradientSums | None:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....dist.errors import InvalidArgumentError
-from ...pg_manager import describe_rank
+from ....dist.building import map_tensors
 from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import ModelView, modules_within
 from ..layers.base import TensorParallelLayer
@@ -28,11 +27,12 @@ from ..regions.region import Region
 from ..regions.sequence_shares import (
     DIM,
     SequenceShares,
-    argument_names,
+    change_arguments,
     convert_hidden,
     find_shares,
     in_backward,
     shapes_explained,
+    unfit,
 )
 from ..regions.surround import Surrounded, own_class, surround
 
@@ -53,26 +53,18 @@ class WholeSequence(Surrounded):
         )
         with refused_again(name), common_random():  # every rank draws the same
             out = super().forward(*args, **kwargs)
-        local, found = _shared(out, length, shares)
-        if not found:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: with sequence parallelism {name} must return hidden states "
-                f"[..., {length}, H], or a tuple that holds them, and returned "
-                f"{type(out).__name__}; do without sequence parallelism"
-            )
-        return local
+        return _split_hidden(out, length, shares)
 
 
 @uncompiled
-def _shared(out: Any, length: int, shares: SequenceShares) -> tuple[Any, bool]:
-    """Split the hidden states in an output; return the output and whether it had any."""
-    if isinstance(out, Tensor):
-        is_hidden = out.is_floating_point() and 1 < out.ndim < 4 and out.shape[DIM] == length
-        return (shares.split(out), True) if is_hidden else (out, False)
-    if type(out) not in (tuple, list):
-        return out, False
-    pairs = [_shared(item, length, shares) for item in out]
-    return type(out)(item for item, _ in pairs), any(found for _, found in pairs)
+def _split_hidden(out: Any, length: int, shares: SequenceShares) -> Any:
+    """Return an output with this rank's shard of its hidden states [..., `length`, H]."""
+
+    def split(x: Tensor) -> Tensor:
+        is_hidden = x.is_floating_point() and 1 < x.ndim < 4 and x.shape[DIM] == length
+        return shares.split(x) if is_hidden else x
+
+    return map_tensors(split, out)
 
 
 @contextmanager
@@ -101,10 +93,10 @@ def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[-1] == shares.length:
         return mask
     if mask.shape[-1] != shares.local or not bool(mask.all()):
-        raise InvalidArgumentError(
-            f"{describe_rank()}: the model asks for a mask with padding of shape "
-            f"{tuple(mask.shape)}, where sequences have {shares.length} tokens; pass an "
-            "attention_mask of whole sequences, or do without sequence parallelism"
+        raise unfit(
+            f"the model asks for a mask with padding of shape {tuple(mask.shape)}, where sequences "
+            f"have {shares.length} tokens",
+            "pass an attention_mask of whole sequences",
         )
     return mask.new_ones(mask.shape[0], shares.length or 0)
 
@@ -116,18 +108,14 @@ def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any
     queries, keys = options.get("q_length"), options.get("kv_length")
     if queries == shard:
         if keys not in (shard, whole) or options.get("q_offset", 0):  # with a cache
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the model asks for a mask of {queries} queries, from position "
+            raise unfit(
+                f"the model asks for a mask of {queries} queries, from position "
                 f"{options.get('q_offset', 0)} on, and {keys} keys; sequence parallelism makes "
-                "masks of whole sequences only: pass use_cache=False"
+                "masks of whole sequences only",
+                "pass use_cache=False",
             )
         options |= {"q_length": whole, "kv_length": whole}
         options["attention_mask"] = _whole_padding(options.get("attention_mask"), shares)
-    elif queries != whole:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: the model asks for a mask of {queries} queries, but this rank has "
-            f"{shard} of {whole} tokens; do without sequence parallelism"
-        )
     return make(**options)
 
 
@@ -166,23 +154,22 @@ def _joined(out: Any, shares: SequenceShares) -> Any:
         return out
     if not isinstance(out, Tensor):
         return type(out)((shares.whole(out[0]), *out[1:]))
-    rows = _rows(out, shares)
-    return shares.whole(rows) if rows is out else shares.whole(rows).unflatten(-1, out.shape[DIM:])
+    return shares.whole(out, _token_dim(out, shares))
 
 
-def _rows(x: Tensor, shares: SequenceShares) -> Tensor:
-    """Return hidden states as [..., L, H]; several streams, [B, L, S, H], become [B, L, S * H]."""
+def _token_dim(x: Tensor, shares: SequenceShares) -> int:
+    """Return the dim of tokens in hidden states [..., L, H], or in several streams [B, L, S, H]."""
     lengths = (shares.length, shares.local)
     if x.ndim != 4 or x.shape[1] not in lengths:
-        return x
+        return DIM
     if x.shape[DIM] in lengths:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: in hidden states {tuple(x.shape)} two dims are as long as the "
-            f"sequence of {shares.length} tokens or a rank's shard of {shares.local}, so the dim "
-            "to divide is unknown; take another length or batch size, or do without sequence "
-            "parallelism"
+        raise unfit(
+            f"in hidden states {tuple(x.shape)} two dims are as long as the sequence of "
+            f"{shares.length} tokens or a rank's shard of {shares.local}, so the dim to divide is "
+            "unknown",
+            "take another length or batch size",
         )
-    return x.flatten(DIM)
+    return 1
 
 
 @uncompiled
@@ -190,60 +177,36 @@ def _shared_out(
     layer: SequenceLayer, shares: SequenceShares, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a layer, with this rank's shard of per-token ones."""
-    name, again = own_class(layer).__name__, in_backward()
+    again = in_backward()
     given = (*args, *kwargs.values())
     floating = (x for x in given if isinstance(x, Tensor) and x.is_floating_point())
     hidden = next((x for x in floating if x.ndim > 2), None)
     if hidden is None:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: with sequence parallelism {name} must be called with hidden "
-            "states [..., L, H], a floating tensor; do without sequence parallelism"
+        raise unfit(
+            f"with sequence parallelism {own_class(layer).__name__} must be called with hidden "
+            "states [..., L, H], a floating tensor"
         )
     begins = layer._first and not shares.sharing and not again
     if begins:
         streams = hidden.ndim > 3 and hidden.shape[1] == shares.length != hidden.shape[DIM]
         shares.length = hidden.shape[1 if streams else DIM]
         shares.batch = hidden.shape[0] if hidden.ndim == 3 else shares.batch
-    rows = _rows(hidden, shares)
-    whole = begins or (again and rows.shape[DIM] == shares.length)
+    dim = _token_dim(hidden, shares)
+    whole = begins or (again and hidden.shape[dim] == shares.length)
     if not again:
         shares.sharing = True
-    shard = shares.split(rows) if whole else rows
-    shares.sizes(shard)  # raises if it is not this rank's shard
-    shard = shard if rows is hidden else shard.unflatten(-1, hidden.shape[DIM:])
+    shard = shares.split(hidden, dim) if whole else hidden
+    shares.sizes(shard, dim)  # raises if it is not this rank's shard
 
     def share(key: str, x: Any) -> Any:
         if x is hidden:
             return shard
-        if not isinstance(x, Tensor):
+        if key not in OF_TOKENS or not isinstance(x, Tensor):
             return x
-        if key in OF_TOKENS:
-            return _of_tokens(x, shares)
-        _require_none(name, key, x, hidden, shares)
-        return x
+        tokens = DIM if x.is_floating_point() else -1  # ids [..., L], or embeddings [..., L, H]
+        return shares.split(x, tokens) if x.shape[tokens] == shares.length else x
 
-    by_name = {key: share(key, x) for key, x in kwargs.items()}
-    return tuple(map(share, argument_names(layer, args), args)), by_name
-
-
-def _of_tokens(x: Tensor, shares: SequenceShares) -> Tensor:
-    """Return this rank's shard of ids [..., L] or of embeddings [..., L, H]."""
-    if x.is_floating_point():
-        return shares.split(x) if x.shape[DIM] == shares.length else x
-    if x.shape[-1] != shares.length:
-        return x
-    sizes = shares.sizes_of(x.shape[-1])
-    return x.narrow(-1, sum(sizes[: shares.rank]), sizes[shares.rank])
-
-
-def _require_none(name: str, key: str, x: Tensor, hidden: Tensor, shares: SequenceShares) -> None:
-    """Refuse an argument that may be a second sequence, since it would stay full."""
-    whole = (*hidden.shape[:DIM], shares.length)
-    if x.requires_grad and x.ndim == hidden.ndim and x.shape[:-1] == whole:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: {name} was called with '{key}' of shape {tuple(x.shape)}, which "
-            "may be a second sequence, whole or a shard; do without sequence parallelism"
-        )
+    return change_arguments(layer, share, args, kwargs)
 
 
 class SequenceRoot(Surrounded):
@@ -284,15 +247,7 @@ class SplitSequence(Surrounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward and return this rank's shard."""
-        out, length = super().forward(*args, **kwargs), self._sequence.length
-        if length is not None and out.shape[DIM] != length:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
-                f"called with all {length} tokens' ids or positions, and returned a tensor of "
-                f"shape {tuple(out.shape)}. If the model counts positions, style its layers "
-                "'sequence_layer', else do without sequence parallelism"
-            )
-        return self._sequence.split(out)
+        return self._sequence.split(super().forward(*args, **kwargs))
 
 
 def share_sequences(
