@@ -51,6 +51,8 @@ def test_a_model_is_told_the_positions_that_it_would_count():
         ((), {"input_ids": ids(9), "position_ids": None}),
     ):
         torch.testing.assert_close(many(*arguments, **options), one(ids(9)), rtol=1e-12, atol=1e-12)
+    with pytest.raises(InvalidArgumentError, match="with all 9 tokens' ids or positions, and ret"):
+        many(ids(9), places[:1, :1])
 
 
 @distributed_test(world_size=3)

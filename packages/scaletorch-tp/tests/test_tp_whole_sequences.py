@@ -192,6 +192,11 @@ class Whole(Attention):
         return x.view(*x.shape[:2], 6, 2).transpose(1, 2)
 
 
+class Pooled(Attention):
+    def forward(self, x):
+        return super().forward(x).mean(1, keepdim=True)
+
+
 class Longer(Model):
     def mixed(self, x):
         return super().mixed(torch.cat([x, x.new_zeros(2, 1, 12)], 1))
@@ -216,6 +221,7 @@ REFUSED = [  # a model and its arguments, a plan, and what is said
     ((Model, Residual), SHARDED,
      r"in Residual does not fit this rank's share of the tokens \(4 of 8\)"),
     ((Model, Whole), SHARDED, "in Whole does not fit .* heads and features"),
+    ((Model, Pooled), PLAN, r"Pooled must return hidden states \[..., 8, H\], and .* \(2, 1, 12\)"),
     ((Longer,), SHARDED, "Tokens were added or dropped .* style the layers 'sequence_lay"),
     ((Reshaping,), SHARDED, "in Reshaping does not fit .* 'sequence_layer'; or do w"),
     ((Model, Partly), SHARDED, "checkpoint the whole module"),

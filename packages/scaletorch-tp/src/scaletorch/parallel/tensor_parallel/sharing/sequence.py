@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....dist.building import map_tensors
+from ....dist.building import map_tensors, tensors_in
 from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import ModelView, modules_within
 from ..layers.base import TensorParallelLayer
@@ -53,18 +53,23 @@ class WholeSequence(Surrounded):
         )
         with refused_again(name), common_random():  # every rank draws the same
             out = super().forward(*args, **kwargs)
-        return _split_hidden(out, length, shares)
+        return _split_hidden(name, out, length, shares)
 
 
 @uncompiled
-def _split_hidden(out: Any, length: int, shares: SequenceShares) -> Any:
+def _split_hidden(name: str, out: Any, length: int, shares: SequenceShares) -> Any:
     """Return an output with this rank's shard of its hidden states [..., `length`, H]."""
 
-    def split(x: Tensor) -> Tensor:
-        is_hidden = x.is_floating_point() and 1 < x.ndim < 4 and x.shape[DIM] == length
-        return shares.split(x) if is_hidden else x
+    def is_hidden(x: Tensor) -> bool:
+        return x.is_floating_point() and 1 < x.ndim < 4 and x.shape[DIM] == length
 
-    return map_tensors(split, out)
+    if not any(map(is_hidden, tensors_in(out))):  # its gradient would be partial, and not summed
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors_in(out)) or "none"
+        raise unfit(
+            f"with sequence parallelism {name} must return hidden states [..., {length}, H], and "
+            f"returned tensors of shapes {shapes}"
+        )
+    return map_tensors(lambda x: shares.split(x) if is_hidden(x) else x, out)
 
 
 @contextmanager
@@ -247,7 +252,15 @@ class SplitSequence(Surrounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward and return this rank's shard."""
-        return self._sequence.split(super().forward(*args, **kwargs))
+        out, length = super().forward(*args, **kwargs), self._sequence.length
+        if length is not None and out.shape[DIM] != length:
+            raise unfit(
+                f"with sequence parallelism {own_class(self).__name__} must be called with all "
+                f"{length} tokens' ids or positions, and returned a tensor of shape "
+                f"{tuple(out.shape)}",
+                "if the model counts positions, style its layers 'sequence_layer'",
+            )
+        return self._sequence.split(out)
 
 
 def share_sequences(
