@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from scaletorch.dist import functional, launch
 from scaletorch.dist.testing import RankPool
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, vocab_parallel_cross_entropy
+from scaletorch.parallel.tensor_parallel.regions.region import sum_gradient
 from scaletorch.parallel.tensor_parallel.sharing.gradient_paths import Reach
 from scaletorch.parallel.tensor_parallel.sharing.gradient_sums import find_sums, whole_parameters
 
@@ -74,7 +75,7 @@ def test_a_gradient_that_nobody_sums_is_seen(ranks):
 
 
 def calls(dim):
-    """Each differentiable collective, and the loss over a sharded vocabulary."""
+    """Each differentiable collective, the sum over replicas' gradients, and the sharded loss."""
     world = dist.group.WORLD
     x = {
         kind: torch.randn(4, 4, requires_grad=True)
@@ -94,6 +95,7 @@ def calls(dim):
             "split": functional.split(invariant, dim, world),
             "all_to_all": functional.all_to_all(shard, 1 - dim, dim, world),
         }
+        found["replica"] = sum_gradient(shard, lambda gradient: gradient, world)
         targets = torch.zeros(4, dtype=torch.long)
         spmd_types.assert_type(targets, {world: spmd_types.I})
         found["loss"] = vocab_parallel_cross_entropy(shard, targets, group=world, vocab_size=8)
@@ -108,5 +110,6 @@ def test_each_collective_returns_its_placement():
         for found in launch(calls, 2, dim):
             assert found == {
                 "copy": "R", "reduce": "I", "all_reduce": "R", "all_gather": "R",
-                "reduce_scatter": "V", "gather": "I", "split": "V", "all_to_all": "V", "loss": "I",
+                "reduce_scatter": "V", "gather": "I", "split": "V", "all_to_all": "V", "replica": "V",
+                "loss": "I",
             }  # fmt: skip
