@@ -75,7 +75,7 @@ def test_a_gradient_that_nobody_sums_is_seen(ranks):
 
 
 def calls(dim):
-    """Each differentiable collective, the sum over replicas' gradients, and the sharded loss."""
+    """Each differentiable collective, sums over replicas, and the loss of a sharded vocabulary."""
     world = dist.group.WORLD
     x = {
         kind: torch.randn(4, 4, requires_grad=True)
