@@ -110,6 +110,6 @@ def test_each_collective_returns_its_placement():
         for found in launch(calls, 2, dim):
             assert found == {
                 "copy": "R", "reduce": "I", "all_reduce": "R", "all_gather": "R",
-                "reduce_scatter": "V", "gather": "I", "split": "V", "all_to_all": "V", "replica": "V",
-                "loss": "I",
+                "reduce_scatter": "V", "gather": "I", "split": "V", "all_to_all": "V",
+                "replica": "V", "loss": "I",
             }  # fmt: skip
