@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from training import grid, tokens
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
@@ -24,14 +25,18 @@ SHARED = {"sequence_parallel": True}
 
 
 class ScaledMLP(models.MLP):
-    """Has a scale of many elements, which no plan names."""
+    """Has a scale of many elements, which no plan names, and a gain that `late` turns on."""
+
+    late = False
 
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 0.9, 300))
+        self.gain = nn.Parameter(torch.tensor([0.9]))
 
     def inner(self, x):
-        return super().inner(x) * self.scale.square().mean()
+        x = super().inner(x) * self.scale.square().mean()
+        return x * self.gain if self.late else x
 
 
 class Net(models.Plain):
@@ -43,6 +48,11 @@ class Net(models.Plain):
         super().__init__(depth)
         self.temperature, self.gain = (nn.Parameter(torch.tensor([0.9])) for _ in range(2))
         self.late = False
+
+    def turn_on(self, inside):
+        """Use the gains of the layers' MLPs, or the gain before the head."""
+        for module in [layer.mlp for layer in self.layers] if inside else [self]:
+            module.late = True
 
     def top(self, x):
         for layer in self.layers:
@@ -78,6 +88,15 @@ class LayerRunAgain(Net.layer):
         return Again.apply(x, super().__call__)
 
 
+class Checkpointed(Net.layer):
+    """A reentrant checkpoint."""
+
+    def __call__(self, x):
+        return checkpoint(super().__call__, x, use_reentrant=True)
+
+
+LATE = {"late": False, "late in a checkpoint": True}  # and whether inside of layers
+
 batch = partial(tokens, rows=8, words=models.VOCAB)
 
 
@@ -88,11 +107,12 @@ def loss_of(model, number, rows=slice(None)):
     return total / whole["labels"].numel()
 
 
-def expected(steps, late=False):
+def expected(steps, how=""):
     """Return the gradients of one process after backward passes that add up."""
     model = made()
     for number in range(steps):
-        model.late = late and number > 0
+        if number and how in LATE:
+            model.turn_on(LATE[how])
         loss_of(model, number).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
@@ -117,33 +137,35 @@ LAYOUTS = [
 
 def steps_add_up(how, layouts):
     """Train two steps whose gradients add up, the later one in another way."""
-    if how == "compiled":
-        warnings.simplefilter("ignore")  # what the compiler says of graph breaks
+    warnings.simplefilter("ignore")  # what the compiler says of graph breaks
     for sizes, options, micro_batches, zero in layouts:
-        if how == "late" and "pp_size" in sizes:
+        if how in LATE and "pp_size" in sizes:
             continue  # the stage before would have to know
         with grid(sizes) as manager:
             net = made()
             for layer in net.layers:
                 if how == "compiled":
                     layer.compile(backend="eager")
+                if how == "late in a checkpoint":
+                    layer.__class__ = Checkpointed
             model = parallelize(net, manager, plan=models.PLAN, **options, rehearse=False)
             if zero:
                 optimizer = torch.optim.SGD(model.parameters(), 0.1)
                 shard_optimizer(optimizer, model, stage=zero)
             for number in range(2):
-                net.late = how == "late" and number > 0
+                if number and how in LATE:
+                    net.turn_on(LATE[how])
                 made_of = shard_global_batch(batch(number), micro_batches, model=model)
                 if how == "no_sync" and number == 0:
                     with model.no_sync():
                         train_step(model, made_of)
                 else:
                     train_step(model, made_of)
-            error = far(full_gradients(model), expected(2, late=how == "late"))
+            error = far(full_gradients(model), expected(2, how))
             assert error < 1e-11, (how, sizes, options, zero, error)
 
 
-@pytest.mark.parametrize("how", ["as usual", *today(["no_sync", "late", "compiled"], 4)])
+@pytest.mark.parametrize("how", ["as usual", *today(["no_sync", *LATE, "compiled"], 5)])
 def test_steps_that_add_up_on_four_ranks(how):
     layouts = {"as usual": today(LAYOUTS, 3), "compiled": LAYOUTS[2:5:2]}
     run_ranks(steps_add_up, 4, how, layouts.get(how, LAYOUTS[::2]), timeout=200)
@@ -227,6 +249,25 @@ def test_fully_sharded_parameters():
             for number in range(2):
                 loss_of(model, number, rows).backward()
             assert far(whole_of(model), wanted) < 1e-11, options
+
+
+def first_checkpointed_later(layouts):
+    for sizes, options, *_ in layouts:
+        with grid(sizes) as manager:
+            net = made()
+            model = parallelize(net, manager, plan=models.PLAN, **options, rehearse=False)
+            train_step(model, shard_global_batch(batch(0), 1, model=model))
+            net.turn_on(True)
+            for layer in net.layers:
+                layer.__class__ = Checkpointed
+            with pytest.raises(
+                InvalidArgumentError, match=r"gain.* comes .*a reentrant check"
+            ):
+                train_step(model, shard_global_batch(batch(1), 1, model=model))
+
+
+def test_a_parameter_used_later_in_a_later_checkpoint_is_refused():
+    run_ranks(first_checkpointed_later, 4, LAYOUTS[:4], timeout=200)
 
 
 class Hidden(torch.autograd.Function):

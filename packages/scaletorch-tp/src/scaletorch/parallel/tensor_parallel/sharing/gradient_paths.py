@@ -164,6 +164,7 @@ class Walk:
     def _follow_later(self, node: Any, reach: Reach) -> None:
         """Follow a reentrant checkpoint in backward, when its recomputation builds the graph."""
         run: Callable[..., Any] = node.run_function
+        self._sums.reruns = True
 
         def run_and_follow(*args: Any) -> Any:
             output = run(*args)

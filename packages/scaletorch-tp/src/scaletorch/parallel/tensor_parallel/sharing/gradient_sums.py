@@ -45,6 +45,7 @@ class GradientSums:
         self._unseen = False  # whether some of them got no gradient
         self._opaque: set[str] = set()  # functions that may use parameters unseen
         self._seen_once = False
+        self.reruns = False  # whether reentrant checkpoints were followed
         self._later: list[tuple[nn.Module, list[Node]]] = []  # outputs to inspect if needed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientSums:
@@ -72,7 +73,7 @@ class GradientSums:
             self._opaque.add(f"the output, a {type(output).__name__}")
         if not nodes:
             return
-        if later:
+        if later and not self.reruns:  # a checkpoint must be found before its backward
             self._later.append((model, nodes))  # inspected if an unknown parameter gets a gradient
         elif self._unseen or not all(
             # Not a new leaf with the id of a freed one.
@@ -147,6 +148,8 @@ class GradientSums:
             later, self._later = self._later, []
             for model, nodes in later:
                 self._follow(model, nodes)
+            if later and self.reruns:
+                self._opaque.add("a reentrant checkpoint, whose backward had begun")
         if leaf is None or self.deferred:
             return None
         if self.reach(leaf) is Reach.NOT:
