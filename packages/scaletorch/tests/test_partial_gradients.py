@@ -260,9 +260,7 @@ def first_checkpointed_later(layouts):
             net.turn_on(True)
             for layer in net.layers:
                 layer.__class__ = Checkpointed
-            with pytest.raises(
-                InvalidArgumentError, match=r"gain.* comes .*a reentrant check"
-            ):
+            with pytest.raises(InvalidArgumentError, match=r"gain.* comes .*a reentrant check"):
                 train_step(model, shard_global_batch(batch(1), 1, model=model))
 
 

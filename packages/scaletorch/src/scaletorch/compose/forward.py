@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
@@ -75,22 +74,23 @@ class Terms:
 
 
 _TERMS = "_scaletorch_terms"
-_rehearses: ContextVar[bool] = ContextVar("_rehearses", default=False)
+_rehearses = False  # of the process: autograd's own threads see no context variables
 
 
 def rehearses() -> bool:
     """Return whether a rehearsal is running, whose steps must leave no trace."""
-    return _rehearses.get()
+    return _rehearses
 
 
 @contextmanager
 def rehearsing() -> Iterator[None]:
     """Mark that a rehearsal is running."""
-    token = _rehearses.set(True)
+    global _rehearses
+    before, _rehearses = _rehearses, True
     try:
         yield
     finally:
-        _rehearses.reset(token)
+        _rehearses = before
 
 
 def read_terms(model: nn.Module) -> Terms:
