@@ -170,17 +170,21 @@ class SaysOffset(Offset):
 
 
 def mixing(mix, where="layer"):
-    """Return a model that mixes positions by a function, in each layer or behind them."""
+    """Return a model that mixes positions by a function, in each layer, or before or behind them."""
 
     class MixingLayer(Layer):
         def forward(self, x):
             return super().forward(mix(x))
 
+    class Before(Plain):
+        def forward(self, input_ids):
+            return self.top(mix(self.embed_tokens(input_ids)))
+
     class Behind(Plain):
         def forward(self, input_ids):
             return mix(super().forward(input_ids))
 
-    return {"layer": decoder(MixingLayer), "behind": Behind}[where]
+    return {"layer": decoder(MixingLayer), "before": Before, "behind": Behind}[where]
 
 
 def attended(x):
