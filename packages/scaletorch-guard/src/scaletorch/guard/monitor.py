@@ -17,10 +17,26 @@ import time
 import traceback
 from itertools import count
 
-from . import messages
 from .diagnosis import diagnose, with_details
 from .facts import MISSED, Channel, Entry, Fault, Need, Picture, Report, Slowness, Wait, news_period
-from .messages import LONGEST, Connection, Hello, Message
+
+# Not `from . import messages`: the parent package is not importable here.
+from .messages import (
+    LONGEST,
+    Answer,
+    Ask,
+    Bye,
+    Connection,
+    End,
+    Hello,
+    Message,
+    News,
+    Off,
+    Raised,
+    Tail,
+    Warn,
+    Welcome,
+)
 from .mismatch import drop_agreed
 
 HELLO = 4096  # largest greeting in bytes
@@ -126,7 +142,7 @@ class Monitor:
                 self._hang_up(connection)
             return
         for message in received:
-            if isinstance(message, messages.Off):
+            if isinstance(message, Off):
                 self._turn_off(message.why)
             update(self._picture, rank, message, self._now())
         if connection.open:
@@ -163,7 +179,7 @@ class Monitor:
         self._stop_listening()
         for rank, report in self._reports.items():
             report.heard = self._now()
-            self._ranks[rank].send(messages.Welcome())
+            self._ranks[rank].send(Welcome())
 
     def _stop_listening(self) -> None:
         for stranger in list(self._strangers):
@@ -190,7 +206,7 @@ class Monitor:
         elif isinstance(verdict, Slowness):
             self._warn(verdict)
         elif all(report.end == "finished" for report in self._reports.values()):
-            self._tell_all(messages.End())
+            self._tell_all(End())
 
     def _confirmed(self, now: float) -> bool:
         """Ask all able ranks before declaring a fault; return whether all answered or are late."""
@@ -209,7 +225,7 @@ class Monitor:
 
     def _turn_off(self, why: str) -> None:
         if self._over is None:
-            self._tell_all(messages.Off(why))
+            self._tell_all(Off(why))
 
     def _tell_all(self, message: Message) -> None:
         self._over = time.monotonic()
@@ -220,7 +236,7 @@ class Monitor:
         for rank in need.ranks:
             number = new_question(self._reports[rank], now, afresh=afresh)
             if number is not None:
-                self._ranks[rank].send(messages.Ask(number))
+                self._ranks[rank].send(Ask(number))
 
     def _warn(self, slowness: Slowness) -> None:
         """Let the first able rank log a warning about slow ranks."""
@@ -232,7 +248,7 @@ class Monitor:
         text = "\n".join([slowness.text, *stacks])
         for rank, report in self._reports.items():
             if report.able(now):
-                self._ranks[rank].send(messages.Warn(text))
+                self._ranks[rank].send(Warn(text))
                 return
 
 
@@ -271,20 +287,20 @@ def update(picture: Picture, rank: int, message: Message, now: float) -> None:
     report = picture.reports[rank]
     report.heard = now
     match message:
-        case messages.News():
+        case News():
             _take_news(picture, report, message, now)
-        case messages.Answer():
+        case Answer():
             report.tails, report.stack = _tails(message.tail), message.stack
             if report.question is not None and report.question[0] == message.number:
                 report.asked, report.question = report.question[1], None
-        case messages.Raised() if report.alive:
+        case Raised() if report.alive:
             report.end, report.ended, report.what = "exception", now, message.what
             report.headline, report.tails = message.headline, _tails(message.tail)
-        case messages.Bye() if report.alive:
+        case Bye() if report.alive:
             report.end, report.ended, report.tails = "finished", now, _tails(message.tail)
 
 
-def _take_news(picture: Picture, report: Report, news: messages.News, now: float) -> None:
+def _take_news(picture: Picture, report: Report, news: News, now: float) -> None:
     channels = picture.channels
     for key, (label, members, message) in news.channels.items():
         channels.setdefault(key, Channel(label, tuple(members), message))
@@ -305,7 +321,7 @@ def _take_news(picture: Picture, report: Report, news: messages.News, now: float
         drop_agreed(picture)
 
 
-def _tails(values: messages.Tail) -> dict[str, dict[int, Entry]]:
+def _tails(values: Tail) -> dict[str, dict[int, Entry]]:
     """Return the last `TAIL` entries of each channel, by number."""
     found: dict[str, dict[int, Entry]] = {}
     for entry in (Entry(*fields) for fields in reversed(values)):
