@@ -170,7 +170,7 @@ class SaysOffset(Offset):
 
 
 def mixing(mix, where="layer"):
-    """Return a model that mixes positions by a function, in each layer, or before or behind them."""
+    """Return a model that mixes positions by a function, in its layers, before or behind them."""
 
     class MixingLayer(Layer):
         def forward(self, x):
