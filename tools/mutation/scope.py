@@ -49,7 +49,6 @@ TESTS_LEFT_OUT = {
     "*/test_dist_ranks.py": "of starting",
     "*/test_dist_testing.py": "of starting",
     "*/test_guard*.py": "of the guard",
-    "*/test_mpi_backend.py": "of another backend",
     "*/test_mutants.py": "plants faults by name, and so judges the proof rather than the sources",
     "*/test_pretrain.py": "whole programs: slow, and of the same parts",
     "*/test_roll_call.py": "of starting",
