@@ -110,7 +110,8 @@ def lines(names: list[str], repeats: int) -> Iterator[str]:
     """Yield the table, a row for each model and number of ranks."""
     yield f"{machine()}; processor seconds, the least of {repeats} searches\n"
     yield table(["model", "ranks", "seconds", "layouts", "refused"], [])
-    fresh = multiprocessing.get_context("fork")
+    # Not by fork: descriptions leave address space that the system may refuse to copy.
+    fresh = multiprocessing.get_context("spawn")
     for name in names:
         known = described(name)
         for ranks in RANKS:
