@@ -1,7 +1,7 @@
 """Search for the first tensor that differs between two runs."""
 
 from .compare import Found, Report, compare
-from .comparison.judge import Judged
+from .comparison.verdicts import Judged
 from .keys import Key
 from .locate import bisect
 from .recording.descriptions import Axis, Description, describe_grid

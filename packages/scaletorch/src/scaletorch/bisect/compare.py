@@ -12,9 +12,9 @@ from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
 from ..verify.differences import LARGEST
 from .comparison.births import Birth, explain_birth, find_births
-from .comparison.judge import BAD, NEAR, UNSEEN, Judged, coarsest, judge_all, measure, meet
 from .comparison.places import assemble, norm, pieces_of, shard_at, shardings
 from .comparison.runs import Run, ancestors, load, require_comparable
+from .comparison.verdicts import BAD, NEAR, UNSEEN, Judged, coarsest, judge_all, measure, meet
 from .keys import FINAL, Key, Kind
 
 SHOWN = 3  # births and inputs that the text names

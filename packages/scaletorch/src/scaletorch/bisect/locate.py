@@ -32,8 +32,8 @@ from ..verify.precision import model_precision
 from ..verify.problem import STEPS, Batch, BatchFn, ModelFn, Subject, default_batch, default_model
 from .compare import Found, Report, compare_runs
 from .comparison.births import Birth
-from .comparison.judge import BAD, INFINITE, Judged, measure
 from .comparison.runs import Run, load
+from .comparison.verdicts import BAD, INFINITE, Judged, measure
 from .keys import Key, Kind
 from .recording.descriptions import Description, describe_grid, places_of
 from .recording.tape import record

@@ -9,10 +9,10 @@ import torch
 
 from ...compose.naming import listed
 from ..keys import FINAL, Key, Kind
-from .judge import BAD, NEAR, UNSEEN, Judged, Pair, adds_up, meet
 from .patterns import explain, numbered
 from .places import ALIKE, GIVEN, WHOLE, Sharding, assemble, norm, pieces_of, shard_at
 from .runs import Run, reach
+from .verdicts import BAD, NEAR, UNSEEN, Judged, Pair, adds_up, meet
 
 JUMP = 8.0  # largest factor by which a computation may amplify its sources' error
 ABSORBED = 1e3  # an error this many times its users' errors does not reach these users
