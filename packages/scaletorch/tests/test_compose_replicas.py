@@ -8,9 +8,16 @@ import pytest
 import torch
 import torch.distributed as c10d
 from test_samples import Job as Training
-from training import tokens
+from training import FOUR, grid, llama, tokens
 
-from scaletorch.compose import check_replicas, clip_grad_norm_, shard_global_batch, train_step
+from scaletorch.compose import (
+    check_replicas,
+    clip_grad_norm_,
+    eval_step,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
 from scaletorch.dist.errors import MismatchError, NonFiniteError
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager import destroy_process_group_manager
@@ -121,3 +128,18 @@ def test_models_that_differ_from_the_start_or_change_later():
         flip(job.parameter("norm.weight")) if c10d.get_rank() else None
         with pytest.raises(MismatchError, match=r"parameter norm.weight"):
             job.check(2)
+
+
+def evaluated_before(layouts):
+    """Evaluate one batch on all ranks, then train on another one of rank 3's own."""
+    for sizes in layouts:
+        with grid(sizes) as manager:
+            model = parallelize(llama(num_layers=4), manager, rehearse=False)
+            eval_step(model, shard_global_batch(tokens(), 2, manager))
+            strange = shard_global_batch(tokens(int(manager.global_rank == 3)), 2, manager)
+            with pytest.raises(MismatchError, match="different first batches"):
+                train_step(model, strange)
+
+
+def test_an_evaluation_does_not_stand_for_the_first_step():
+    run_ranks(evaluated_before, 4, [*FOUR.values()], timeout=200)

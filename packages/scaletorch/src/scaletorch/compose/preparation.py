@@ -76,7 +76,7 @@ def prepare_step(
     if sums["failed"]:  # popped, since the traceback refers to this frame and thus to the list
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
     _require_agreement(sums, manager, alone=alone, has_own=own_loss is not None)
-    if not terms.looked:  # the first step, without a rehearsal
+    if trains and not terms.looked:  # the first train step, without a rehearsal
         require_one_batch(micro_batches, manager)
         terms.looked = True
     if sums["padded"]:  # attention that cannot ignore padding refuses the step on all ranks
