@@ -47,7 +47,7 @@ def main(connection_fd: int, request: dict[str, Any]) -> None:
     except BaseException as error:
         connection.send_bytes(_pickle_failure(error))
         _leave(1)
-    connection.send_bytes(pickle.dumps(("ready", None, notice)))
+    connection.send_bytes(pickle.dumps(("returned", pickle.dumps(None), notice)))
     with contextlib.suppress(EOFError, ConnectionError):
         for run in itertools.count():
             task = connection.recv()

@@ -6,7 +6,8 @@ caller's `sys.path`, changes no setting of the caller, and ends with all its ran
 does.
 
 Messages use a multiprocessing connection. A request for a rank is followed by the descriptors of
-`RANK_FDS` on the same socket.
+its connection, stdout and stderr on the same socket. When a rank has ended, its exit code (or minus
+the signal) is in the file that its request named.
 """
 
 from __future__ import annotations
@@ -15,21 +16,18 @@ import contextlib
 import gc
 import importlib
 import os
-import select
 import shutil
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 PRELOAD = ("torch", "torch.distributed")
-RANK_FDS = ("connection", "status", "stdout", "stderr")
-EXIT_STATUS = struct.Struct("<i")  # content of a status pipe: the exit code, or minus the signal
 
 RankMain = Callable[[int, dict[str, Any]], None]
 
@@ -40,30 +38,14 @@ class _Server:
     def __init__(self, control_fd: int) -> None:
         self.socket = socket.socket(fileno=control_fd)
         self.control: Connection[Any, Any] = Connection(os.dup(control_fd))
-        self.status_fds: dict[int, int] = {}  # pid → write end of its status pipe
-        self.wake_read, self.wake_write = os.pipe()
-        os.set_blocking(self.wake_write, False)
-        signal.set_wakeup_fd(self.wake_write)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # the wake-up byte needs a handler
-
-    def run(self, rank_main: RankMain) -> None:
-        while True:
-            ready, _, _ = select.select([self.control.fileno(), self.wake_read], [], [])
-            if self.wake_read in ready:
-                os.read(self.wake_read, 4096)
-                self.reap()
-            if self.control.fileno() in ready:
-                try:
-                    self.answer(self.control.recv(), rank_main)
-                except (EOFError, ConnectionError):
-                    return
+        self.exit_files: dict[int, str] = {}  # of the children that run, by pid
+        signal.signal(signal.SIGCHLD, lambda *_: self.reap())
 
     def answer(self, request: dict[str, Any], rank_main: RankMain) -> None:
         sys.path[:] = request["path"]  # the caller's path may have grown
         if "preload" not in request:
-            _, fds, _, _ = socket.recv_fds(self.socket, 1, len(RANK_FDS))
-            pid = self.fork(dict(zip(RANK_FDS, fds, strict=True)), request, rank_main)
-            self.control.send({"pid": pid})
+            _, fds, _, _ = socket.recv_fds(self.socket, 1, 3)
+            self.control.send({"pid": self.fork(fds, request, rank_main)})
             return
         try:
             _preload(request["preload"])
@@ -72,43 +54,40 @@ class _Server:
         else:
             self.control.send({})
 
-    def fork(self, fds: dict[str, int], request: dict[str, Any], rank_main: RankMain) -> int:
+    def fork(self, fds: list[int], request: dict[str, Any], rank_main: RankMain) -> int:
         pid = os.fork()
         if pid == 0:
             self._become_rank(fds, request, rank_main)
-        self.status_fds[pid] = fds.pop("status")
-        for fd in fds.values():
+        for fd in fds:
             os.close(fd)
+        self.exit_files[pid] = request["exit_file"]
+        self.reap()  # it may have ended before its file was known
         return pid
 
-    def _become_rank(self, fds: dict[str, int], request: dict[str, Any], main: RankMain) -> None:
+    def _become_rank(self, fds: list[int], request: dict[str, Any], main: RankMain) -> None:
         """Run the rank in the forked child; never returns to the server's loop."""
         try:
-            signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.control.close()
             self.socket.close()
-            for fd in (self.wake_read, self.wake_write, fds["status"], *self.status_fds.values()):
+            for number, fd in enumerate(fds[1:], 1):
+                os.dup2(fd, number)
                 os.close(fd)
-            for number, name in ((1, "stdout"), (2, "stderr")):
-                os.dup2(fds[name], number)
-                os.close(fds[name])
-            main(fds["connection"], request)
+            main(fds[0], request)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
 
     def reap(self) -> None:
-        """Send the caller the exit status of each child that has ended."""
-        while self.status_fds:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            fd = self.status_fds.pop(pid)
-            with contextlib.suppress(BrokenPipeError):
-                os.write(fd, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
-            os.close(fd)
+        """Write the exit code of each child that has ended."""
+        for pid, file in list(self.exit_files.items()):
+            with contextlib.suppress(ChildProcessError):  # a signal in this loop was quicker
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    with contextlib.suppress(OSError):  # the folder is gone
+                        Path(file).write_text(str(os.waitstatus_to_exitcode(status)))
+                    del self.exit_files[pid]
 
 
 def _preload(modules: Iterable[str]) -> None:
@@ -130,9 +109,11 @@ def serve(control_fd: int, package: str) -> None:
         _preload((*PRELOAD, child, names))
         rank_main: RankMain = sys.modules[child].main
         server.control.send({"directory": directory})
-        server.run(rank_main)
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                server.answer(server.control.recv(), rank_main)
     finally:
-        for pid in server.status_fds:
+        for pid in list(server.exit_files):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(directory, ignore_errors=True)

@@ -22,7 +22,7 @@ from ..launchers import LOOPBACK
 from ..startup.rendezvous import free_port
 from .child import own_filters
 from .locate import locate, locate_name, rank_body
-from .process import START_TIMEOUT, RankProcess, RankReport, collect, get_server, stop
+from .process import START_TIMEOUT, RankProcess, collect, get_server, stop
 
 CLOSE_GRACE = 2.0  # seconds that ranks get to exit before they are killed
 # Variables of an outer launch, which would mislead a rank of the pool.
@@ -93,10 +93,10 @@ class RankPool:
                     "rank": rank,
                     "environment": {**environment, **place},
                     "stack_file": os.path.join(folder, f"stack-{rank}"),
+                    "exit_file": os.path.join(folder, f"exit-{rank}"),
                 }
                 self._processes.append(get_server().spawn({**request, **own}))
-            report = RankReport("starting", world_size)
-            *_, notice = collect(self._processes, report, START_TIMEOUT)[0]
+            _, notice = collect(self._processes, "starting", START_TIMEOUT)[0]
         except BaseException:
             self.kill()
             raise
@@ -127,17 +127,16 @@ class RankPool:
         if not self._close.alive:
             raise StateError("this pool of ranks is closed: create another RankPool")
         name, task = _pickle_task(fn, args, kwargs)
-        report = RankReport(name, self.world_size)
         self.reusable = False
         try:
             for process in self._processes:
                 process.send(task)
-            answers = collect(self._processes, report, self.timeout if timeout is None else timeout)
+            answers = collect(self._processes, name, self.timeout if timeout is None else timeout)
         except BaseException:
             self.kill()
             raise
-        self.reusable = not any(left for _, _, left in answers.values())
-        return [report.results[rank] for rank in range(self.world_size)]
+        self.reusable = not any(left for _, left in answers)
+        return [result for result, _ in answers]
 
     def kill(self) -> None:
         """Kill the ranks at once."""
@@ -253,7 +252,7 @@ def _pickle_task(
     except Exception as error:
         raise InvalidArgumentError(
             f"the arguments of {locator.qualname} do not pickle, so they cannot be sent to "
-            f"ranks: {_culprit(args, kwargs)}: {error}"
+            f"ranks: {error}"
         ) from error
     modules = [locate_name(module, name) for module, name in pickler.names.items()]
     task = locator, [each for each in modules if each.path], buffer.getvalue(), own_filters()
@@ -272,17 +271,6 @@ class _Arguments(pickle.Pickler):
         if isinstance(value, FunctionType | type):
             self.names[value.__module__] = value.__qualname__
         return NotImplemented
-
-
-def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the name of the first argument that does not pickle."""
-    named = {**{f"argument {at}": each for at, each in enumerate(args, 1)}, **kwargs}
-    for name, value in named.items():
-        try:
-            pickle.dumps(value)
-        except Exception:
-            return name
-    return "all together"
 
 
 def _close(owner: int, processes: list[RankProcess], folder: str) -> None:

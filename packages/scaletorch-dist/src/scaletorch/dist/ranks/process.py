@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -13,15 +14,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 from ..errors import RankFailedError, StateError
 from ..members import name_ranks
-from . import fork_server
 
 START_TIMEOUT = 300.0  # seconds; importing torch is slow on a cold disk or a busy machine
 _BOOT = (
@@ -31,50 +32,39 @@ _BOOT = (
 )
 FAILURE_GRACE = 2.0  # seconds that other ranks get to finish or fail after the first failure
 STACK_WAIT = 0.5  # seconds to wait for the stacks of ranks that hang
+_LOOK = 0.2  # seconds between looks whether a silent rank has ended
 _CHILD = os.path.join(os.path.dirname(__file__), "child.py")
-Answer = tuple[str, Any, Any]  # a message from `child`: its kind and two values
 # The coordinates of a rank in messages, on a grid and for experts.
 _COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b(?: edp\d+ ep\d+ etp\d+\b)?")
 
 
 @dataclass(eq=False, slots=True)
 class RankProcess:
-    """One forked rank: a connection for messages, and a pipe for its exit status."""
+    """One forked rank: a connection for messages, and files for its stacks and its exit code."""
 
     pid: int
     connection: Connection[Any, Any]
-    status_fd: int
+    server: ForkServer
     stack_file: str
-    exit_code: int | None = None
-    ended: bool = False
+    exit_file: str
+    exit_code: int | None = None  # minus a signal; None as long as it runs, or without the server
 
     def send(self, message: bytes) -> None:
-        """Send a pickled message; ignore a dead process, whose exit status shows how it died."""
+        """Send a pickled message; ignore a dead process, whose exit code shows how it died."""
         with contextlib.suppress(OSError):
             self.connection.send_bytes(message)
 
-    def read_status(self) -> None:
-        """Read the exit code from a status pipe that is ready."""
-        if self.ended:
-            return
-        data = os.read(self.status_fd, fork_server.EXIT_STATUS.size)
-        if data:  # empty if the server itself has ended
-            (self.exit_code,) = fork_server.EXIT_STATUS.unpack(data)
-        self.ended = True
+    def ended(self) -> bool:
+        """Return whether the process has ended, also with the server."""
+        with contextlib.suppress(OSError, ValueError):  # the file is missing, or still empty
+            self.exit_code = int(Path(self.exit_file).read_text())
+        return self.exit_code is not None or not self.server.usable
 
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
-        if not self.ended:
+        if not self.ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-
-    def release(self) -> None:
-        """Close this side's descriptors."""
-        self.connection.close()
-        if self.status_fd >= 0:
-            os.close(self.status_fd)
-            self.status_fd = -1
-        self.ended = True
 
 
 class ForkServer:
@@ -126,21 +116,15 @@ class ForkServer:
     def spawn(self, request: dict[str, Any]) -> RankProcess:
         """Fork a rank that runs `child.main` with a request."""
         ours, theirs = Pipe()
-        status_read, status_write = os.pipe()
         try:
-            fds = (theirs.fileno(), status_write, 1, 2)
-            with self._lock:
+            with self._lock, theirs:
                 self._control.send(request)
-                socket.send_fds(self._socket, [b"."], fds)
+                socket.send_fds(self._socket, [b"."], (theirs.fileno(), 1, 2))
                 pid = self._receive()["pid"]
         except BaseException:
             ours.close()
-            os.close(status_read)
             raise
-        finally:
-            theirs.close()
-            os.close(status_write)
-        return RankProcess(pid, ours, status_read, request["stack_file"])
+        return RankProcess(pid, ours, self, request["stack_file"], request["exit_file"])
 
 
 def _end_server(owner: int, control: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -166,75 +150,89 @@ def get_server() -> ForkServer:
         return _server
 
 
-def stop(processes: Iterable[RankProcess], grace: float) -> None:
+def stop(processes: Sequence[RankProcess], grace: float) -> None:
     """Wait `grace` seconds for processes to exit, then kill them."""
-    processes = list(processes)
-    deadline = time.monotonic() + grace
-    for signal_number, until in ((None, deadline), (signal.SIGKILL, deadline + 10)):
+
+    def ended() -> bool:
+        return all(process.ended() for process in processes)
+
+    if not _poll(ended, grace):
         for process in processes:
-            if signal_number is not None:
-                process.signal(signal_number)
-        while alive := {p.status_fd: p for p in processes if not p.ended}:
-            ready = wait(list(alive), max(0.0, until - time.monotonic()))
-            for fd in ready:
-                alive[fd].read_status()  # type: ignore[index]
-            if not ready:
-                break
+            process.signal(signal.SIGKILL)
+        _poll(ended, 10)
     for process in processes:
-        process.release()
+        process.connection.close()
+
+
+def _poll(ready: Callable[[], bool], seconds: float) -> bool:
+    """Wait until something is ready; return whether it is."""
+    deadline = time.monotonic() + seconds
+    while not (found := ready()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return found
 
 
 @dataclass(slots=True)
-class RankReport:
-    """The outcome of each rank in one run."""
+class _Outcome:
+    """What is known so far of each rank in one run."""
 
     name: str
-    world_size: int
-    results: dict[int, object] = field(default_factory=dict)
+    processes: Sequence[RankProcess]
+    answers: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)  # in the order of arrival
     exceptions: dict[int, BaseException] = field(default_factory=dict)
-    stacks: dict[int, str] = field(default_factory=dict)  # stack traces of unfinished ranks
 
-    @property
     def pending(self) -> list[int]:
-        """Ranks without an outcome so far."""
-        return sorted(set(range(self.world_size)) - {*self.results, *self.failures})
+        known = {*self.answers, *self.failures}
+        return [rank for rank in range(len(self.processes)) if rank not in known]
 
-    def died(self, rank: int, exit_code: int | None, stacks: str) -> None:
-        """Record a rank whose process ended without an answer, with its threads' stacks."""
-        how = f"rank {rank} {describe_exit(exit_code)} before it returned\n"
-        self.failures[rank] = f"{how}{stacks}\n" if stacks else how
+    def record(self, rank: int) -> None:
+        """Record the answer of a rank that has sent one or has ended."""
+        process, answer = self.processes[rank], None
+        with contextlib.suppress(EOFError, OSError):
+            if process.connection.poll():
+                answer = process.connection.recv()
+        if answer is None:
+            _poll(process.ended, 5)  # the server writes the exit code a moment later
+            how = f"rank {rank} {describe_exit(process.exit_code)} before it returned"
+            self.failures[rank] = f"{how}\n{_last_stacks(process)}"
+            return
+        kind, first, second = answer
+        if kind == "failed":
+            self.failures[rank] = first
+            if second is not None:
+                self.exceptions[rank] = ForkingPickler.loads(second)
+            return
+        try:
+            self.answers[rank] = ForkingPickler.loads(first), second
+        except Exception as error:
+            self.failures[rank] = f"its result cannot be unpickled here: {error!r}"
 
-    def error(self, timeout: float | None, timed_out: bool) -> RankFailedError:
-        """Return one error with all failures, in order of arrival, and all stacks."""
-        hung = tuple(rank for rank in self.stacks if rank not in self.failures)
-        lines = [self._headline(hung, timeout, timed_out)]
-        alike: dict[str, tuple[list[int], str]] = {}  # failures that differ only in coordinates
-        for rank, text in self.failures.items():
-            alike.setdefault(without_coordinates(text), ([], text))[0].append(rank)
-        for ranks, text in alike.values():
-            lines.append(f"\n--- {name_ranks(sorted(ranks))} failed ---\n{text.rstrip()}")
-        for rank in hung:
-            lines.append(f"\n--- rank {rank} was still at ---\n{self.stacks[rank].rstrip()}")
-        return RankFailedError(
-            "\n".join(lines),
-            failures=dict(self.failures),
-            exceptions=dict(self.exceptions),
-            finished=tuple(sorted(self.results)),
-            hung=hung,
-        )
-
-    def _headline(self, hung: tuple[int, ...], timeout: float | None, timed_out: bool) -> str:
+    def error(self, hung: dict[int, str], why: str) -> RankFailedError:
+        """Return one error with all failures, in order of arrival, and the stacks of hung ranks."""
         phrases = []
         if self.failures:
             phrases.append(f"{name_ranks(list(self.failures))} failed")
         if hung:
-            verb = "was" if len(hung) == 1 else "were"
-            why = f"had not finished after {timeout:g} s" if timed_out else f"{verb} left waiting"
             phrases.append(f"{name_ranks(list(hung))} {why}")
-        if self.results:
-            phrases.append(f"{name_ranks(sorted(self.results))} finished")
-        return f"{self.name} on {self.world_size} ranks: " + "; ".join(phrases)
+        if self.answers:
+            phrases.append(f"{name_ranks(sorted(self.answers))} finished")
+        lines = [f"{self.name} on {len(self.processes)} ranks: {'; '.join(phrases)}"]
+        alike: dict[str, list[int]] = {}  # failures that differ only in coordinates
+        for rank, text in self.failures.items():
+            alike.setdefault(without_coordinates(text), []).append(rank)
+        for ranks in alike.values():
+            text = self.failures[ranks[0]].rstrip()
+            lines.append(f"\n--- {name_ranks(sorted(ranks))} failed ---\n{text}")
+        for rank, text in hung.items():
+            lines.append(f"\n--- rank {rank} was still at ---\n{text.rstrip()}")
+        return RankFailedError(
+            "\n".join(lines),
+            failures=self.failures,
+            exceptions=self.exceptions,
+            finished=tuple(sorted(self.answers)),
+            hung=tuple(hung),
+        )
 
 
 def without_coordinates(text: str) -> str:
@@ -255,86 +253,47 @@ def describe_exit(exit_code: int | None) -> str:
 
 
 def collect(
-    processes: Sequence[RankProcess], report: RankReport, timeout: float | None
-) -> dict[int, Answer]:
-    """Collect every rank's answer and fill the report; after an error, kill the processes."""
+    processes: Sequence[RankProcess], name: str, timeout: float | None
+) -> list[tuple[Any, Any]]:
+    """Return every rank's answer to `name`: its result, and what `child` sends beside it.
+
+    Raises:
+        RankFailedError: A rank failed, died or did not answer in time; the others may still run.
+    """
     __tracebackhide__ = True
-    answers: dict[int, Answer] = {}
-    deadline = None if timeout is None else time.monotonic() + timeout
-    grace: float | None = None
-    while report.pending:
-        if report.failures and grace is None:
-            grace = time.monotonic() + FAILURE_GRACE
-        limits = [limit for limit in (deadline, grace) if limit is not None]
-        remaining = min(limits) - time.monotonic() if limits else None
-        if remaining is not None and remaining <= 0:
-            break
-        for rank in _ready_ranks(processes, report.pending, remaining):
-            answer = _receive(processes[rank])
-            if answer is None:
-                report.died(rank, processes[rank].exit_code, _last_stacks(processes[rank]))
-            else:
-                answers[rank] = answer
-                _record(rank, answer, report)
-    if report.failures or report.pending:
-        _take_stacks(processes, report)
-        raise report.error(timeout, timed_out=grace is None)
-    return answers
+    outcome = _Outcome(name, processes)
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    while (pending := outcome.pending()) and (left := end - time.monotonic()) > 0:
+        ready = wait([processes[rank].connection for rank in pending], min(left, _LOOK))
+        failed = bool(outcome.failures)
+        for rank in pending:
+            if processes[rank].connection in ready or processes[rank].ended():
+                outcome.record(rank)
+        if outcome.failures and not failed:
+            end = min(end, time.monotonic() + FAILURE_GRACE)
+    if not outcome.failures and not pending:
+        return [outcome.answers[rank] for rank in range(len(processes))]
+    why = f"{'was' if len(pending) == 1 else 'were'} left waiting"
+    if not outcome.failures:
+        why = f"had not finished after {timeout:g} s"
+    raise outcome.error(_take_stacks(processes, pending), why)
 
 
-def _ready_ranks(
-    processes: Sequence[RankProcess], pending: list[int], remaining: float | None
-) -> list[int]:
-    sources: dict[Any, int] = {}
-    for rank in pending:
-        sources[processes[rank].connection] = rank
-        sources[processes[rank].status_fd] = rank
-    return sorted({sources[source] for source in wait(list(sources), remaining)})
-
-
-def _receive(process: RankProcess) -> Answer | None:
-    """Return the answer of a ready process, or None if it has died."""
-    with contextlib.suppress(EOFError, OSError):
-        if process.connection.poll():
-            answer: Answer = process.connection.recv()
-            return answer
-    wait([process.status_fd], 5.0)  # the server sends the exit status a moment later
-    process.read_status()
-    return None
-
-
-def _record(rank: int, answer: Answer, report: RankReport) -> None:
-    kind, first, second = answer
-    if kind == "failed":
-        report.failures[rank] = first
-        if second is not None:
-            report.exceptions[rank] = ForkingPickler.loads(second)
-        return
-    try:
-        report.results[rank] = None if first is None else ForkingPickler.loads(first)
-    except Exception as error:
-        report.failures[rank] = f"its result cannot be unpickled here: {error!r}\n"
-
-
-def _take_stacks(processes: Sequence[RankProcess], report: RankReport) -> None:
+def _take_stacks(processes: Sequence[RankProcess], pending: list[int]) -> dict[int, str]:
     """Make each unfinished rank write its stack, even if it is blocked in C++."""
-    pending = report.pending
     for rank in pending:
         processes[rank].signal(signal.SIGUSR1)
-    deadline = time.monotonic() + STACK_WAIT
-    for rank in pending:
-        text = ""
-        while not text.endswith("\n") and time.monotonic() < deadline:
-            time.sleep(0.01)
-            with open(processes[rank].stack_file) as file:
-                text = file.read()
-        report.stacks[rank] = _own_frames(text) or "(no stack: it did not answer a signal)"
+    files = {rank: Path(processes[rank].stack_file) for rank in pending}
+    _poll(lambda: all(file.read_text().endswith("\n") for file in files.values()), STACK_WAIT)
+    silent = "(no stack: it did not answer a signal)"
+    return {rank: _own_frames(file.read_text()) or silent for rank, file in files.items()}
 
 
 def _last_stacks(process: RankProcess) -> str:
     """Return the stacks that a rank wrote when a signal such as SIGSEGV killed it."""
-    with contextlib.suppress(OSError), open(process.stack_file) as file:
-        return _own_frames(file.read().partition("\nExtension modules:")[0]).strip()
+    with contextlib.suppress(OSError):
+        text = Path(process.stack_file).read_text()
+        return _own_frames(text.partition("\nExtension modules:")[0]).strip()
     return ""
 
 
