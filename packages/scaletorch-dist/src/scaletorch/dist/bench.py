@@ -18,7 +18,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,6 @@ from .world.info import get_backend, get_rank, get_world_size, group_ranks
 
 ROUNDS = 5
 MOST_CALLS = 500  # in one round
-DOUBTFUL = 0.3  # constants with larger relative errors are noise
 HEAD = f"{'call':22}{'size':>10}{'time µs':>11}{'alg GB/s':>10}{'bus GB/s':>10}{'calls':>8}"
 
 
@@ -188,30 +187,19 @@ def constants(rows: Sequence[Row], ranks: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def constants_text(constants: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of the table of constants."""
-    yield f"{'call':22}{'alpha µs':>11}{'1/beta GB/s':>13}{'error':>8}"
-    for call, found in constants.items():
-        beta = found["beta"]
-        width = f"{1e-9 / beta:13.3f}" if beta else f"{'-':>13}"
-        doubt = "  do not use: noise" if found["error"] > DOUBTFUL else ""
-        yield f"{call:22}{found['alpha'] * 1e6:11.1f}{width}{found['error']:8.0%}{doubt}"
-
-
-def measure_all(
-    arguments: argparse.Namespace, show: Callable[[Iterable[Any]], None]
-) -> dict[str, Any]:
+def measure_all(arguments: argparse.Namespace, show: Callable[[object], None]) -> dict[str, Any]:
     """Measure all calls, and show each row; every rank calls this."""
     group = c10d.group.WORLD
     if group is None or group.size() < 2:
         message = f"calls are measured between ranks, and the group has {get_world_size(group)}"
         raise InvalidArgumentError(message)
+    show(HEAD)
     rows: list[Row] = []
     for name in arguments.calls:
         sizes = sizes_between(arguments.min_size, arguments.max_size, arguments.factor)
         for size in [0] if name == "barrier" else sizes:
             rows.append(measure(name, size, group, arguments.seconds))
-            show(rows[-1:])
+            show(rows[-1])
     conditions = {
         "ranks": group.size(),
         "backend": get_backend(group),
@@ -225,22 +213,19 @@ def measure_all(
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Measure on this rank; global rank 0 prints the tables and writes the file."""
+    """Measure on this rank; global rank 0 prints the table and writes the file."""
     init_dist(backend=arguments.backend or default_backend())
     try:
-        show = _print if get_rank() == 0 else lambda lines: None
-        show([HEAD])
-        result = measure_all(arguments, show)
+        first = get_rank() == 0
+        result = measure_all(arguments, _print if first else lambda line: None)
     finally:
         cleanup_dist()
-    conditions = ", ".join(f"{name} {value}" for name, value in result["conditions"].items())
-    show(["", conditions, "", *constants_text(result["constants"])])
-    if arguments.json and show is _print:
+    if first and arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=1))
 
 
-def _print(lines: Iterable[Any]) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+def _print(line: object) -> None:
+    sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 

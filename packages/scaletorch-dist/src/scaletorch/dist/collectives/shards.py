@@ -29,7 +29,7 @@ from ..wire.backend import (
     settled,
 )
 from ..wire.checks import begin, checking, compare
-from ..wire.recipes import even_counts, recipe_for, sum_dtype
+from ..wire.recipes import as_one, even_counts, recipe_for, sum_dtype
 from ..world.info import get_world_size
 from .reduce import all_reduce
 
@@ -55,7 +55,8 @@ def join(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) 
         return x
     _compare("all_gather", x, members, dim, lengths)
     if lengths is None or min(lengths) == max(lengths):
-        return _stacked(x, members, dim)
+        joint = (*x.shape[:dim], members.size() * x.size(dim), *x.shape[dim + 1 :])
+        return _blocks(x, members).movedim(0, dim).reshape(joint).to(x.device)
     padded = x.new_empty((*x.shape[:dim], max(lengths), *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, x.size(dim)).copy_(x.detach())
     blocks = _blocks(padded, members).unbind(0)
@@ -91,7 +92,8 @@ def sum_shard(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = N
     row = data.numel() // data.size(dim)
     counts = [count * row for count in lengths]
     recipe = recipe_for("sum", x.dtype)
-    flat, done = _shard_major(data, dim, lengths), partial(_as, x, shape)
+    flat = as_one([shard.reshape(-1) for shard in data.split(lengths, dim)])  # in rank order
+    done = partial(_as, x, shape)
     way = way_of(flat, members)
     return cast(Tensor, way.reduce_scatter(flat, counts, recipe, done, False))
 
@@ -182,32 +184,12 @@ def _blocks(data: Tensor, members: ProcessGroup) -> Tensor:
     return cast(Tensor, way_of(data, members).all_gather(data, identity, False))
 
 
-def _stacked(x: Tensor, members: ProcessGroup, dim: int) -> Tensor:
-    blocks = _blocks(x, members)
-    if _leads(x, dim):
-        joint = (*x.shape[:dim], members.size() * x.size(dim), *x.shape[dim + 1 :])
-        return blocks.view(joint).to(x.device)
-    return torch.cat(blocks.unbind(0), dim).to(x.device)
-
-
 def _as(x: Tensor, shape: Sequence[int], result: Tensor) -> Tensor:
     if result.shape != shape:
         result = result.view(shape)
     if result.dtype == x.dtype and result.device == x.device:
         return result
     return result.to(x.device, x.dtype)
-
-
-def _leads(x: Tensor, dim: int) -> bool:
-    """Return whether shards along `dim` of a contiguous tensor are contiguous themselves."""
-    return all(size == 1 for size in x.shape[:dim])
-
-
-def _shard_major(data: Tensor, dim: int, lengths: list[int]) -> Tensor:
-    """Return contiguous `data` as a flat tensor with the ranks' shards in rank order."""
-    if _leads(data, dim):
-        return data.view(-1)
-    return torch.cat([shard.reshape(-1) for shard in data.split(lengths, dim)])
 
 
 def all_reduce_flat(

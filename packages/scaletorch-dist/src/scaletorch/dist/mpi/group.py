@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +20,9 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from ..errors import InvalidArgumentError
-from ..wire.backend import as_bytes, as_real
+from ..wire.backend import as_bytes, as_real, bring_home
 from ..wire.recipes import Recipe, as_one, op_name, recipe_for, sum_dtype
-from .handles import Call, Engine, Issue, MPIWork
+from .handles import Engine, Issue, MPIWork
 
 # The stub declares two signatures for most methods; torch.distributed calls only one of them.
 _ProcessGroup: Any = c10d.ProcessGroup
@@ -128,7 +127,8 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
         if asked is not None and asked.total_seconds() > 0:
             seconds = asked.total_seconds()
         self._sequence += 1
-        return self.engine.start(Call(name, issue, results, finish, expected), seconds, self)
+        work = MPIWork(self.engine, self, name, issue, results, finish, expected, seconds)
+        return self.engine.start(work)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> MPIWork:
         content = flat(tensors[0])
@@ -136,7 +136,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
         def issue(mpi: Any, comm: Any) -> list[Any]:
             return [comm.Ibcast(raw(mpi, content), root=opts.rootRank)]
 
-        finish = partial(bring_home, tensors[0], content)
+        finish = partial(put, tensors[0], content)
         return self._start("broadcast", issue, tensors, finish, opts=opts)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> MPIWork:
@@ -183,7 +183,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
     def _unpack(self, targets: Tensors, packed: Sequence[tuple[Tensor, Recipe]]) -> None:
         """Unpack reduced tensors into the targets."""
         for target, (data, recipe) in zip(targets, packed, strict=True):
-            bring_home(target, recipe.unpack(data, self.size()))
+            put(target, recipe.unpack(data, self.size()))
 
     def reduce_scatter_single(self, output: Tensor, data: Tensor, opts: Any) -> MPIWork:
         return self.reduce_scatter_single_coalesced([output], [data], opts)
@@ -214,7 +214,7 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
 
         def finish() -> None:
             for output, (_, rows) in zip(outputs, ends, strict=True):
-                bring_home(output, rows)
+                put(output, rows)
 
         return self._start("all_gather", issue, outputs, finish, opts=opts)
 
@@ -272,18 +272,14 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> MPIWork:
         """Send a slice of the joined inputs to each rank, and fill the outputs; sizes in bytes."""
         content, memory = joined(inputs), joined(outputs)
-        starts = starts or offsets(sent)
 
-        def issue(mpi: Any, comm: Any) -> list[Any]:
-            ends = (
-                [raw(mpi, content)[0], sent, starts, mpi.BYTE],
-                [raw(mpi, memory)[0], received, offsets(received), mpi.BYTE],
-            )
-            return [comm.Ialltoallv(*ends)]
+        def issue(mpi: Any, comm: Any) -> list[Any]:  # without starts the slices are adjacent
+            slices = [raw(mpi, content)[0], sent, starts, mpi.BYTE]
+            return [comm.Ialltoallv(slices, [raw(mpi, memory)[0], received, None, mpi.BYTE])]
 
         def finish() -> None:
             for output, piece in zip(outputs, memory.split(sizes(outputs)), strict=True):
-                bring_home(output, piece.view(output.dtype))
+                put(output, piece.view(output.dtype))
 
         return self._start(name, issue, outputs, finish, opts=opts)
 
@@ -310,12 +306,9 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
         def issue(mpi: Any, comm: Any) -> list[Any]:
             return [comm.Irecv(raw(mpi, content), source=src, tag=tag)]
 
-        finish = partial(bring_home, tensors[0], content)
+        finish = partial(put, tensors[0], content)
         expected = content.nbytes if content.nbytes <= MOST else None  # MPI cannot count more
         return self._start("recv", issue, tensors, finish, expected=expected)
-
-    def recv_anysource(self, tensors: Tensors, tag: int) -> MPIWork:
-        return self.recv(tensors, self.engine.mpi.ANY_SOURCE, tag)
 
     # Names in torch before 2.13.
     _allgather_base = all_gather_single
@@ -364,20 +357,14 @@ def pack(data: Tensor, op: Any) -> tuple[Tensor, Recipe]:
     return packed.to(sum_dtype(packed.dtype)), recipe  # MPI has no 16-bit floats
 
 
-def bring_home(target: Tensor, source: Tensor) -> None:
+def put(target: Tensor, source: Tensor) -> None:
     """Copy a flat tensor into `target` unless they share memory."""
-    if source.data_ptr() != target.data_ptr():
-        target.detach().copy_(source.view(target.shape))
+    bring_home(target.detach(), source.view(target.shape))
 
 
 def sizes(tensors: Sequence[Tensor]) -> list[int]:
     """Return the bytes of each tensor."""
     return [data.nbytes for data in tensors]
-
-
-def offsets(counts: Sequence[int]) -> list[int]:
-    """Return where each of some adjacent slices begins."""
-    return list(accumulate(counts, initial=0))[:-1]
 
 
 def row_sizes(data: Tensor, rows_of: Sequence[int], ranks: int, name: str) -> list[int]:

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,17 +25,6 @@ _LAST_WORDS = 1.0  # seconds before the job is aborted, for mpirun to read the r
 Issue = Callable[[Any, Any], list[Any]]
 
 
-@dataclass(slots=True)
-class Call:
-    """A non-blocking call; it keeps its buffers alive through its functions."""
-
-    name: str  # for error messages
-    issue: Issue
-    results: list[Tensor]  # the tensors that hold the result
-    finish: Callable[[], None] | None = None  # called once after all requests have completed
-    expected: int | None = None  # bytes that the one request must receive; None accepts any number
-
-
 class Engine:
     """The module `mpi4py.MPI`, and the calls of this process that are in flight."""
 
@@ -47,18 +35,17 @@ class Engine:
         self._late = False  # whether a call has timed out
         atexit.register(self._end)  # runs before mpi4py's handler, which finalizes MPI
 
-    def start(self, call: Call, seconds: float, group: Any) -> MPIWork:
-        """Start a call of a group.
+    def start(self, work: MPIWork) -> MPIWork:
+        """Start a call and return it.
 
         A barrier waits first for earlier collectives of its group, also those whose handles were
         dropped.
         """
-        for earlier in list(self._active) if call.name == "barrier" else ():
-            if earlier.group is group and earlier.name not in ("send", "recv"):
-                self.wait(earlier, seconds)
+        for earlier in list(self._active) if work.name == "barrier" else ():
+            if earlier.group is work.group and earlier.name not in ("send", "recv"):
+                self.wait(earlier, work.seconds)
         with self.lock:
-            requests = call.issue(self.mpi, group.communicator)
-            work = MPIWork(self, call, requests, seconds, group)
+            work.issue(self.mpi)
             self._active.append(work)
         return work
 
@@ -93,47 +80,55 @@ class Engine:
 
 
 class MPIWork(c10d.Work):
-    """The handle of a call in flight; dropping it does not cancel the call."""
+    """A non-blocking call and its handle; dropping it does not cancel the call."""
 
     def __init__(
-        self, engine: Engine, call: Call, requests: list[Any], seconds: float, group: Any
+        self,
+        engine: Engine,
+        group: Any,
+        name: str,  # for error messages
+        issue: Issue,
+        results: list[Tensor],  # the tensors that hold the result
+        finish: Callable[[], None] | None,  # called once after all requests have completed
+        expected: int | None,  # bytes that the one request must receive; None accepts any number
+        seconds: float,
     ) -> None:
         super().__init__()
-        self.name, self.group = call.name, group
-        self._call: Call | None = call
-        self._requests = requests
-        self._engine, self._seconds = engine, seconds
-        self._results, self._source = call.results, -1
+        self.group, self.name, self.seconds = group, name, seconds
+        self._engine, self._results, self._expected = engine, results, expected
+        self._calls: tuple[Any, ...] = issue, finish  # they keep the buffers alive; () if done
+        self._requests: list[Any] = []
         self._error: BaseException | None = None
+
+    def issue(self, mpi: Any) -> None:
+        """Start the call. Requires the engine's lock."""
+        self._requests = self._calls[0](mpi, self.group.communicator)
 
     def look(self, mpi: Any) -> bool:
         """Return whether the call is done, completing it if so. Requires the engine's lock."""
-        call = self._call
-        if call is None:
+        if not self._calls:
             return True
         try:
-            statuses = None if call.expected is None else [mpi.Status()]
-            if not mpi.Request.Testall(self._requests, statuses):
+            status, sized = mpi.Status(), self._expected is not None
+            if not mpi.Request.Testall(self._requests, [status] if sized else None):
                 return False
-            if statuses is not None:
-                came, self._source = statuses[0].Get_count(mpi.BYTE), statuses[0].Get_source()
-                if came != call.expected:
-                    raise DistBackendError(
-                        f"a message of {came} bytes from rank {self._source} of the group came "
-                        f"where {call.expected} were expected: sender and receiver must agree in "
-                        "dtype and size"
-                    )
-            if call.finish is not None:
-                call.finish()
+            if sized and (came := status.Get_count(mpi.BYTE)) != self._expected:
+                raise DistBackendError(
+                    f"a message of {came} bytes from rank {status.Get_source()} of the group came "
+                    f"where {self._expected} were expected: sender and receiver must agree in "
+                    "dtype and size"
+                )
+            if self._calls[1] is not None:
+                self._calls[1]()
         except BaseException as error:
             self._error = error
-        self._call, self._requests = None, []  # frees the buffers
+        self._calls, self._requests = (), []  # frees the buffers
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call is done; raise if it times out or a message has another size."""
         asked = 0.0 if timeout is None else timeout.total_seconds()
-        self._engine.wait(self, asked if asked > 0 else self._seconds)
+        self._engine.wait(self, asked if asked > 0 else self.seconds)
         if self._error is not None:
             raise self._error
         return True
@@ -144,9 +139,9 @@ class MPIWork(c10d.Work):
 
     def is_completed(self) -> bool:
         """Return whether `wait()` would return at once."""
-        if self._call is not None:
+        if self._calls:
             self._engine.poll()
-        return self._call is None
+        return not self._calls
 
     def result(self) -> list[Tensor]:
         """Return the tensors that hold the result."""
@@ -162,7 +157,3 @@ class MPIWork(c10d.Work):
         else:
             future.set_result(self._results)
         return future
-
-    def _source_rank(self) -> int:
-        """Return the sender of the received message, as a rank of the group."""
-        return self._source

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as c10d
@@ -42,7 +42,6 @@ Buffer = bytearray | memoryview
 PIECE = 1 << 30  # bytes in one message: some backends count in 31 bits
 LONGEST_ERROR = 2000  # characters of an error's text that are sent
 SMALL = 1 << 16  # bytes up to which padding costs less than one message per rank
-T = TypeVar("T")
 _DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
 
 
@@ -160,36 +159,39 @@ def _exchange(
     """Exchange headers, move the bytes if all objects can be sent, and load the objects."""
     allows = pickle_allowed(terms.allow_pickle)
     while True:
-        content, error = _packed(pack, terms)
-        own = _Head(len(content) if error is None else -1, allows, entries)
+        content, error = _tried(partial(pack, terms))
+        own = _Head(-1 if error else len(content), allows, entries)
         heads = [_Head(*head) for head in gather_ints(own, members)]
         if len({head.allows for head in heads}) == 1:
             break
         allows, terms = False, terms._replace(forbidden=True)  # some rank allows no pickles
     if any(head.length < 0 for head in heads):
-        raise InvalidArgumentError("; ".join(errors_of_all(error, members)))
-    return _loaded(move(content, heads), terms, members)
+        _raise_together(error, members)
+    moved = move(content, heads)
+    loaded, error = _tried(lambda: [load_object(one, terms) for one in moved])
+    _raise_together(error, members)
+    return cast("list[Any]", loaded)
 
 
-def _packed(pack: Pack, terms: Terms) -> tuple[Buffer, str | None]:
+def _tried(call: Callable[[], Any]) -> tuple[Any, str]:
+    """Return a call's result and "", or None and its error as text for the other ranks."""
     try:
-        return pack(terms), None
-    except Exception as error:  # any error must reach the other ranks
-        text = str(error) if isinstance(error, InvalidArgumentError) else repr(error)
-        return bytearray(), text
+        return call(), ""
+    except InvalidArgumentError as error:
+        return None, str(error)
+    except Exception as error:  # the objects' own methods may raise anything
+        return None, f"{type(error).__name__}: {error}"
 
 
-def _loaded(contents: list[Buffer], terms: Terms, members: ProcessGroup) -> list[Any]:
-    """Load objects, and raise on every rank if any rank could not."""
-    error, loaded = None, []
-    try:
-        loaded = [load_object(content, terms) for content in contents]
-    except InvalidArgumentError as found:
-        error = found
-    if any(failed for (failed,) in gather_ints((error is not None,), members)):
-        errors = errors_of_all(None if error is None else str(error), members)
-        raise InvalidArgumentError("; ".join(errors)) from error
-    return loaded
+def _raise_together(
+    error: str, members: ProcessGroup, kind: type[Exception] = InvalidArgumentError, head: str = ""
+) -> None:
+    """Raise on every rank of the group if any has an error."""
+    texts = gather_texts(error[:LONGEST_ERROR], members)
+    pairs = zip(group_ranks(members), texts, strict=True)
+    named = "; ".join(f"rank {rank}: {text}" for rank, text in pairs if text)
+    if named:
+        raise kind(head + named)
 
 
 def _in_pieces(
@@ -238,13 +240,6 @@ def gather_bytes(
         if source != rank:
             _in_pieces(found[-1], members, recv, source)
     return found
-
-
-def errors_of_all(error: str | None, members: ProcessGroup) -> list[str]:
-    """Gather the errors of all ranks, each named with its rank; every rank must call it."""
-    texts = gather_texts((error or "")[:LONGEST_ERROR], members)
-    ranks = group_ranks(members)
-    return [f"rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True) if text]
 
 
 def _read(data: Tensor, length: int) -> bytearray:
@@ -320,43 +315,26 @@ def _through_files(
     """Collect through a temporary folder in `tmpdir` that is private to this user."""
     ranks = group_ranks(members)
     first = get_rank() == ranks[0]
-    sent: list[Any] = [_caught(partial(_make_folder, tmpdir)) if first else None]
-    broadcast_object_list(sent, ranks[0], members)
-    folder, error = sent[0]
-    _raise_together(error if first else None, members)
-    shards: list[list[Any]] | None = None
+
+    def raise_together(error: str) -> None:
+        _raise_together(error, members, StateError, "collect_results through files failed: ")
+
+    made, error = _tried(lambda: _make_folder(tmpdir) if first else "")
+    raise_together(error)
+    folder = all_gather_object(made, members)[0]
     try:
-        path = Path(folder, f"rank-{get_rank()}")
-        _raise_together(_caught(lambda: path.write_bytes(dump_object(results, terms)))[1], members)
-        if first:
-            paths = [Path(folder, f"rank-{rank}") for rank in ranks]
-            shards, error = _caught(lambda: [_read_file(path, terms) for path in paths])
+        own = Path(folder, f"rank-{get_rank()}")
+        _, error = _tried(lambda: own.write_bytes(dump_object(results, terms)))
+        raise_together(error)
+        paths = [Path(folder, f"rank-{rank}") for rank in ranks] if first else []
+        shards, error = _tried(lambda: [load_object(path.read_bytes(), terms) for path in paths])
+        raise_together(error)
     finally:
         if first:
             shutil.rmtree(folder, ignore_errors=True)
-    _raise_together(error, members)
-    return shards
+    return shards or None
 
 
 def _make_folder(parent: str) -> str:
     os.makedirs(parent, 0o700, exist_ok=True)
     return tempfile.mkdtemp(prefix="scaletorch-", dir=os.path.abspath(parent))
-
-
-def _read_file(path: Path, terms: Terms) -> Any:
-    return load_object(memoryview(path.read_bytes()), terms)
-
-
-def _caught(call: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return a call's result and None, or None and its error as text for the other ranks."""
-    try:
-        return call(), None
-    except Exception as error:  # pickling may raise anything
-        return None, f"{type(error).__name__}: {error}"
-
-
-def _raise_together(error: str | None, members: ProcessGroup) -> None:
-    """Raise on every rank of the group if any has an error."""
-    errors = errors_of_all(error, members)
-    if errors:
-        raise StateError(f"collect_results through files failed: {'; '.join(errors)}")

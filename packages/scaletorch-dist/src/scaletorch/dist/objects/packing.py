@@ -75,7 +75,7 @@ def dump_object(data: Any, terms: Terms = _ALL) -> memoryview:
     return sink.getbuffer()
 
 
-def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
+def load_object(data: bytes | bytearray | memoryview, terms: Terms = _ALL) -> Any:
     """Load an object that `dump_object` serialized."""
     plain = bytes(data[: len(_SAVED)]) == _SAVED
     if not plain and not pickle_allowed(terms.allow_pickle):

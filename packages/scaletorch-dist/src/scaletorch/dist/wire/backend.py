@@ -262,7 +262,9 @@ def gather_texts(text: str, group: ProcessGroup) -> list[str]:
     """All-gather a text of any length from each rank."""
     data = text.encode(errors="backslashreplace")
     lengths = [length for (length,) in gather_ints((len(data),), group)]
-    content = bytearray(data.ljust(max(*lengths, 1), b"\0"))
+    if not any(lengths):
+        return [""] * len(lengths)
+    content = bytearray(data.ljust(max(lengths), b"\0"))
     own = torch.frombuffer(content, dtype=torch.uint8).to(host_device(group))
     rows = own.new_empty((group.size(), own.numel()))
     all_gather_single(rows.view(-1), own, group=group)
