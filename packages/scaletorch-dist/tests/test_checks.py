@@ -16,7 +16,7 @@ from scaletorch.dist import (
     devices,
 )
 from scaletorch.dist import functional as F
-from scaletorch.dist.agreement import agree
+from scaletorch.dist.building import agree
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.wire import backend, checks
 from scaletorch.dist.wire.checks import checking

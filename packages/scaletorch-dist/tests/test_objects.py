@@ -3,6 +3,7 @@
 import os
 import stat
 import threading
+from unittest import mock
 
 import pytest
 import torch.distributed as c10d
@@ -208,20 +209,20 @@ def test_trouble_with_files_is_an_error_on_every_rank(tmp_path):
 
 @distributed_test(world_size=2)
 def test_a_file_that_was_cut_is_an_error_on_every_rank(tmp_path):
-    """Rank 1's file is cut while rank 0 has not read it."""
-    read = object_calls._read_file
+    load = object_calls.load_object
 
-    def read_cut(path, terms):
-        assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
-        path.write_bytes(path.read_bytes()[:-9])
-        return read(path, terms)
+    def load_cut(data, terms):
+        if type(data) is bytes:  # of a file
+            [folder] = tmp_path.iterdir()
+            assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+            data = data[:-9]
+        return load(data, terms)
 
-    object_calls._read_file = read_cut
-    try:
-        with pytest.raises(StateError, match=r"rank 0: .*does not unpickle"):
-            dist.collect_results([dist.get_rank()] * 99, 198, tmpdir=str(tmp_path))
-    finally:
-        object_calls._read_file = read
+    with (
+        mock.patch.object(object_calls, "load_object", load_cut),
+        pytest.raises(StateError, match=r"rank 0: .*does not unpickle"),
+    ):
+        dist.collect_results([dist.get_rank()] * 99, 198, tmpdir=str(tmp_path))
     c10d.barrier()
     assert list(tmp_path.iterdir()) == []
 

@@ -6,8 +6,6 @@ release does not change them, so that wheels of one series work together. Names 
 neither in this module nor in a public one are private to this package.
 """
 
-from .agreement import agree as agree
-from .agreement import caught as caught
 from .collectives.all_to_all import all_to_all_flat as all_to_all_flat
 from .collectives.shards import all_gather_flat as all_gather_flat
 from .collectives.shards import all_reduce_flat as all_reduce_flat
@@ -27,6 +25,8 @@ from .wire.backend import gather_ints as gather_ints
 from .wire.backend import host_device as host_device
 from .wire.backend import install_guard as install_guard
 from .wire.backend import tell_guard as tell_guard
+from .wire.checks import agree as agree
+from .wire.checks import caught as caught
 from .wire.checks import describe as describe
 from .wire.recipes import even_counts as even_counts
 from .wire.recipes import sum_dtype as sum_dtype

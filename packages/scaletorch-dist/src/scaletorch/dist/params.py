@@ -12,11 +12,10 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup
 
-from .agreement import agree
 from .collectives.reduce import all_reduce
 from .errors import InvalidArgumentError
 from .wire.backend import Group, broadcast_ints
-from .wire.checks import begin, check_target, describe
+from .wire.checks import agree, begin, check_target, describe
 from .wire.recipes import Op, op_name, recipe_for
 from .world.info import group_ranks
 

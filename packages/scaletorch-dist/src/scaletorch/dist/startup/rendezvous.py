@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -58,53 +58,48 @@ def find_meeting(
                 "that no rank opens one: leave init_method out"
             )
         return init_method
-    if placement.launcher == "pytorch" and by_agent:
-        return replace(_meet_by_environment(placement, None), by_agent=True)
-    return _FINDERS[placement.launcher](placement, port)
+    launcher, address = placement.launcher, os.environ.get("MASTER_ADDR")
+    by_agent = by_agent and launcher == "pytorch"
+    port = _asked_port(None if by_agent else port)
+    if launcher == "pytorch":
+        return _meet_by_environment(address, port, by_agent)
+    one_node = placement.local_size == placement.world_size
+    if address is None and not one_node and launcher == "mpi":
+        return _meet_through_mpi4py(placement, port)
+    if port is None:  # differs between jobs and between steps of a job
+        port = derived_port(job_name(placement) or f"process {_starter()}")
+    return Meeting(address or (LOOPBACK if one_node else _first_node()), port)
 
 
-def _meet_by_environment(placement: Placement, port: int | None) -> Meeting:
-    address = os.environ.get("MASTER_ADDR")
-    chosen = _asked_port(port)
-    missing = [
-        name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", chosen)) if value is None
-    ]
-    if address is None or chosen is None:
+def _meet_by_environment(address: str | None, port: int | None, by_agent: bool) -> Meeting:
+    if address is None or port is None:
+        found = {"MASTER_ADDR": address, "MASTER_PORT": port}
+        missing = " and ".join(name for name, value in found.items() if value is None)
         raise StateError(
-            f"launcher {placement.launcher!r} needs {' and '.join(missing)} in the environment: "
-            "start this program with torchrun, or set what is missing (port= also gives the port)"
+            f"launcher 'pytorch' needs {missing} in the environment: start this program with "
+            "torchrun, or set what is missing (port= also gives the port)"
         )
-    return Meeting(address, chosen)
+    return Meeting(address, port, by_agent=by_agent)
 
 
 def _asked_port(port: int | None) -> int | None:
-    if port is not None:
-        return port
     text = os.environ.get("MASTER_PORT")
-    if text is None:
-        return None
+    if port is not None or text is None:
+        return port
     if not text.isdecimal():
         raise StateError(f"the variable MASTER_PORT must be a number, but is {text!r}")
     return int(text)
 
 
-def _meet_by_slurm(placement: Placement, port: int | None) -> Meeting:
-    env = os.environ
-    chosen = _asked_port(port)
-    if chosen is None:  # differs between jobs and between steps of a job
-        chosen = derived_port(job_name(placement))
-    address = env.get("MASTER_ADDR")
-    if address is None and placement.local_size == placement.world_size:
-        address = LOOPBACK
-    if address is None:
-        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-        if not nodes:
-            raise StateError(
-                "launcher 'slurm' found no SLURM_STEP_NODELIST in the environment: start this "
-                "program with srun, or set MASTER_ADDR to the host of rank 0"
-            )
-        address = node_address(first_host(nodes))
-    return Meeting(address, chosen)
+def _first_node() -> str:
+    """Return the address of the first node of this step of Slurm."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise StateError(
+            "launcher 'slurm' found no SLURM_STEP_NODELIST in the environment: start this "
+            "program with srun, or set MASTER_ADDR to the host of rank 0"
+        )
+    return node_address(first_host(nodes))
 
 
 # A name with lists in brackets, `rack[2-3]n[004-005,9]`, and a list of such names.
@@ -145,15 +140,6 @@ def node_address(host: str) -> str:
     return found.group(1)
 
 
-def _meet_by_mpi(placement: Placement, port: int | None) -> Meeting:
-    address, chosen = os.environ.get("MASTER_ADDR"), _asked_port(port)
-    if address is None and placement.local_size != placement.world_size:
-        return _meet_through_mpi4py(placement, chosen)
-    if chosen is None:
-        chosen = derived_port(job_name(placement) or f"process {_starter()}")
-    return Meeting(address or LOOPBACK, chosen)
-
-
 def _starter() -> int:
     """Return the process that started this node's ranks: the first ancestor without PMI_RANK."""
     process = os.getppid()
@@ -182,16 +168,12 @@ def _meet_through_mpi4py(placement: Placement, port: int | None) -> Meeting:
             f"mpi4py sees {world.Get_size()} ranks where {placement.program} started "
             f"{placement.world_size}: it was built for another MPI. Set MASTER_ADDR instead"
         )
-    listener = None
-    meeting = None
+    listener = meeting = None
     if placement.rank == 0:
         listener = socket.create_server(("", port or 0))
-        meeting = (own_address(), listener.getsockname()[1])
+        meeting = own_address(), listener.getsockname()[1]
     address, chosen = world.bcast(meeting, root=0)
     return Meeting(address, chosen, listener)
-
-
-_FINDERS = {"pytorch": _meet_by_environment, "slurm": _meet_by_slurm, "mpi": _meet_by_mpi}
 
 
 def derived_port(key: str) -> int:

@@ -90,11 +90,11 @@ class StoreClosedError(Exception):
 def call_roll(store: Store, caller: Caller, deadline: float, shared: bool) -> Store:
     """Wait for all ranks; return the store (torchrun's if `shared`) with a prefix."""
     global _last_start
-    name = _lead(store, caller, deadline) if caller.rank == 0 else None
-    if name is None:
-        name = _follow(store, caller, deadline, shared)
-    _last_start = name
-    return PrefixStore(name, store)
+    if caller.rank == 0:
+        _last_start = _lead(store, caller, deadline)
+    else:
+        _last_start = _follow(store, caller, deadline, shared)
+    return PrefixStore(_last_start, store)
 
 
 def _lead(store: Store, me: Caller, deadline: float) -> str:
@@ -102,9 +102,13 @@ def _lead(store: Store, me: Caller, deadline: float) -> str:
     name = secrets.token_hex(8)
     start = PrefixStore(name, store)
     callers = [me]
-    verdict = ""
+
+    def answer() -> None:
+        for nonce in _drain(store, _KNOCKS):
+            store.set(f"answer {nonce}", name)
+
     for _ in _pauses(me.world_size):
-        _answer(store, name)
+        answer()
         callers += [Caller(**json.loads(text)) for text in _drain(start, _HERE)]
         verdict = judge(callers, time.monotonic() > deadline or start.check([_GIVEN_UP]))
         if verdict:
@@ -112,29 +116,18 @@ def _lead(store: Store, me: Caller, deadline: float) -> str:
     if verdict == ALL_ARE_HERE:
         store.set(_COMPLETE, name)
     start.set(_VERDICT, verdict)
-    if verdict != ALL_ARE_HERE:
-        others = len(callers) - 1
-        if time.monotonic() < deadline:  # late ranks should read it too
-            others = max(others, me.world_size - 1)
-        _linger(store, name, others)
-        raise StateError(verdict)
-    return name
-
-
-def _answer(store: Store, name: str) -> None:
-    for nonce in _drain(store, _KNOCKS):
-        store.set(f"answer {nonce}", name)
-
-
-def _linger(store: Store, name: str, others: int) -> None:
-    """Keep the store open until `others` ranks have read the verdict, at most `_LINGER` seconds."""
-    start = PrefixStore(name, store)
+    if verdict == ALL_ARE_HERE:
+        return name
+    others = len(callers) - 1
+    if time.monotonic() < deadline:  # late ranks should read it too
+        others = max(others, me.world_size - 1)
 
     def heard() -> bool:
-        _answer(store, name)
+        answer()
         return start.add(_HEARD, 0) >= others
 
     _wait(heard, time.monotonic() + _LINGER, others)
+    raise StateError(verdict)
 
 
 def _follow(store: Store, me: Caller, deadline: float, shared: bool) -> str:
