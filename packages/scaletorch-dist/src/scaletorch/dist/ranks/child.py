@@ -11,7 +11,6 @@ import itertools
 import os
 import pickle
 import random
-import re
 import signal
 import sys
 import threading
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
-from ..startup.creators import Notice, prepare_local_rank
+from ..startup.initialize import Notice, prepare_local_rank
 from .locate import Locator, loading
 
 # A function, the modules of its arguments, these in pickled form, and filters of warnings.
@@ -246,18 +245,10 @@ def separate_store(run: int) -> None:
 def own_filters() -> list[bytes]:
     """Return this process's warning filters in order of precedence, each pickled if it can be."""
     found = []
-    for action, message, category, module, line in warnings.filters:
-        words = (action, _pattern(message), category, _pattern(module), line)
+    for each in warnings.filters:
         with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
-            found.append(pickle.dumps(words))
+            found.append(pickle.dumps(each))
     return found
-
-
-def _pattern(text: str | re.Pattern[str] | None) -> str:
-    """Return a filter's text as a regular expression; Python's own filters have literal names."""
-    if isinstance(text, str):
-        return re.escape(text) + r"\Z"
-    return "" if text is None else text.pattern
 
 
 @contextlib.contextmanager
@@ -267,6 +258,5 @@ def filtered(filters: Iterable[bytes]) -> Iterator[None]:
         warnings.resetwarnings()
         for each in filters:
             with contextlib.suppress(ImportError, AttributeError):  # unknown category
-                action, message, category, module, line = pickle.loads(each)
-                warnings.filterwarnings(action, message, category, module, line, append=True)
+                warnings.filters.append(pickle.loads(each))  # type: ignore[attr-defined]
         yield

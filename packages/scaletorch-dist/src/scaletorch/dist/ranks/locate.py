@@ -139,8 +139,8 @@ def _import(locator: Locator) -> ModuleType:
     loaded = sys.modules.get("__main__" if locator.is_main else locator.module)
     if loaded is not None and locator.path is not None and _is_own(loaded, locator.path):
         return loaded
-    by_name = not locator.explains and _is_importable(locator.module, locator.path)
-    if locator.path is None or by_name:
+    by_path = locator.explains or not _is_importable(locator.module, locator.path)
+    if locator.path is None or not by_path:
         return importlib.import_module(locator.module)
     name = MAIN_ALIAS if locator.is_main else locator.module
     mtime = os.stat(locator.path).st_mtime_ns
@@ -156,18 +156,13 @@ def _is_own(module: ModuleType, path: str) -> bool:
 
 def _is_importable(module: str, path: str | None) -> bool:
     """Return whether `import module` would import this file."""
-    if path is None:
-        return False
-    loaded = sys.modules.get(module)
-    if loaded is not None and getattr(loaded, "__spec__", None) is None:
-        return False
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError, AttributeError):
+    except (ImportError, ValueError, AttributeError):  # such as a loaded module without a spec
         return False
     if spec is None or spec.origin is None or spec.loader_state == _LOADED_BY_PATH:
         return False
-    return os.path.isfile(spec.origin) and os.path.samefile(spec.origin, path)
+    return path is not None and os.path.isfile(spec.origin) and os.path.samefile(spec.origin, path)
 
 
 @functools.lru_cache(maxsize=256)

@@ -26,6 +26,7 @@ from ..members import name_ranks
 ALL_ARE_HERE = "all are here"
 _KNOCKS, _COMPLETE = "knocks", "complete"  # keys of the store
 _HERE, _VERDICT, _GIVEN_UP, _HEARD = "here", "verdict", "given up", "heard"  # keys of a start
+_SHARED = "two programs share this MASTER_PORT, or processes were given wrong variables"
 _GRACE = 5.0  # seconds that a rank which gives up waits for rank 0's answer
 _LINGER = 3.0  # seconds that rank 0 keeps its store open for the others to read the error
 _last_start = ""  # name of the last start that this process joined
@@ -58,28 +59,22 @@ def judge(callers: list[Caller], too_late: bool) -> str:
         if caller.world_size != me.world_size:
             return (
                 f"rank {caller.rank} ({caller}) expects a world of {caller.world_size} ranks and "
-                f"rank 0 ({me}) one of {me.world_size}: two programs share this MASTER_PORT, or "
-                "the launcher's variables were changed"
+                f"rank 0 ({me}) one of {me.world_size}: {_SHARED}"
             )
         if caller.rank in seen:
-            return (
-                f"two processes claim rank {caller.rank}: {seen[caller.rank]} and {caller}. Two "
-                "programs share this MASTER_PORT, or two processes were given one RANK"
-            )
+            both = f"{seen[caller.rank]} and {caller}"
+            return f"two processes claim rank {caller.rank}: {both}: {_SHARED}"
         seen[caller.rank] = caller
     if len(seen) == me.world_size:
         return ALL_ARE_HERE
-    return _missing(seen, me.world_size) if too_late else ""
-
-
-def _missing(seen: dict[int, Caller], world_size: int) -> str:
-    absent = name_ranks([rank for rank in range(world_size) if rank not in seen])
-    hosts = sorted({caller.host for caller in seen.values()})
-    shown = ", ".join(hosts[:8]) + (" …" if len(hosts) > 8 else "")
+    if not too_late:
+        return ""
+    absent = name_ranks([rank for rank in range(me.world_size) if rank not in seen])
+    hosts = sorted({caller.host for caller in callers})
     return (
-        f"the world of {world_size} ranks did not fill in time: {absent} never came; {len(seen)} "
-        f"came, from {shown}. See what the missing ones printed, and whether all were started with "
-        "the same MASTER_ADDR and MASTER_PORT"
+        f"the world of {me.world_size} ranks did not fill in time: {absent} never came; "
+        f"{len(seen)} came, from {', '.join(hosts[:8])}. See what the missing ones printed, and "
+        "whether all were started with the same MASTER_ADDR and MASTER_PORT"
     )
 
 
@@ -170,7 +165,7 @@ def _knock(store: Store, me: Caller, deadline: float, shared: bool) -> str:
                 raise StoreClosedError(name)
             raise StateError(
                 f"another process has already joined as rank {me.rank}, and all ranks are there: "
-                "two programs share this MASTER_PORT, or two processes were given one RANK"
+                f"{_SHARED}"
             )
         return False
 

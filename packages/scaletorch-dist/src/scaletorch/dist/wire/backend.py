@@ -156,12 +156,6 @@ def process_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return group
 
 
-def _with_complex(dtypes: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
-    """Return the dtypes, plus the complex dtypes whose real dtype is among them."""
-    real = (torch.float32, torch.float64)
-    return dtypes | {dtype.to_complex() for dtype in real if dtype in dtypes}
-
-
 @dataclass(frozen=True, slots=True)
 class Route:
     """The route of tensors of one device type on one group."""
@@ -169,7 +163,7 @@ class Route:
     backend: str
     lacks: frozenset[str]  # collectives and reductions that the backend lacks
     native: bool  # the backend takes tensors of this device; else they are copied to its own
-    reduces: frozenset[torch.dtype] = _with_complex(REDUCED)  # complex ones as pairs of numbers
+    reduces: frozenset[torch.dtype] = REDUCED  # and complex ones, as pairs of numbers
 
 
 def route(data: Tensor, group: ProcessGroup) -> Route:
@@ -189,9 +183,9 @@ def _find_route(device: str, group: ProcessGroup) -> Route:
     native = backend is not None and (device == "cpu" or backend != "gloo")
     backend = backend if native and backend else comm_entry(group)[1]
     entry = entry_of_backend(backend)
-    if entry is None:
-        return Route(backend, frozenset(), native)
-    return Route(backend, entry.lacks, native, _with_complex(entry.reduces))
+    lacks, reduces = (frozenset(), REDUCED) if entry is None else (entry.lacks, entry.reduces)
+    real = {torch.float32, torch.float64} & reduces
+    return Route(backend, lacks, native, reduces | {dtype.to_complex() for dtype in real})
 
 
 def on_wire(data: Tensor, group: ProcessGroup, *, reduced: bool = False) -> Tensor:
@@ -243,8 +237,12 @@ def host_device(group: ProcessGroup) -> torch.device:
 
 def gather_ints(values: Sequence[int], group: ProcessGroup) -> list[list[int]]:
     """All-gather integers, equally many from each rank, and wait for them on the host."""
-    own = torch.tensor(values, dtype=torch.int64, device=host_device(group))
-    rows = own.new_empty((group.size(), len(values)))
+    return _gather_rows(torch.tensor(values, dtype=torch.int64), group)
+
+
+def _gather_rows(values: Tensor, group: ProcessGroup) -> list[list[int]]:
+    own = values.to(host_device(group))
+    rows = own.new_empty((group.size(), own.numel()))
     all_gather_single(rows.view(-1), own, group=group)
     result: list[list[int]] = rows.tolist()
     return result
@@ -265,10 +263,8 @@ def gather_texts(text: str, group: ProcessGroup) -> list[str]:
     if not any(lengths):
         return [""] * len(lengths)
     content = bytearray(data.ljust(max(lengths), b"\0"))
-    own = torch.frombuffer(content, dtype=torch.uint8).to(host_device(group))
-    rows = own.new_empty((group.size(), own.numel()))
-    all_gather_single(rows.view(-1), own, group=group)
-    return [bytes(row[:n]).decode() for row, n in zip(rows.tolist(), lengths, strict=True)]
+    rows = _gather_rows(torch.frombuffer(content, dtype=torch.uint8), group)
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def digest_of(text: str) -> int:

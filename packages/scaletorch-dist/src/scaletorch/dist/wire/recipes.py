@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -96,13 +97,13 @@ class Recipe:
 
     name: str  # the requested operation
     run: str  # the operation to run on the packed tensor
-    raw: Any  # torch's ReduceOp for `run`
-    pack: Pack  # contiguous tensor → tensor to reduce, the same one if nothing changes
-    unpack: Unpack  # reduced tensor, number of ranks → result, of any dtype that converts
+    pack: Pack = _keep  # contiguous tensor → tensor to reduce, the same one if nothing changes
+    unpack: Unpack = _keep  # reduced tensor, number of ranks → result, of any dtype that converts
 
-
-def _make(name: str, run: str, pack: Pack = _keep, unpack: Unpack = _keep) -> Recipe:
-    return Recipe(name, run, REDUCE_OPS[run], pack, unpack)
+    @property
+    def raw(self) -> Any:
+        """Torch's ReduceOp for `run`."""
+        return REDUCE_OPS[self.run]
 
 
 @cache
@@ -110,41 +111,23 @@ def recipe_for(op: Op, dtype: torch.dtype, taken: bool = True) -> Recipe:
     """Return the recipe for a dtype; torch reduces a dtype that the backend has not `taken`."""
     name = op_name(op)
     check_dtype(name, dtype)
-    if dtype == torch.bool:
-        return _make(name, _BOOL[name], pack=partial(_to, dtype=torch.int8))
-    if dtype in FLOATS or dtype in COMPLEX:
-        return _float_recipe(name, dtype, taken)
-    if name == "mean":
-        pack = partial(_to, dtype=torch.int64)
-        return _make(
-            name,
-            "sum",
-            pack=pack,
-            unpack=lambda total, size: total.div_(size, rounding_mode="trunc"),
-        )
     wide = WIDENED.get(dtype)
-    widen: Pack = _keep if wide is None else partial(_to, dtype=wide)
-    return _make(name, name, pack=widen)
-
-
-def _float_recipe(name: str, dtype: torch.dtype, taken: bool) -> Recipe:
-    if name == "mean":
+    if dtype == torch.bool:
+        return Recipe(name, _BOOL[name], methodcaller("to", torch.int8))
+    if name == "mean" and (dtype in FLOATS or dtype in COMPLEX):
         # A sum in float16 may overflow even if the mean does not.
-        pack = partial(_to, dtype=torch.float32) if dtype == torch.float16 else _keep
-        return _make(name, "sum", pack=pack, unpack=lambda total, size: total.div_(size))
+        pack = methodcaller("to", torch.float32) if dtype == torch.float16 else _keep
+        return Recipe(name, "sum", pack, lambda total, size: total.div_(size))
+    if name == "mean":
+        truncated = partial(torch.Tensor.div_, rounding_mode="trunc")
+        return Recipe(name, "sum", methodcaller("to", torch.int64), truncated)
+    if name in ("min", "max") and dtype in FLOATS and taken:
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        pack = partial(_to_keys, wide=exact, greatest=name == "max")
+        return Recipe(name, name, pack, lambda keys, size: _flip_negative(keys).view(exact))
     if name == "product" and dtype == torch.bfloat16:  # HCCL has no such product
-        return _make(name, name, pack=partial(_to, dtype=torch.float32))
-    if name in ("min", "max") and taken:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        pack = partial(_to_keys, wide=wide, greatest=name == "max")
-        return _make(
-            name, name, pack=pack, unpack=lambda keys, size: _flip_negative(keys).view(wide)
-        )
-    return _make(name, name)
-
-
-def _to(data: Tensor, dtype: torch.dtype) -> Tensor:
-    return data.to(dtype)
+        wide = torch.float32
+    return Recipe(name, name, _keep if wide is None else methodcaller("to", wide))
 
 
 def _to_keys(data: Tensor, wide: torch.dtype, greatest: bool) -> Tensor:
