@@ -201,7 +201,7 @@ def test_what_fails_hangs_or_cannot_be_sent_is_told_in_words(run, monkeypatch):
         "test_hangs on 2 ranks: rank 1 had not finished after 1 s; rank 0 finished",
         "--- rank 1 was still at ---",
         'test_mine.py", line 14 in test_hangs',
-        "cannot be sent to ranks: handle: cannot pickle '_io.TextIOWrapper'",
+        "cannot be sent to ranks: cannot pickle '_io.TextIOWrapper'",
         "test_mine.py::test_patches cannot run on ranks: its fixture monkeypatch acts in",
         "with pytest.MonkeyPatch.context()",
         "its fixture ranks acts in pytest's process alone: use it in a test without the marker",

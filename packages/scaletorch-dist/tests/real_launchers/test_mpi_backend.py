@@ -61,7 +61,7 @@ def test_the_mpirun_of_another_mpi_is_named(launch, mpirun, open_mpi4py):
     status, _, err = launch.run(words, **variables, **open_mpi4py)
     assert status != 0
     # MPICH itself refuses to start below another's mpirun.
-    assert "is not the MPI of that mpirun" in err or "PMI version" in err
+    assert "Start it with the mpirun of that MPI" in err or "PMI version" in err
 
 
 class OneProcess:
@@ -77,9 +77,12 @@ class OneProcess:
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        (("RANK", "WORLD_SIZE"), "needs 2 ranks, but MPI sees 1; torchrun started them: start "),
-        (("PMI_RANK", "PMI_SIZE"), r"\(Hydra\) started 2: it uses 'MPI of another'"),
-        ((), "needs 2 ranks, but MPI sees 1: start the program with mpirun"),
+        (
+            ("RANK", "WORLD_SIZE"),
+            "0 of 2, but rank 0 of 1 for mpi4py.*; torchrun started it",
+        ),
+        (("PMI_RANK", "PMI_SIZE"), r"which uses 'MPI of another'; mpirun of MPICH \(Hydra\) start"),
+        ((), "no launcher started it. Start it with the mpirun of that MPI"),
     ],
 )
 def test_who_started_the_ranks_is_named(monkeypatch, variables, message):

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import re
 import statistics
 import sys
@@ -205,8 +203,6 @@ def measure_all(arguments: argparse.Namespace, show: Callable[[object], None]) -
         "backend": get_backend(group),
         "device": get_comm_device(group).type,
         "torch": torch.__version__,
-        "host": platform.node(),
-        "cores": os.cpu_count(),
     }
     written = [row._asdict() for row in rows]
     return {"conditions": conditions, "rows": written, "constants": constants(rows, group.size())}

@@ -111,6 +111,7 @@ def all_to_all_flat(
     size = get_world_size(group)
     lengths = len(counts), len(received_counts)
     fits = lengths == (size, size) and min(*counts, *received_counts) >= 0
+    fits = fits and (size > 1 or counts[0] == received_counts[0])
     if data.ndim != 1 or not fits or sum(counts) != data.numel():
         raise InvalidArgumentError(
             f"all_to_all_flat takes a flat tensor and its elements for and from each of {size} "
@@ -118,18 +119,11 @@ def all_to_all_flat(
         )
     members = begin(group, "all_to_all_flat", str(data.dtype))
     if members is None:
-        if list(counts) != list(received_counts):
-            raise InvalidArgumentError(
-                f"all_to_all_flat sends {counts[0]} elements to this rank, which expects "
-                f"{received_counts[0]}"
-            )
         return Work((), partial(_copied, data))
     if comparing():  # not for a guard alone: it would cost a message for each dispatch of experts
         width = data.element_size()
-        sent_bytes, received_bytes = (
-            [count * width for count in each] for each in (counts, received_counts)
-        )
-        _compare_pairs(sent_bytes, received_bytes, members)
+        ours, theirs = ([count * width for count in each] for each in (counts, received_counts))
+        _compare_pairs(ours, theirs, members)
     sent = on_wire(data, members)
     done = identity if sent is data else methodcaller("to", data.device)
     way = way_of(sent, members)
@@ -156,14 +150,12 @@ def _all_to_all(data: Tensor, group: Group = None, async_op: bool = False) -> Te
 def _check_blocks(data: Tensor, members: ProcessGroup) -> None:
     """Compare dim 0 and the bytes of one row over the ranks."""
     size = members.size()
-    row = data[0].numel() * data.element_size() if data.size(0) else 0
+    row = data[0].nbytes if data.size(0) else 0
     rows = gather_ints((data.size(0), row), members)
     if rows.count(rows[0]) == size and data.size(0) % size == 0:
         return
-    lengths = ", ".join(
-        f"rank {rank}: {length}"
-        for rank, (length, _) in zip(group_ranks(members), rows, strict=True)
-    )
+    pairs = zip(group_ranks(members), rows, strict=True)
+    lengths = ", ".join(f"rank {rank}: {length}" for rank, (length, _) in pairs)
     if any(length % size for length, _ in rows):
         raise InvalidArgumentError(
             f"all_to_all cuts dim 0 into {size} equal blocks, one per rank, so its size must be a "
@@ -192,7 +184,7 @@ def _all_to_all_lists(
     if members is None:
         return settled((), partial(bring_home, from_self.detach(), to_self.detach()), async_op)
     sent = [as_bytes(on_wire(entry, members)) for entry in send_list]
-    counts = [entry.numel() * entry.element_size() for entry in recv_list]
+    counts = [entry.nbytes for entry in recv_list]
     sizes = [block.numel() for block in sent]
     if checking():
         _compare_pairs(sizes, counts, members)

@@ -106,32 +106,34 @@ def exchange(
         InvalidArgumentError: Sends of this rank to itself do not match its receives from itself, or
             there are more than 128 messages.
     """
-    members = process_group(group)
-    sent, received = _peers(sends, "dst", group), _peers(recvs, "src", group)
-    copies = _copies_to_self(
-        [data for data, _, mine in sent if mine], [data for data, _, mine in received if mine]
-    )
-    work = _start(
-        [(data, dst) for data, dst, mine in sent if not mine],
-        [(data, src) for data, src, mine in received if not mine],
-        members,
-    )
-    for target, source in copies:
+    to_self, sends = _checked(sends, "dst", group)
+    from_self, recvs = _checked(recvs, "src", group)
+    shapes = [[(tuple(x.shape), x.dtype) for x in side] for side in (to_self, from_self)]
+    if shapes[0] != shapes[1]:
+        raise InvalidArgumentError(
+            f"what rank {get_rank()} sends to itself, {shapes[0]}, "
+            f"is not what it receives from itself, {shapes[1]}"
+        )
+    work = _start(sends, recvs, process_group(group))
+    for target, source in zip(from_self, to_self, strict=True):
         target.detach().copy_(source.detach())
     return work if async_op else work.wait()
 
 
-def _peers(messages: Messages, name: str, group: Group) -> list[tuple[Tensor, int, bool]]:
-    """Check the messages; return each with its peer and whether the peer is this rank."""
-    checked = []
+def _checked(messages: Messages, name: str, group: Group) -> tuple[list[Tensor], Messages]:
+    """Check messages; return the tensors of those to or from this rank itself, and the others."""
+    own, others = [], []
     for message in messages:
         if not isinstance(message, Sequence) or len(message) != 2:
             pairs = f"exchange needs (tensor, {name}) pairs, got {type(message).__name__}"
             raise InvalidArgumentError(pairs)
         data, peer = message
         (check_tensor if name == "dst" else check_target)(data, "exchange")
-        checked.append((data, peer, check_member(peer, name, group)))
-    return checked
+        if check_member(peer, name, group):
+            own.append(data)
+        else:
+            others.append((data, peer))
+    return own, others
 
 
 def _start(sends: Messages, recvs: Messages, members: Group) -> Work[None]:
@@ -159,16 +161,6 @@ def _start(sends: Messages, recvs: Messages, members: Group) -> Work[None]:
             bring_home(target.detach(), buffer)
 
     return Work(handles, finish, keep=operations)
-
-
-def _copies_to_self(sent: list[Tensor], received: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    shapes = [[(tuple(x.shape), x.dtype) for x in side] for side in (sent, received)]
-    if shapes[0] != shapes[1]:
-        raise InvalidArgumentError(
-            f"what rank {get_rank()} sends to itself, {shapes[0]}, "
-            f"is not what it receives from itself, {shapes[1]}"
-        )
-    return list(zip(received, sent, strict=True))
 
 
 def _to_other(data: Tensor, peer: int, name: str, group: Group, tag: int) -> ProcessGroup:

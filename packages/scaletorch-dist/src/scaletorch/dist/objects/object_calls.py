@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as c10d
@@ -45,16 +45,7 @@ SMALL = 1 << 16  # bytes up to which padding costs less than one message per ran
 _DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
 
 
-class _Head(NamedTuple):
-    """The header of a rank's object, which all ranks receive before the object itself."""
-
-    length: int  # -1 if it cannot be sent
-    allows: int  # whether this rank allows pickle
-    entries: int
-
-
-Move = Callable[[Buffer, list[_Head]], list[Buffer]]  # this rank's bytes → bytes that it loads
-Pack = Callable[[Terms], Buffer]
+Move = Callable[[Buffer, list[int]], list[Buffer]]  # own bytes, all lengths → bytes to load
 
 
 def broadcast_object_list(
@@ -80,26 +71,19 @@ def broadcast_object_list(
         message = f"broadcast_object_list fills a list in place, got {type(data).__name__}"
         raise InvalidArgumentError(message)
     mine = check_member(src, "src", group)
-    terms = Terms(allow_pickle)
     members = begin(group, "broadcast_object_list", f"src={src}")
     if members is None:
         return
 
-    def move(content: Buffer, heads: list[_Head]) -> list[Buffer]:
-        ranks = group_ranks(members)
-        if len({head.entries for head in heads}) > 1:
-            pairs = zip(ranks, heads, strict=True)
-            lengths = ", ".join(f"rank {rank}: {head.entries}" for rank, head in pairs)
-            message = f"broadcast_object_list needs lists of one length, got {lengths}"
-            raise InvalidArgumentError(message)
-        whole = content if mine else bytearray(heads[ranks.index(src)].length)
+    def pack(terms: Terms) -> Buffer:
+        return dump_object(list(data), terms) if mine else bytearray()
+
+    def move(content: Buffer, lengths: list[int]) -> list[Buffer]:
+        whole = content if mine else bytearray(lengths[group_ranks(members).index(src)])
         _in_pieces(whole, members, raw_broadcast, src)
         return [] if mine else [whole]
 
-    def pack(agreed: Terms) -> Buffer:
-        return dump_object(list(data), agreed) if mine else bytearray()
-
-    for loaded in _exchange(pack, terms, members, move, len(data)):
+    for loaded in _exchange(pack, allow_pickle, members, move, len(data)):
         data[:] = loaded
 
 
@@ -119,15 +103,11 @@ def all_gather_object(data: Any, group: Group = None, *, allow_pickle: bool = Tr
             every rank.
         NotInGroupError: This rank is outside the group.
     """
-    terms = Terms(allow_pickle)
     members = begin(group, "all_gather_object")
     if members is None:
         return [data]
-
-    def move(content: Buffer, heads: list[_Head]) -> list[Buffer]:
-        return all_gather_bytes(content, [head.length for head in heads], members)
-
-    return _exchange(partial(dump_object, data), terms, members, move)
+    move = partial(all_gather_bytes, members=members)
+    return _exchange(partial(dump_object, data), allow_pickle, members, move)
 
 
 def gather_object(
@@ -141,33 +121,38 @@ def gather_object(
         The objects in the group's order on `dst`, None on other ranks.
     """
     mine = check_member(dst, "dst", group)
-    terms = Terms(allow_pickle)
     members = begin(group, "gather_object", f"dst={dst}")
     if members is None:
         return [data]
-
-    def move(content: Buffer, heads: list[_Head]) -> list[Buffer]:
-        return gather_bytes(content, [head.length for head in heads], dst, members)
-
-    loaded = _exchange(partial(dump_object, data), terms, members, move)
+    move = partial(gather_bytes, dst=dst, members=members)
+    loaded = _exchange(partial(dump_object, data), allow_pickle, members, move)
     return loaded if mine else None
 
 
 def _exchange(
-    pack: Pack, terms: Terms, members: ProcessGroup, move: Move, entries: int = 0
+    pack: Callable[[Terms], Buffer],
+    allow_pickle: bool,
+    members: ProcessGroup,
+    move: Move,
+    entries: int = 0,
 ) -> list[Any]:
     """Exchange headers, move the bytes if all objects can be sent, and load the objects."""
-    allows = pickle_allowed(terms.allow_pickle)
+    terms, allows = Terms(allow_pickle), pickle_allowed(allow_pickle)
     while True:
         content, error = _tried(partial(pack, terms))
-        own = _Head(-1 if error else len(content), allows, entries)
-        heads = [_Head(*head) for head in gather_ints(own, members)]
-        if len({head.allows for head in heads}) == 1:
+        heads = gather_ints((-1 if error else len(content), allows, entries), members)
+        lengths, permissions, counts = map(list, zip(*heads, strict=True))
+        if len({*permissions}) == 1:
             break
         allows, terms = False, terms._replace(forbidden=True)  # some rank allows no pickles
-    if any(head.length < 0 for head in heads):
+    if min(lengths) < 0:
         _raise_together(error, members)
-    moved = move(content, heads)
+    if len({*counts}) > 1:
+        pairs = zip(group_ranks(members), counts, strict=True)
+        shown = ", ".join(f"rank {rank}: {count}" for rank, count in pairs)
+        message = f"broadcast_object_list needs lists of one length, got {shown}"
+        raise InvalidArgumentError(message)
+    moved = move(content, lengths)
     loaded, error = _tried(lambda: [load_object(one, terms) for one in moved])
     _raise_together(error, members)
     return cast("list[Any]", loaded)
@@ -278,12 +263,11 @@ def collect_results(
         StateError: A file cannot be written or read; raised on every rank.
     """
     _check(results, size, device, tmpdir)
-    terms = Terms(allow_pickle)
     members = process_group(group)
     if members is None or members.size() == 1:
         return results[:size]
     if tmpdir is not None:
-        shards = _through_files(results, os.fspath(tmpdir), members, terms)
+        shards = _through_files(results, os.fspath(tmpdir), members, Terms(allow_pickle))
     else:
         first = group_ranks(members)[0]
         shards = gather_object(results, first, members, allow_pickle=allow_pickle)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
-from ..startup.initialize import Notice, prepare_local_rank
+from ..startup.initialize import prepare_local_rank
 from .locate import Locator, loading
 
 # A function, the modules of its arguments, these in pickled form, and filters of warnings.
@@ -41,12 +41,12 @@ def main(connection_fd: int, request: dict[str, Any]) -> None:
     connection: Connection[Any, Any] = Connection(connection_fd)
     try:
         _adopt(request)
-        notice = _join_group(request)
+        _join_group(request)
         before = capture()
     except BaseException as error:
         connection.send_bytes(_pickle_failure(error))
         _leave(1)
-    connection.send_bytes(pickle.dumps(("returned", pickle.dumps(None), notice)))
+    connection.send_bytes(pickle.dumps(("returned", pickle.dumps(None), [])))
     with contextlib.suppress(EOFError, ConnectionError):
         for run in itertools.count():
             task = connection.recv()
@@ -84,15 +84,14 @@ def _adopt(request: dict[str, Any]) -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _join_group(request: dict[str, Any]) -> Notice | None:
-    """Create the default group unless the function will; return a log notice, or None."""
+def _join_group(request: dict[str, Any]) -> None:
+    """Create the default group unless the function will."""
     backend, store, ranks = request["backend"], request["store"], request["world_size"]
-    notice = None
     if backend != "gloo" and not (backend is None and store is None):
         warn = store is not None  # else `init_dist` warns
-        backend, notice = prepare_local_rank(backend, request["rank"], ranks, warn=warn)
+        backend = prepare_local_rank(backend, request["rank"], ranks, warn=warn)
     if store is None:
-        return notice
+        return
     seconds = request["group_timeout"]
     dist.init_process_group(
         backend,
@@ -101,7 +100,6 @@ def _join_group(request: dict[str, Any]) -> Notice | None:
         world_size=ranks,
         timeout=None if seconds is None else timedelta(seconds=seconds),
     )
-    return notice
 
 
 def _run(task: Task, seed: int | None, before: dict[str, Any]) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import logging
 import os
 import pickle
 import shutil
@@ -28,8 +27,6 @@ CLOSE_GRACE = 2.0  # seconds that ranks get to exit before they are killed
 # Variables of an outer launch, which would mislead a rank of the pool.
 _OUTER_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
 
-logger = logging.getLogger(__package__)
-
 
 class RankPool:
     """Local ranks with a default process group that run one function after another.
@@ -38,7 +35,7 @@ class RankPool:
         world_size: Number of ranks.
         backend: Backend of the default group. With 'nccl', ranks share devices through sockets if
             there are too few, for tests. None takes the accelerator's backend if each rank can have
-            a device, else gloo, and logs the choice.
+            a device, else gloo.
         timeout: Seconds that one `run` may take; None for no limit.
         group_timeout: Timeout of the group's collectives; None for torch's default.
         threads: Number of torch threads in each rank.
@@ -96,12 +93,10 @@ class RankPool:
                     "exit_file": os.path.join(folder, f"exit-{rank}"),
                 }
                 self._processes.append(get_server().spawn({**request, **own}))
-            _, notice = collect(self._processes, "starting", START_TIMEOUT)[0]
+            collect(self._processes, "starting", START_TIMEOUT)
         except BaseException:
             self.kill()
             raise
-        if notice is not None:
-            _log_once(*notice)
         self.reusable = True
 
     def run(
@@ -211,11 +206,6 @@ def launch(
     )
     with pool:
         return pool.run(fn, *args, **kwargs)
-
-
-@functools.cache
-def _log_once(level: int, text: str) -> None:
-    logger.log(level, "%s", text)
 
 
 def _check_world_size(world_size: int) -> None:

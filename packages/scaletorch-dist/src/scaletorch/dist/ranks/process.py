@@ -246,10 +246,8 @@ def describe_exit(exit_code: int | None) -> str:
         return "ended with the fork-server"
     if exit_code >= 0:
         return f"exited with code {exit_code}"
-    try:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}"
 
 
 def collect(

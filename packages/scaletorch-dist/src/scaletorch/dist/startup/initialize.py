@@ -42,7 +42,6 @@ LIBRARIES = ("torch", "deepspeed", "colossalai")  # that can create the group
 SETTING = "SCALETORCH_SHARE_DEVICES"  # allows ranks of a launcher to share devices
 _YES = frozenset(("1", "true", "yes", "on"))
 _RANK = "{rank}"  # placeholder in the value of a variable that must differ from rank to rank
-Notice = tuple[int, str]  # level and text of a log line, written once for all ranks of a host
 
 logger = logging.getLogger(__package__)
 
@@ -103,9 +102,7 @@ def init_dist(
     meeting = find_meeting(placement, port, init_method)
     warns = 0 in (placement.rank, placement.local_rank)  # one rank per machine
     options["backend"] = choose_backend(backend, warn=warns)
-    notice = _create_group(placement, meeting, init_backend, options)
-    if notice is not None and placement.rank == 0:
-        logger.log(*notice)
+    _create_group(placement, meeting, init_backend, options)
     _remember(ours=True)
     if placement.local_rank is None:
         devices.set_device(get_local_rank())
@@ -114,10 +111,12 @@ def init_dist(
 
 def _create_group(
     placement: Placement, meeting: Meeting | str, init_backend: str, options: dict[str, Any]
-) -> Notice | None:
+) -> None:
     """Set the environment variables and create the default group; undo them on failure."""
-    place, share = (placement.rank, placement.world_size), asked_to_share(placement)
-    variables, notice = rank_variables(options["backend"], *place, share=share)
+    rank, ranks = placement.rank, placement.world_size
+    share = os.environ.get(SETTING, "").strip().lower() in _YES
+    share = share and placement.local_size in (None, ranks)  # all on one host
+    variables = rank_variables(options["backend"], rank, ranks, share=share)
     _export(placement, meeting, variables)
     try:
         if placement.local_rank is not None:
@@ -126,7 +125,6 @@ def _create_group(
     except BaseException:
         _restore_environment()
         raise
-    return notice
 
 
 def cleanup_dist() -> None:
@@ -220,16 +218,13 @@ def _restore_environment() -> None:
 def choose_backend(backend: str, *, warn: bool = True) -> str:
     """Return the configuration for the backend, or for the default with a warning if unusable."""
     pairs = devices.resolve_backend(backend)
-    problem = None
+    for entry in _entries(backend):
+        require_plugin(entry)
+    problem = next(filter(None, (devices.backend_problem(name) for _, name in pairs)), None)
     for device, name in pairs:
-        entry = devices.entry_of_backend(name)
-        if entry is not None:
-            require_plugin(entry)
-        problem = problem or devices.backend_problem(name)
         devices.check_pair(device, name)
     if problem is None:
-        entries = [devices.entry_of_backend(name) for _, name in pairs]
-        alone = next((entry.alone for entry in entries if entry is not None and entry.alone), "")
+        alone = next((entry.alone for entry in _entries(backend) if entry.alone), "")
         if alone and len(pairs) > 1:  # a backend that must be the group's only one
             raise InvalidArgumentError(alone)
         return backend_config(",".join(f"{d}:{n}" if d else n for d, n in pairs))
@@ -247,10 +242,15 @@ def choose_backend(backend: str, *, warn: bool = True) -> str:
 
 def check_world(config: str, rank: int, world_size: int) -> None:
     """Raise if a backend would see other ranks than the launcher, before ranks wait for others."""
-    for _, name in devices.resolve_backend(config):
-        entry = devices.entry_of_backend(name)
-        if entry is not None and entry.check is not None:
+    for entry in _entries(config):
+        if entry.check is not None:
             entry.check(rank, world_size)
+
+
+def _entries(config: str) -> list[DeviceEntry]:
+    """Return the table's entries of the backends in a configuration."""
+    found = [devices.entry_of_backend(name) for _, name in devices.resolve_backend(config)]
+    return [entry for entry in found if entry is not None]
 
 
 def create_group(
@@ -289,21 +289,11 @@ def _create_with_torch(
     c10d.init_process_group(**options)
 
 
-def asked_to_share(placement: Placement) -> bool:
-    """Return whether `SETTING` is on and all ranks are on one host, so that they share devices."""
-    one_host = placement.local_size in (None, placement.world_size)
-    return one_host and os.environ.get(SETTING, "").strip().lower() in _YES
-
-
-def rank_variables(
-    config: str, rank: int, ranks: int, *, share: bool
-) -> tuple[dict[str, str], Notice | None]:
+def rank_variables(config: str, rank: int, ranks: int, *, share: bool) -> dict[str, str]:
     """Return the unset variables that a rank needs before it uses its device; one rank has none."""
     wanted: dict[str, str] = {}
-    notice = None
-    for _, name in devices.resolve_backend(config) if ranks > 1 else ():
-        entry = devices.entry_of_backend(name)
-        if entry is None or entry.device == "cpu" or not is_usable(entry.device):
+    for entry in _entries(config) if ranks > 1 else ():
+        if entry.device == "cpu" or not is_usable(entry.device):
             continue
         # A device in use would no longer read its variables.
         if entry.variables and not torch_module(entry.device).is_initialized():
@@ -315,12 +305,14 @@ def rank_variables(
                     f"{_devices(entry)}. Start fewer ranks, or take backend 'gloo'"
                 )
             wanted |= {name: value.replace(_RANK, str(rank)) for name, value in entry.sharing}
-            text = (
-                f"{ranks} ranks share {_devices(entry)} with backend {entry.backend!r}, by sockets "
-                "of this host: good for tests, and slow"
-            )
-            notice = logging.WARNING, text
-    return {name: value for name, value in wanted.items() if name not in os.environ}, notice
+            shared = f"{ranks} ranks share {_devices(entry)} with backend {entry.backend!r}"
+            _log(rank, f"{shared}, by sockets of this host: good for tests, and slow")
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _log(rank: int, text: str) -> None:
+    if rank == 0:
+        logger.warning("%s", text)
 
 
 def _count(entry: DeviceEntry) -> int:
@@ -332,32 +324,24 @@ def _devices(entry: DeviceEntry) -> str:
     return f"{count} {entry.device} device{'s' * (count != 1)}"
 
 
-def prepare_local_rank(
-    backend: str | None, rank: int, ranks: int, *, warn: bool = True
-) -> tuple[str, Notice | None]:
+def prepare_local_rank(backend: str | None, rank: int, ranks: int, *, warn: bool = True) -> str:
     """Choose the backend and the device of a rank in a group whose ranks are all on this host."""
-    chosen = None
-    if backend is None:
-        backend, chosen = _own_backend(ranks)
-        if chosen is None:
-            return backend, None
-    config = choose_backend(backend, warn=warn and rank == 0)
+    config = choose_backend(backend or _own_backend(rank, ranks), warn=warn and rank == 0)
     check_world(config, rank, ranks)
-    variables, shared = rank_variables(config, rank, ranks, share=True)
-    os.environ.update(variables)
+    os.environ.update(rank_variables(config, rank, ranks, share=True))
     devices.set_device(rank)
-    return config, shared or chosen
+    return config
 
 
-def _own_backend(ranks: int) -> tuple[str, Notice | None]:
+def _own_backend(rank: int, ranks: int) -> str:
     """Return the accelerator's backend if each rank can have a device, else gloo."""
     entry = devices.default_entry()
     if entry.device == "cpu":
-        return "gloo", None
+        return "gloo"
     own = devices.default_backend()
-    numbers = f"{ranks} ranks, {_devices(entry)}"
     if _count(entry) >= ranks:
-        return own, (logging.INFO, f"{numbers}: backend {own!r}")
+        return own
     hint = f"; backend={own!r} lets ranks share devices" if entry.sharing else ""
-    text = f"{numbers}: backend 'gloo', through the host's memory{hint}"
-    return "gloo", (logging.WARNING, text)
+    numbers = f"{ranks} ranks, {_devices(entry)}"
+    _log(rank, f"{numbers}: backend 'gloo', through the host's memory{hint}")
+    return "gloo"

@@ -245,14 +245,14 @@ def _reach(placement: Placement, meeting: Meeting, timeout: timedelta, deadline:
     no store. So a plain connection comes first, and TCPStore connects in a thread.
     """
     _try_plainly(placement, meeting, deadline)
-    results: queue.SimpleQueue[TCPStore | BaseException] = queue.SimpleQueue()
+    results: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
     left = max(deadline - time.monotonic(), 1.0)
 
     def connect() -> None:
         own = placement.world_size, False, timedelta(seconds=left), False
         try:
             results.put(TCPStore(meeting.address, meeting.port, *own))
-        except BaseException as error:
+        except Exception as error:
             results.put(error)
 
     threading.Thread(target=connect, daemon=True, name="scaletorch-store").start()
@@ -260,14 +260,12 @@ def _reach(placement: Placement, meeting: Meeting, timeout: timedelta, deadline:
         result = results.get(timeout=left)
     except queue.Empty:
         result = TimeoutError("it says nothing")
-    if isinstance(result, TCPStore):
-        result.set_timeout(timeout)
-        return result
     if isinstance(result, Exception):
         said = str(result).partition("\n")[0]
         what = f"what listens there is not the store of rank 0, or it has ended ({said})"
         raise _unreachable(placement, meeting, what) from result
-    raise result
+    result.set_timeout(timeout)
+    return result
 
 
 def _try_plainly(placement: Placement, meeting: Meeting, deadline: float) -> None:
