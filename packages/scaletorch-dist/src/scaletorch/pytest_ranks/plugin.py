@@ -82,11 +82,10 @@ def assert_trains_alike() -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name != umbrella:
             raise
-        raise pytest.fail.Exception(
-            "the fixture assert_trains_alike needs the package scaletorch, which is not installed: "
-            "pip install scaletorch",
-            pytrace=False,
-        ) from None
+        text = (
+            "the fixture assert_trains_alike needs the package scaletorch: pip install scaletorch"
+        )
+        raise pytest.fail.Exception(text, pytrace=False) from None
     found: Callable[..., Any] = module.assert_trains_alike
     return found
 

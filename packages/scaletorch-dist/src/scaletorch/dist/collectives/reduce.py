@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..transport.ways import arrived, way_of
+from ..transport.ways import way_of
 from ..wire.backend import (
     Group,
     Work,
@@ -70,7 +70,7 @@ def reduce(
     buffer = recipe.pack(on_wire(data, members, reduced=True))
     if buffer.data_ptr() == data.data_ptr() and not mine:
         buffer = buffer.clone()  # backends write partial results into it
-    done = partial(_unpack_into, data, recipe, members.size()) if mine else arrived
+    done = partial(_unpack_into, data, recipe, members.size()) if mine else nothing
     way = way_of(buffer, members)
     if way.lacks(recipe, buffer):
         return way.reduce_here(buffer, recipe, done, async_op)

@@ -48,9 +48,7 @@ def join(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) 
     """Return every rank's `x` joined along `dim`, in rank order."""
     dim = _check_dim(x, dim)
     members = process_group(group)
-    lengths = _check_sizes(sizes, members, "all_gather")
-    if lengths is not None:
-        _check_length(x, dim, lengths[_rank(members)], "this rank's entry of sizes")
+    lengths = _check_sizes(x, dim, members, sizes, "all_gather", whole=False)
     if members is None or members.size() == 1:
         return x
     _compare("all_gather", x, members, dim, lengths)
@@ -122,8 +120,10 @@ def _check_dim(x: Tensor, dim: int) -> int:
     return dim % x.dim()
 
 
-def _check_sizes(sizes: Sequence[int] | None, members: Group, call: str) -> list[int] | None:
-    """Return `sizes` as a list; check that it has one size per rank of the group."""
+def _check_sizes(
+    x: Tensor, dim: int, members: Group, sizes: Sequence[int] | None, call: str, *, whole: bool
+) -> list[int] | None:
+    """Check the ranks' sizes; `x` has their sum along `dim` if it is `whole`, or this rank's."""
     if sizes is None:
         return None
     lengths = [int(size) for size in sizes]
@@ -133,25 +133,22 @@ def _check_sizes(sizes: Sequence[int] | None, members: Group, call: str) -> list
             f"{call} needs one length of 0 or more for each of the group's {count} ranks "
             f"in sizes, got {lengths}"
         )
-    return lengths
-
-
-def _check_length(x: Tensor, dim: int, expected: int, what: str) -> None:
-    """Check that `x` has the expected length along `dim`."""
+    expected = sum(lengths) if whole else lengths[_rank(members)]
     if x.size(dim) != expected:
+        what = "the sum of sizes" if whole else "this rank's entry of sizes"
         raise InvalidArgumentError(
             f"{what} is {expected}, but dim {dim} of the tensor of shape "
             f"{tuple(x.shape)} is {x.size(dim)}"
         )
+    return lengths
 
 
 def _shard_lengths(
     x: Tensor, dim: int, members: Group, sizes: Sequence[int] | None, call: str
 ) -> list[int]:
     """Return the length along `dim` of each rank's shard of `x`; raise if it cannot be split."""
-    lengths = _check_sizes(sizes, members, call)
+    lengths = _check_sizes(x, dim, members, sizes, call, whole=True)
     if lengths is not None:
-        _check_length(x, dim, sum(lengths), "the sum of sizes")
         return lengths
     count = 1 if members is None else members.size()
     length, rest = divmod(x.size(dim), count)

@@ -159,23 +159,21 @@ class MPIGroup(_ProcessGroup):  # type: ignore[misc]
         return self.allreduce(tensors if mine else [data.clone() for data in tensors], opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> MPIWork:
+        sent, received, counts = [], [], []
         for shards in inputs:
             self._check_count(shards, "reduce_scatter")
-        packed = [pack(torch.cat([*map(flat, shards)]), opts.reduceOp) for shards in inputs]
-        received = [
-            (data.new_empty(shards[self.rank()].numel()), recipe)
-            for (data, recipe), shards in zip(packed, inputs, strict=True)
-        ]
+            data, recipe = pack(torch.cat([*map(flat, shards)]), opts.reduceOp)
+            sent.append(data)
+            received.append((data.new_empty(shards[self.rank()].numel()), recipe))
+            counts.append([each.numel() * (2 if data.is_complex() else 1) for each in shards])
 
         def issue(mpi: Any, comm: Any) -> list[Any]:
-            requests = []
-            for (data, recipe), shards, (shard, _) in zip(packed, inputs, received, strict=True):
-                counts = [each.numel() * (2 if data.is_complex() else 1) for each in shards]
-                ends = typed(mpi, data), typed(mpi, shard)
-                requests.append(
-                    comm.Ireduce_scatter(*ends, counts, op=getattr(mpi, OPS[recipe.run]))
+            return [
+                comm.Ireduce_scatter(
+                    typed(mpi, data), typed(mpi, shard), numbers, op=getattr(mpi, OPS[recipe.run])
                 )
-            return requests
+                for data, (shard, recipe), numbers in zip(sent, received, counts, strict=True)
+            ]
 
         finish = partial(self._unpack, outputs, received)
         return self._start("reduce_scatter", issue, outputs, finish, opts=opts)

@@ -17,7 +17,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
@@ -92,13 +91,12 @@ def _join_group(request: dict[str, Any]) -> None:
         backend = prepare_local_rank(backend, request["rank"], ranks, warn=warn)
     if store is None:
         return
-    seconds = request["group_timeout"]
     dist.init_process_group(
         backend,
         store=FileStore(store, ranks),
         rank=request["rank"],
         world_size=ranks,
-        timeout=None if seconds is None else timedelta(seconds=seconds),
+        timeout=request["group_timeout"],
     )
 
 

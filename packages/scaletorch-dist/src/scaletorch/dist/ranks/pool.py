@@ -73,26 +73,23 @@ class RankPool:
         self._processes: list[RankProcess] = []
         self._close = weakref.finalize(self, _close, os.getpid(), self._processes, folder)
         environment = _environment(world_size, init, env or {})
-        request = {
-            "world_size": world_size,
-            "backend": backend,
-            "store": os.path.join(folder, "store") if init else None,
-            "group_timeout": None if group_timeout is None else group_timeout.total_seconds(),
-            "threads": threads,
-            "folder": os.getcwd(),
-            "path": list(sys.path),
-            "seed": seed,
-        }
         try:
             for rank in range(world_size):
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                own = {
+                request = {
                     "rank": rank,
-                    "environment": {**environment, **place},
+                    "world_size": world_size,
+                    "backend": backend,
+                    "store": os.path.join(folder, "store") if init else None,
+                    "group_timeout": group_timeout,
+                    "threads": threads,
+                    "folder": os.getcwd(),
+                    "path": list(sys.path),
+                    "seed": seed,
+                    "environment": {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     "stack_file": os.path.join(folder, f"stack-{rank}"),
                     "exit_file": os.path.join(folder, f"exit-{rank}"),
                 }
-                self._processes.append(get_server().spawn({**request, **own}))
+                self._processes.append(get_server().spawn(request))
             collect(self._processes, "starting", START_TIMEOUT)
         except BaseException:
             self.kill()

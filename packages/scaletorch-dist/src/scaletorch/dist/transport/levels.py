@@ -21,10 +21,10 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..wire.backend import Route, Work, as_noted, last_note, process_group, route
+from ..wire.backend import Route, Work, as_noted, last_note, nothing, process_group, route
 from ..wire.recipes import Recipe, as_one, even_counts, recipe_for
 from ..world.info import get_timeout, group_ranks, info_of, ranks_by_node
-from .ways import Done, T, Way, arrived, way_of
+from .ways import Done, T, Way, way_of
 
 Stage = tuple[int, Callable[[bool], Any]]  # a column, and the call that takes `async_op`
 INSIDE, ACROSS, BACK, OVER = range(4)  # columns of stages, each but OVER with its own group
@@ -104,7 +104,7 @@ class LevelsWay(Way):
         stages = [
             self._stage(INSIDE, "reduce_scatter", flat, counts, alike, own.copy_),
             self._stage(ACROSS, reduce, own, alike, own.copy_),
-            self._stage(BACK, "gather_flat", flat, counts, arrived),
+            self._stage(BACK, "gather_flat", flat, counts, nothing),
         ]
         if not own.numel():  # as on the other ranks of this column
             del stages[ACROSS]
@@ -159,8 +159,8 @@ class LevelsWay(Way):
             return done(data)
 
         stages = [
-            self._stage(ACROSS, "gather_flat", column, by_place[place], arrived),
-            self._stage(BACK, "gather_flat", joined, sizes, arrived),
+            self._stage(ACROSS, "gather_flat", column, by_place[place], nothing),
+            self._stage(BACK, "gather_flat", joined, sizes, nothing),
         ]
         return self._make(stages, finish, async_op)
 

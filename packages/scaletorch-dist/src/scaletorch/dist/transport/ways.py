@@ -49,10 +49,6 @@ def way_of(data: Tensor, group: ProcessGroup) -> Way:
         return found
 
 
-def arrived(result: object) -> None:
-    """Do nothing: a completion for in-place operations, which returns None."""
-
-
 class Way:
     """Collectives of one group's backend on tensors of one device type, which has a route."""
 

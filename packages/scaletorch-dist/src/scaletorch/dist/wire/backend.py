@@ -318,5 +318,5 @@ def identity(result: T) -> T:
     return result
 
 
-def nothing() -> None:
-    """Do nothing: a completion without a result."""
+def nothing(*_: object) -> None:
+    """Do nothing: a completion for in-place operations, which returns None."""

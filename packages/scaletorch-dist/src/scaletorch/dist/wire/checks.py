@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -274,14 +274,10 @@ def _difference(
     ]
     for lines, odd in speakers.items():
         if lines != usual:
+            diff = difflib.unified_diff(usual, lines, n=0, lineterm="")
+            changed = [line for line in diff if not line.startswith(("---", "+++", "@@"))]
             message.append(f"{name_ranks(odd)} (+), {name_ranks(speakers[usual])} (-):")
-            message += _changed_lines(usual, lines)
+            message += [f"  {line[0]} {line[1:]}" for line in changed[:SHOWN]]
+            if len(changed) > SHOWN:
+                message.append(f"  … and {len(changed) - SHOWN} lines more")
     return "\n".join(message)
-
-
-def _changed_lines(usual: Sequence[str], lines: Sequence[str]) -> Iterator[str]:
-    diff = difflib.unified_diff(usual, lines, n=0, lineterm="")
-    changed = [line for line in diff if not line.startswith(("---", "+++", "@@"))]
-    yield from (f"  {line[0]} {line[1:]}" for line in changed[:SHOWN])
-    if len(changed) > SHOWN:
-        yield f"  … and {len(changed) - SHOWN} lines more"
