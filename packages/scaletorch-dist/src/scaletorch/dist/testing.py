@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from .errors import RankFailedError
-from .ranks.child import environment
+from .ranks.fork_server import environment
 from .ranks.locate import BODY_ATTRIBUTE, PYTEST_REWRITING, importing
 from .ranks.pool import RankPool
 from .ranks.process import get_server

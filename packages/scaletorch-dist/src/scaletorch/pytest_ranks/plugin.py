@@ -82,10 +82,8 @@ def assert_trains_alike() -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name != umbrella:
             raise
-        text = (
-            "the fixture assert_trains_alike needs the package scaletorch: pip install scaletorch"
-        )
-        raise pytest.fail.Exception(text, pytrace=False) from None
+        words = "needs the package scaletorch, which is not installed: pip install scaletorch"
+        raise pytest.fail.Exception(f"assert_trains_alike {words}", pytrace=False) from None
     found: Callable[..., Any] = module.assert_trains_alike
     return found
 

@@ -108,9 +108,17 @@ def _all_gather_into(
     return way_of(wire, members).all_gather(wire, done, async_op)
 
 
+@overload
+def gather(
+    data: Tensor, dst: int = ..., group: Group = ..., async_op: Sync = ...
+) -> list[Tensor]: ...
+@overload
+def gather(
+    data: Tensor, dst: int = ..., group: Group = ..., *, async_op: Async
+) -> Work[list[Tensor]]: ...
 def gather(
     data: Tensor, dst: int = 0, group: Group = None, async_op: bool = False
-) -> list[Tensor] | Any:
+) -> list[Tensor] | Work[list[Tensor]]:
     """Gather a tensor from every rank on rank `dst`.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import InvalidArgumentError, StateError
 from ..launchers import LOOPBACK
 from ..startup.rendezvous import free_port
-from .child import own_filters
+from .fork_server import own_filters
 from .locate import locate, locate_name, rank_body
 from .process import START_TIMEOUT, RankProcess, collect, get_server, stop
 

@@ -33,7 +33,7 @@ _BOOT = (
 FAILURE_GRACE = 2.0  # seconds that other ranks get to finish or fail after the first failure
 STACK_WAIT = 0.5  # seconds to wait for the stacks of ranks that hang
 _LOOK = 0.2  # seconds between looks whether a silent rank has ended
-_CHILD = os.path.join(os.path.dirname(__file__), "child.py")
+_SERVER = os.path.join(os.path.dirname(__file__), "fork_server.py")
 # The coordinates of a rank in messages, on a grid and for experts.
 _COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b(?: edp\d+ ep\d+ etp\d+\b)?")
 
@@ -114,7 +114,7 @@ class ForkServer:
             self._receive()
 
     def spawn(self, request: dict[str, Any]) -> RankProcess:
-        """Fork a rank that runs `child.main` with a request."""
+        """Fork a rank that runs `fork_server.main` with a request."""
         ours, theirs = Pipe()
         try:
             with self._lock, theirs:
@@ -253,7 +253,7 @@ def describe_exit(exit_code: int | None) -> str:
 def collect(
     processes: Sequence[RankProcess], name: str, timeout: float | None
 ) -> list[tuple[Any, Any]]:
-    """Return every rank's answer to `name`: its result, and what `child` sends beside it.
+    """Return every rank's answer to `name`: its result, and what the rank sends beside it.
 
     Raises:
         RankFailedError: A rank failed, died or did not answer in time; the others may still run.
@@ -300,7 +300,7 @@ def _own_frames(stacks: str) -> str:
     hidden = False
     lines = []
     for line in stacks.splitlines():
-        hidden = line.startswith("  ") and (hidden or _CHILD in line)
+        hidden = line.startswith("  ") and (hidden or _SERVER in line)
         if not hidden:
             lines.append(line)
     return "\n".join(lines)
