@@ -51,8 +51,8 @@ def test_ranks_beyond_the_devices_share_them_and_one_rank_says_so(card, capfd):
         assert (backend, device) == ("cardcl", rank % 2)
         assert here == {**SHARING, HOST: f"scaletorch-{rank}"}
     assert said(capfd) == [
-        "3 ranks share 2 card devices with backend 'cardcl', by sockets of this host: good for "
-        "tests, and slow"
+        "3 ranks share 2 card devices with backend 'cardcl', by sockets of this host: slow, "
+        "for tests"
     ]
 
 

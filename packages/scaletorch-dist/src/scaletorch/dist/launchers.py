@@ -5,6 +5,7 @@ By default gloo resolves the host's own name.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -203,8 +204,9 @@ def gloo_interface(address: str, one_machine: bool) -> str | None:
     """
     if one_machine or is_loopback(address):
         return LOOPBACK.get(sys.platform)
-    if _name_leads_elsewhere():
-        return None
+    with contextlib.suppress(OSError):  # the host's own name does not resolve
+        if not is_loopback(str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])):
+            return None
     own = own_address(address)
     if is_loopback(own):  # on rank 0, whose own name resolves to loopback
         own = own_address()
@@ -220,15 +222,6 @@ def own_address(towards: str = "192.0.2.1") -> str:
             return str(probe.getsockname()[0])
     except OSError:  # no such name or route: connecting to the store will report it
         return "127.0.0.1"
-
-
-def _name_leads_elsewhere() -> bool:
-    """Return whether this host's own name resolves to an address that other hosts can use."""
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None)
-    except OSError:
-        return False
-    return not is_loopback(str(found[0][4][0]))
 
 
 def _address_of(interface: str) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NoReturn
 
@@ -48,7 +47,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     asked = _asked(item)
     if asked is None:
         return
-    if not isinstance(item, pytest.Function) or _is_unittest(item):
+    from unittest import TestCase  # for marked tests only: it would delay the start of pytest
+
+    if not isinstance(item, pytest.Function) or issubclass(item.cls or object, TestCase):
         _refuse(item, "ranks can only run test functions and methods of plain classes")
     if inspect.iscoroutinefunction(item.obj) or inspect.isasyncgenfunction(item.obj):
         _refuse(item, "it is async: call asyncio.run() in the body of a plain test")
@@ -145,11 +146,6 @@ def _found_inside(inner: Callable[..., Any]) -> Callable[..., Any]:
 
     body.__qualname__ = f"{inner.__qualname__}.{INNER}"
     return body
-
-
-def _is_unittest(item: pytest.Function) -> bool:
-    unittest = sys.modules.get("unittest")
-    return unittest is not None and item.cls is not None and issubclass(item.cls, unittest.TestCase)
 
 
 def _refuse(node: pytest.Item, why: str) -> NoReturn:

@@ -121,11 +121,8 @@ def gather(
 ) -> list[Tensor] | Work[list[Tensor]]:
     """Gather a tensor from every rank on rank `dst`.
 
-    Args:
-        data: This rank's tensor, of the same shape and dtype on every rank.
-        dst: Global rank that gets the list.
-        group: The default group by default.
-        async_op: Return a Work at once, whose `wait()` returns the list.
+    `data` has the same shape and dtype on every rank; `dst` is a global rank of the group. Other
+    args as in `all_gather`.
 
     Returns:
         A list of new tensors in the group's order on `dst`, `[]` on other ranks.
@@ -169,11 +166,8 @@ def broadcast(
 ) -> Work[None] | Any:
     """Copy `data` of rank `src` into `data` of every rank.
 
-    Args:
-        data: Filled in place; the same shape and dtype on every rank.
-        src: Global rank to copy from.
-        group: The default group by default.
-        async_op: Return a Work at once; `data` holds the result after its `wait()`.
+    `data` has the same shape and dtype on every rank; `src` is a global rank of the group. Other
+    args as in `all_reduce`.
 
     Raises:
         NotInGroupError: `src` or this rank is outside the group.
@@ -254,7 +248,5 @@ def barrier(group: ProcessGroup | None = None) -> None:
     if members is None:
         return
     device = get_comm_device(members)
-    if device.type == "cpu":
-        raw_barrier(members)
-    else:  # without device_ids the backend guesses a device from the rank, and warns
-        raw_barrier(members, device_ids=[device.index])
+    # Without device_ids an accelerator's backend guesses a device from the rank, and warns.
+    raw_barrier(members, device_ids=None if device.type == "cpu" else [device.index])

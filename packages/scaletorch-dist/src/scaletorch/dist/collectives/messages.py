@@ -52,13 +52,8 @@ def send(data: Tensor, dst: int, group: Group = None, tag: int = 0) -> None:
 def recv(data: Tensor, src: int, group: Group = None, tag: int = 0) -> None:
     """Wait for a message from `src` and write it into `data`.
 
-    Args:
-        data: Filled in place; has the dtype and element count of the sent tensor.
-        src: Global rank of the sender, another member of `group`.
-        group: The default group by default.
-        tag: The sender's tag.
-
-    Errors as in `send`.
+    `data` is filled in place, and has the dtype and element count of the sent tensor; `src` is the
+    global rank of the sender. Other args and errors as in `send`.
     """
     irecv(data, src, group, tag).wait()
 

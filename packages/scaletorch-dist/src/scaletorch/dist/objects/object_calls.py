@@ -278,19 +278,17 @@ def collect_results(
 
 
 def _check(results: Any, size: Any, device: Any, tmpdir: Any) -> None:
-    message = ""
+    wrong = ""
     if not isinstance(results, list):
-        message = f"collect_results needs a list of results, got {type(results).__name__}"
+        wrong = f" needs a list of results, got {type(results).__name__}"
     elif not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        message = f"collect_results needs a size of 0 or more, got {size!r}"
+        wrong = f" needs a size of 0 or more, got {size!r}"
     elif device not in _DEVICE_NAMES:
-        message = (
-            f"collect_results: device must be one of {', '.join(_DEVICE_NAMES)}, got {device!r}"
-        )
+        wrong = f": device must be one of {', '.join(_DEVICE_NAMES)}, got {device!r}"
     elif tmpdir is not None and device != "cpu":
-        message = f"collect_results: tmpdir needs device 'cpu', got {device!r}: leave tmpdir out"
-    if message:
-        raise InvalidArgumentError(message)
+        wrong = f": tmpdir needs device 'cpu', got {device!r}: leave tmpdir out"
+    if wrong:
+        raise InvalidArgumentError(f"collect_results{wrong}")
 
 
 def _through_files(

@@ -66,10 +66,9 @@ class _Server:
             return
         try:
             _preload(request["preload"])
+            self.control.send({})
         except Exception:
             self.control.send({"error": traceback.format_exc()})
-        else:
-            self.control.send({})
 
     def fork(self, fds: list[int], request: dict[str, Any]) -> int:
         pid = os.fork()

@@ -305,14 +305,10 @@ def rank_variables(config: str, rank: int, ranks: int, *, share: bool) -> dict[s
                     f"{_devices(entry)}. Start fewer ranks, or take backend 'gloo'"
                 )
             wanted |= {name: value.replace(_RANK, str(rank)) for name, value in entry.sharing}
-            shared = f"{ranks} ranks share {_devices(entry)} with backend {entry.backend!r}"
-            _log(rank, f"{shared}, by sockets of this host: good for tests, and slow")
+            if rank == 0:
+                text = "%d ranks share %s with backend %r, by sockets of this host: slow, for tests"
+                logger.warning(text, ranks, _devices(entry), entry.backend)
     return {name: value for name, value in wanted.items() if name not in os.environ}
-
-
-def _log(rank: int, text: str) -> None:
-    if rank == 0:
-        logger.warning("%s", text)
 
 
 def _count(entry: DeviceEntry) -> int:
@@ -341,7 +337,8 @@ def _own_backend(rank: int, ranks: int) -> str:
     own = devices.default_backend()
     if _count(entry) >= ranks:
         return own
-    hint = f"; backend={own!r} lets ranks share devices" if entry.sharing else ""
-    numbers = f"{ranks} ranks, {_devices(entry)}"
-    _log(rank, f"{numbers}: backend 'gloo', through the host's memory{hint}")
+    if rank == 0:
+        hint = f"; backend={own!r} lets ranks share devices" if entry.sharing else ""
+        text = "%d ranks, %s: backend 'gloo', through the host's memory%s"
+        logger.warning(text, ranks, _devices(entry), hint)
     return "gloo"

@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from torch.distributed import (  # type: ignore[attr-defined]
     DistNetworkError,
@@ -32,8 +32,7 @@ _LINGER = 3.0  # seconds that rank 0 keeps its store open for the others to read
 _last_start = ""  # name of the last start that this process joined
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(NamedTuple):
     """One process in the roll call."""
 
     rank: int
@@ -104,7 +103,7 @@ def _lead(store: Store, me: Caller, deadline: float) -> str:
 
     for _ in _pauses(me.world_size):
         answer()
-        callers += [Caller(**json.loads(text)) for text in _drain(start, _HERE)]
+        callers += [Caller(*json.loads(text)) for text in _drain(start, _HERE)]
         verdict = judge(callers, time.monotonic() > deadline or start.check([_GIVEN_UP]))
         if verdict:
             break
@@ -133,7 +132,7 @@ def _follow(store: Store, me: Caller, deadline: float, shared: bool) -> str:
         raise StoreClosedError(str(error)) from error
     start = PrefixStore(name, store)
     try:
-        start.queue_push(_HERE, json.dumps(asdict(me)))
+        start.queue_push(_HERE, json.dumps(me))
         if not _wait(lambda: start.check([_VERDICT]), deadline, me.world_size):
             start.set(_GIVEN_UP, "")  # rank 0 knows which ranks are missing
             _wait(lambda: start.check([_VERDICT]), time.monotonic() + _GRACE, me.world_size)

@@ -122,11 +122,8 @@ def check_tensor(data: Any, call: str, name: str = "data") -> None:
 def check_target(data: Any, call: str, name: str = "data") -> None:
     """Check that `data` can be filled in place."""
     check_tensor(data, call, name)
-    if data.is_contiguous():
-        return
-    if any(
-        stride == 0 and size > 1 for stride, size in zip(data.stride(), data.shape, strict=True)
-    ):
+    pairs = zip(data.stride(), data.shape, strict=True)
+    if not data.is_contiguous() and any(stride == 0 and size > 1 for stride, size in pairs):
         raise InvalidArgumentError(
             f"{call} fills {name} in place, but its entries share memory (shape "
             f"{tuple(data.shape)}, strides {data.stride()}): pass {name}.clone()"
