@@ -81,22 +81,6 @@ def test_the_cpu_is_a_device_like_any_other():
         assert choose_backend(backend) == backend
 
 
-@distributed_test(world_size=2, init=False)
-def test_a_registered_backend_needs_no_plugin():
-    """Gloo under a vendor's name."""
-
-    def create(store, rank, size, timeout):
-        return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
-
-    c10d.Backend.register_backend("hccl", create, devices=["cpu"])
-    dist.init_dist("pytorch", backend="hccl")
-    assert dist.get_backend() == "hccl"
-    assert dist.get_comm_device() == torch.device("cpu")
-    data = torch.ones(1)
-    dist.all_reduce(data)
-    assert data.item() == 2
-
-
 @distributed_test(world_size=2)
 def test_what_a_group_communicates_with():
     assert dist.get_comm_device() == torch.device("cpu")
@@ -122,9 +106,6 @@ def doubled(tensor):
 
 
 def test_tensors_inside_are_found_and_changed_at_any_depth_in_containers_of_the_same_types():
-    a, b, c = (torch.full((1,), float(value)) for value in range(3))
-    value = {"first": [a, ("text", b)], "second": Output([c]), "class": Output}
-    assert [float(tensor) for tensor in tensors_in(value)] == [0.0, 1.0, 2.0]
     one = torch.ones(1)
     largest = torch.tensor([[1, 2], [4, 3]]).max(1)  # a type of torch's own, of one argument
     value = {
@@ -137,7 +118,7 @@ def test_tensors_inside_are_found_and_changed_at_any_depth_in_containers_of_the_
         "largest": largest,
     }
     found = map_tensors(doubled, value)
-    assert [float(x) for x in tensors_in(value["first"])] == [1.0], "the given one must stay"
+    assert [x.max() for x in tensors_in(value)] == [1, 1, 1, 1, 1, 1, 4, 1], "the given must stay"
     assert found["first"] == [2.0, ("text", None)]
     assert found["first"] is not value["first"]
     assert found["pair"] == Pair(2.0, torch.Size([2, 3]))

@@ -14,7 +14,6 @@ from scaletorch.dist.launchers import (
     Placement,
     gloo_interface,
     is_loopback,
-    job_name,
     launched_world_size,
     read_placement,
 )
@@ -232,12 +231,6 @@ def test_gloo_is_told_an_interface_where_the_hosts_name_leads_nowhere(
     assert gloo_interface("node1", one_machine=False) == interface
 
 
-def test_this_machines_interfaces_have_addresses():
-    names = [name for _, name in launchers.socket.if_nameindex()]
-    assert "127.0.0.1" in map(launchers._address_of, names)
-    assert launchers.own_address("no-such-host.invalid") == "127.0.0.1"
-
-
 # What Kubeflow's operators set in a pod's container.
 PYTORCH_JOB = {
     "PYTHONUNBUFFERED": "1", "MASTER_ADDR": "train-master-0", "MASTER_PORT": "23456",
@@ -263,15 +256,6 @@ def test_a_rank_outside_the_world_is_refused(launched_by, environment):
     message = f"{environment.rank}=4 is not a rank of {environment.world_size}=4"
     with pytest.raises(StateError, match=message):
         read_placement(environment.launcher)
-
-
-def test_ranks_of_one_start_have_one_job_name(launched_by):
-    launched_by(SRUN | {"TORCHELASTIC_RUN_ID": "run", "PMIX_NAMESPACE": "space"})
-    assert job_name(read_placement("slurm")) == "17.0"
-    launched_by(SRUN | OPEN_MPI | {"PMIX_NAMESPACE": "space"})
-    assert job_name(read_placement("mpi")) == "space"
-    launched_by(TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"})
-    assert job_name(read_placement("pytorch")) == "run"
 
 
 HOSTS = [

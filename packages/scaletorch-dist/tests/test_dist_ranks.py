@@ -28,7 +28,6 @@ from scaletorch.dist import (
     launch,
 )
 from scaletorch.dist.ranks.process import get_server
-from scaletorch.dist.startup import rendezvous
 
 
 @dataclass
@@ -384,9 +383,3 @@ def test_ranks_end_with_the_program_that_launched_them(tmp_path, number):
     """Whatever each of them is at."""
     (tmp_path / "program.py").write_text(textwrap.dedent(STUBBORN))
     launch(end_a_program, 1, tmp_path, int(number), init=False, timeout=200)
-
-
-def test_a_port_is_none_that_the_system_gives_others():
-    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-        first = int(file.read().split()[0])
-    assert all(1024 < rendezvous.free_port() < first for _ in range(20))
