@@ -174,7 +174,7 @@ def _poll(ready: Callable[[], bool], seconds: float) -> bool:
 
 @dataclass(slots=True)
 class _Outcome:
-    """What is known so far of each rank in one run."""
+    """Answers and failures of the ranks in one run."""
 
     name: str
     processes: Sequence[RankProcess]
