@@ -342,39 +342,29 @@ def test_a_root_outside_is_an_error_on_one_process_too():
 def every_async():
     """Each call with async_op=True: the handle's wait returns what the synchronous call does."""
     rank, size = dist.get_dist_info()
-    data = torch.full((2, 2), float(rank)).t()[:, :1]
-    work = dist.all_reduce(data, "mean", async_op=True)
-    assert work.wait() is None
-    assert work.wait() is None
-    assert work.is_completed()
-    assert data.flatten().tolist() == [(size - 1) / 2] * 2
-    data = torch.tensor([True])
-    assert dist.all_reduce(data, "sum", async_op=True).wait() is None
-    assert data.view(torch.uint8).item() == 1
-    gathered = dist.all_gather(torch.tensor(rank), async_op=True).wait()
-    assert [int(each) for each in gathered] == list(range(size))
-    targets = [torch.zeros(()) for _ in range(size)]
-    assert dist.all_gather(targets, torch.tensor(float(rank)), async_op=True).wait() is None
-    assert [int(target) for target in targets] == list(range(size))
-    parts = dist.gather(torch.tensor(rank), async_op=True).wait()
-    assert [int(part) for part in parts] == (list(range(size)) if rank == 0 else [])
-    data = torch.tensor([[rank, 5]]).t()
-    assert dist.broadcast(data, size - 1, async_op=True).wait() is None
-    assert data.flatten().tolist() == [size - 1, 5]
-    data = torch.zeros(1, dtype=torch.int16)
+    own, zeros = torch.tensor([rank], dtype=torch.int16), torch.zeros(size, 1, dtype=torch.int16)
     entries = [torch.tensor([r], dtype=torch.int16) for r in range(size)]
-    assert dist.scatter(data, entries, async_op=True).wait() is None
-    assert data.item() == rank
-    assert dist.reduce(data, 0, async_op=True).wait() is None
-    assert data.item() == (sum(range(size)) if rank == 0 else rank)
-    output = torch.zeros(1, dtype=torch.int16)
-    assert dist.reduce_scatter(output, entries, "mean", async_op=True).wait() is None
-    assert output.item() == rank
-    swapped = dist.all_to_all(torch.arange(size), async_op=True).wait()
-    assert swapped.tolist() == [rank] * size
-    received = [torch.zeros(1, dtype=torch.int16) for _ in range(size)]
-    assert dist.all_to_all(entries, received, async_op=True).wait() is None
-    assert [int(target) for target in received] == [rank] * size
+    strided = torch.full((2, 2), float(rank)).t()[:, :1]
+    for data, call in (
+        (strided, lambda x, **on: dist.all_reduce(x, "mean", **on)),
+        (torch.tensor([True]), lambda x, **on: dist.all_reduce(x, **on)),
+        (torch.tensor(rank), lambda x, **on: dist.all_gather(x, **on)),
+        (zeros, lambda x, **on: dist.all_gather(list(x), own, **on)),
+        (torch.tensor(rank), lambda x, **on: dist.gather(x, **on)),
+        (torch.tensor([[rank, 5]]).t(), lambda x, **on: dist.broadcast(x, size - 1, **on)),
+        (own, lambda x, **on: dist.scatter(x, entries, **on)),
+        (own, lambda x, **on: dist.reduce(x, 0, **on)),
+        (own, lambda x, **on: dist.reduce_scatter(x, entries, "mean", **on)),
+        (torch.arange(size), lambda x, **on: dist.all_to_all(x, **on)),
+        (zeros, lambda x, **on: dist.all_to_all(entries, list(x), **on)),
+    ):
+        expected, found = data.clone(), data.clone()
+        result, work = call(expected), call(found, async_op=True)
+        for waited in (work.wait(), work.wait()):
+            assert type(waited) is type(result)
+            assert result is None or all(map(torch.equal, waited, result))
+        assert work.is_completed()
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])
