@@ -44,7 +44,6 @@ LONGEST_ERROR = 2000  # characters of an error's text that are sent
 SMALL = 1 << 16  # bytes up to which padding costs less than one message per rank
 _DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
 
-
 Move = Callable[[Buffer, list[int]], list[Buffer]]  # own bytes, all lengths → bytes to load
 
 
