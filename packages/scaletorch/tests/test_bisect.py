@@ -23,6 +23,7 @@ CHOSEN = (
     "late-weight-gradient-incomplete",
     "positions-of-first-shard",
     "buckets-not-reduced",
+    "tied-gradients-summed-twice",
     "moments-forgotten",
     "dropout-alike-over-dp",
 )

@@ -13,7 +13,7 @@ from ..dist.errors import InvalidArgumentError
 from ..verify.differences import LARGEST
 from .comparison.births import Birth, explain_birth, find_births
 from .comparison.places import assemble, norm, pieces_of, shard_at, shardings
-from .comparison.runs import Run, ancestors, load, require_comparable
+from .comparison.runs import Run, ancestors, load, require_comparable, unite_terms
 from .comparison.verdicts import BAD, NEAR, UNSEEN, Judged, coarsest, judge_all, measure, meet
 from .keys import FINAL, Key, Kind
 
@@ -161,6 +161,8 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
             f"rounding of {chain} additions at an epsilon of {eps:.0e} could hide faults: record "
             "one process in float64 as the reference, and one in this dtype as `noise`"
         )
+    for each in (reference, run):
+        unite_terms(each, reference)
     infer_weight(run, reference)
     ancestry = ancestors(reference)
     judged = judge_all(run, reference, ancestry, lost, chain)

@@ -131,7 +131,7 @@ def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]
     terms = [k for k in reference.held if k[:3] == (key.step, Kind.TERM, name)]
     unknown = [term.item for term in terms if term not in run.held]
     wrong = [k.item for k in terms if k in run.held and not adds_up(k, run, reference)]
-    if terms and not wrong and (not unknown or _unsummed_names(key, run, reference)):
+    if terms and not wrong and not unknown:
         return SYNCHRONISATION, []
     return Kind.BACKWARD, wrong or unknown or [name.rpartition(".")[0]]
 

@@ -113,10 +113,8 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
             micro_batch, call = divmod(line.call, per[calling(line)])
             found.append((Key(step, line.kind, line.name, line.item, call), micro_batch))
             continue
-        first = recording.header["tied"].get(line.name, line.name)
-        name = first if line.kind == Kind.TERM else line.name
         micro_batch = line.call if line.kind == Kind.DATA else line.call // (per.get("") or 1)
-        found.append((Key(step, line.kind, name, line.item), micro_batch))
+        found.append((Key(step, line.kind, line.name, line.item), micro_batch))
     return found
 
 
@@ -154,6 +152,16 @@ def require_comparable(ours: Run, theirs: Run) -> None:
                 f"these runs are of different models: {ours.folder} alone has gradients of "
                 f"{only[0]}, {theirs.folder} alone of {only[1]}"
             )
+
+
+def unite_terms(run: Run, reference: Run) -> None:
+    """Give the terms of tied parameters one name, which only the reference knows.
+
+    A stage of a pipeline may hold a tied parameter under another of its names.
+    """
+    for key in [k for k in run.held if k.kind == Kind.TERM and k.step in reference.steps]:
+        if first := reference.tied(key.step).get(key.name):
+            run.held.setdefault(key._replace(name=first), []).extend(run.held.pop(key))
 
 
 def reach(start: Iterable[Key], neighbours: Callable[[Key], Iterable[Key]]) -> list[Key]:
