@@ -54,7 +54,7 @@ def _plan(arguments: Any) -> int:
         arguments.json.write_text(json.dumps(_content(found, notes), indent=1) + "\n")
     if arguments.html:
         arguments.html.write_text(page(found, arguments.top, notes), encoding="utf-8")
-    return 0 if found.fitting else 1
+    return 0 if any(fits(found, best) for best in found.top(1)) else 1
 
 
 def _calibrate(arguments: Any) -> int:

@@ -132,49 +132,47 @@ def _cuts(description: Description, grid: Grid, options: Options) -> Iterator[tu
 
 
 class Plan:
-    """The layouts of a job: a `description`, its `rows` over all ranks, and a `cluster`."""
+    """The layouts of a job: a `description`, its `rows` over all ranks, and a `cluster`.
+
+    `legal` has the layouts to try, each with the first `zero` and `recompute` values, and `illegal`
+    the refused grids.
+    """
 
     def __init__(
         self, description: Description, rows: int, cluster: Cluster, options: Options,
         optimizer: Optimizer | None,
     ) -> None:  # fmt: skip
         self.description, self.rows, self.cluster = description, rows, cluster
-        self._facts = Facts(description, optimizer)
+        self.legal, self.illegal = legal(description, rows, cluster.ranks, options)
+        self._options, self._facts = options, Facts(description, optimizer)
         self._steps = Steps(description, cluster, self._facts)
         size = cluster.device.group_memory
         self._communicators = cache(lambda grid: size and size * count_communicators(grid))
-        self._peak = cache(
-            lambda layout: peak(self._facts, layout) + self._communicators(layout.grid)
-        )
+        self._fitting = cache(self._fit)
         self._search, self._found = self._in_order(), list[Estimate]()
-        self._options, self._fitted = options, cache(self._fit)
-        self._legal, self._illegal = legal(description, rows, cluster.ranks, options)
 
-    def _fit(self, layout: Layout) -> tuple[list[Layout], list[Layout]]:
-        """Return the variants of a layout that fit with the least savings, and all variants."""
-        room = self.cluster.device.memory - self._communicators(layout.grid)
-        enough: list[tuple[int, int]] = []
-        fitting: list[Layout] = []
-        tried: list[Layout] = []
+    def _variants(self, layout: Layout) -> list[tuple[int, int, Layout]]:
+        """Return a layout with all savings, fewest first, with the indices of its options."""
         zeros, recompute = _zeros(layout.grid, self._options), self._options.recompute
         steps = product(range(len(recompute)), range(len(zeros)))
-        for first, second in sorted(steps, key=lambda step: (sum(step), step)):
-            if any(a <= first and b <= second for a, b in enough):  # fewer savings fit already
-                continue
-            variant = replace(layout, recompute=recompute[first], zero=zeros[second])
-            if variant.cut not in self.description.cuts:  # not described with this recomputation
-                continue
-            tried.append(variant)
-            if peak(self._facts, variant, room) <= room:
-                fitting.append(variant)
-                enough.append((first, second))
-        return fitting, tried
+        found = [
+            (first, second, replace(layout, recompute=recompute[first], zero=zeros[second]))
+            for first, second in sorted(steps, key=lambda step: (sum(step), step))
+        ]  # not every model is described with selective recomputation
+        return [each for each in found if each[2].cut in self.description.cuts]
 
-    @cached_property
-    def fitting(self) -> list[Layout]:
-        """Layouts that fit, in no order."""
-        with _uncollected():
-            return [variant for layout in self._legal for variant in self._fitted(layout)[0]]
+    def _fit(self, layout: Layout) -> list[Layout]:
+        """Return the variants of a layout that fit with the least savings."""
+        room = self.cluster.device.memory - self._communicators(layout.grid)
+        found: list[tuple[int, int, Layout]] = []
+        for first, second, variant in self._variants(layout):
+            fewer = any(a <= first and b <= second for a, b, _ in found)  # savings fit already
+            if not fewer and peak(self._facts, variant, room) <= room:
+                found.append((first, second, variant))
+        return [variant for _, _, variant in found]
+
+    def _peak(self, layout: Layout) -> int:
+        return peak(self._facts, layout) + self._communicators(layout.grid)
 
     def ranked(self) -> Iterator[Estimate]:
         """Yield the estimates that fit, fastest first."""
@@ -191,13 +189,13 @@ class Plan:
         floor, close = -2, -1  # kind of lower bound; peak bytes follow an exact time
         queue = [
             (self._steps.floor(layout), floor, (number, 0), layout)
-            for number, layout in enumerate(self._legal)
+            for number, layout in enumerate(self.legal)
         ]
         heapify(queue)
         while queue:
             _, known, number, layout = heappop(queue)
             if known == floor:
-                for variant, own in enumerate(self._fitted(layout)[0]):
+                for variant, own in enumerate(self._fitting(layout)):
                     heappush(queue, (self._steps.least(own), close, (number[0], variant), own))
             elif known == close:
                 heappush(queue, (self._steps.step(layout), self._peak(layout), number, layout))
@@ -216,21 +214,21 @@ class Plan:
     @cached_property
     def over(self) -> tuple[Estimate, ...]:
         """The smallest estimate of each layout that does not fit, by increasing memory."""
-        least = (min(tried, key=self._peak) for tried in self._large)
-        return tuple(map(self.estimate, sorted(least, key=self._peak)))
+        least = [min((self._peak(v), n, v) for n, v in enumerate(own)) for own in self._large]
+        return tuple(self.estimate(each) for *_, each in sorted(least, key=lambda own: own[0]))
 
     @cached_property
     def _large(self) -> list[list[Layout]]:
         """All variants of each layout of which none fits."""
-        each = map(self._fitted, self._legal)
-        return [tried for fitting, tried in each if tried and not fitting]
+        large = (layout for layout in self.legal if not self._fitting(layout))
+        return [[variant for _, _, variant in self._variants(layout)] for layout in large]
 
     @cached_property
     def refused(self) -> tuple[Refused, ...]:
-        """Refused grids and layouts, and why."""
+        """Refused grids, and layouts that do not fit, and why."""
         last, room = [tried[-1] for tried in self._large], in_bytes(self.cluster.device.memory)
         why = f"does not fit in {room}, even with zero {{0.zero}} and recompute {{0.recompute}}"
-        return (*self._illegal, *(Refused(each.grid, why.format(each), each) for each in last))
+        return (*self.illegal, *(Refused(each.grid, why.format(each), each) for each in last))
 
     def estimate(self, layout: Layout) -> Estimate:
         """Return the cost of a layout.

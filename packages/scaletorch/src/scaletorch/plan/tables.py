@@ -41,22 +41,23 @@ def table(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
     head = [
         f"{known.name}: {plan.rows} rows of {known.length} tokens a step on {plan.cluster.ranks} x "
         f"{device.name}, {memory} each",
-        f"{len(plan.fitting)} layouts fit; {len(plan.refused)} are refused",
+        f"{len(plan.legal)} legal layouts; {len(plan.illegal)} grids are refused",
     ]
-    ranking, foot = list[str](), list[str]()
+    ranking, foot, refused = list[str](), list[str](), plan.illegal
     if listed := plan.top(top):
         ranking = ["", *_ranking(plan, listed)]
-        if not plan.fitting:
+        if not fits(plan, listed[0]):
+            refused = plan.refused
             cures = "take more ranks, --recompute full, --zero 3 or --micro-rows 1"
             foot.append(f"! no layout fits in {memory}: {cures}")
         low, high = in_seconds(listed[0].time.low), in_seconds(listed[0].time.high)
         foot += [f"steps are estimates: the first takes {low} to {high}", ""]
-    elif not plan.refused:
+    elif not plan.illegal:
         foot.append(
             "no layout is possible: dp x pp x cp x tp must be the number of ranks, and ep must "
             "divide dp x cp x tp and the experts"
         )
-    foot += [*_refusals(plan), *(f"note: {note}" for note in notes)]
+    foot += [*_refusals(refused), *(f"note: {note}" for note in notes)]
     return "\n".join([*_wrapped(head), *ranking, "", *_wrapped(foot)]).rstrip()
 
 
@@ -130,10 +131,10 @@ def _ranking(plan: Plan, listed: Sequence[Estimate]) -> Iterator[str]:
     return _columns(heads, rows, 3)
 
 
-def _refusals(plan: Plan) -> Iterator[str]:
+def _refusals(refused: Sequence[Refused]) -> Iterator[str]:
     """Yield the reasons for refusals, up to their numbers, with an example; most frequent first."""
     alike: dict[str, list[Refused]] = {}
-    for each in plan.refused:
+    for each in refused:
         alike.setdefault(re.sub(r"\d+(\.\d+)?", "0", each.why), []).append(each)
     reasons = sorted(alike.values(), key=len, reverse=True)
     for first, *others in reasons[:REASONS]:
