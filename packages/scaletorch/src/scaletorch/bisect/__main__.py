@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ..compose.naming import parse_layout
@@ -66,12 +64,9 @@ def main(given: Sequence[str] | None = None) -> int:
     0: the runs agree. 1: they differ. 2: they cannot be compared. 3: not judged, since some results
     of the training could not be compared and the others agree.
     """
-    words = sys.argv[1:] if given is None else given
-    arguments = parse(words)
-    report = report_of(run, arguments)
+    report = report_of(run, parse(sys.argv[1:] if given is None else given))
     if report is None:
         return 2
-    report = replace(report, command=f"again: python -m {__package__} {shlex.join(words)}")
     print(report)
     return 1 if report.found else 3 * bool(report.unjudged)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def main(given: Sequence[str] | None = None) -> int:
     words, prog = sys.argv[1:] if given is None else list(given), f"python -m {__package__}"
     try:
         if words[:1] == ["calibrate"]:
-            return _calibrate(_calibrating(f"{prog} calibrate").parse_args(words[1:]))
+            return _calibrate(f"{prog} calibrate", words[1:])
         return _plan(_planning(prog).parse_args(words))
     except (ScaletorchError, OSError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
@@ -57,7 +57,13 @@ def _plan(arguments: Any) -> int:
     return 0 if any(fits(found, best) for best in found.top(1)) else 1
 
 
-def _calibrate(arguments: Any) -> int:
+def _calibrate(prog: str, words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog, description="Measure this machine, for --cluster.")
+    parser.add_argument("--ranks", type=_count, default=2, metavar="N", help="that will train (2)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--backend", default="gloo", help="of the ranks (gloo)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    arguments = parser.parse_args(words)
     import torch
 
     from .calibration import calibrate
@@ -112,15 +118,6 @@ def _planning(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _calibrating(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog, description="Measure this machine, for --cluster.")
-    parser.add_argument("--ranks", type=_count, default=2, metavar="N", help="that will train (2)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--backend", default="gloo", help="of the ranks (gloo)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    return parser
-
-
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
@@ -154,6 +151,7 @@ def _options_of(arguments: Any) -> Options:
 
 def _description_of(arguments: Any, kernels: Kernels) -> Description:
     """Return the description of the model; imports torch, which other arguments do without."""
+    from ..compose.naming import load
     from .describing import describe, usual_cuts
 
     name, build, experts = _model_named(arguments.model, arguments.dtype)
@@ -164,8 +162,8 @@ def _description_of(arguments: Any, kernels: Kernels) -> Description:
         selective=[name == "selective" for name in recompute],
     )  # fmt: skip
     return describe(
-        build, arguments.length, cuts=cuts, batch=_loaded(arguments.batch, Callable, "batch"),
-        plan=_loaded(arguments.plan, Mapping, "plan"), name=name, kernels=kernels,
+        build, arguments.length, cuts=cuts, batch=arguments.batch and load(arguments.batch),
+        plan=arguments.plan and load(arguments.plan), name=name, kernels=kernels,
     )  # fmt: skip
 
 
@@ -219,19 +217,6 @@ def _of_config(folder: Path) -> Callable[[], Any]:
         raise InvalidArgumentError(f"{folder} has no config of transformers: {why}") from error
     config.use_cache = False  # training does not need a cache
     return lambda: transformers.AutoModelForCausalLM.from_config(config)
-
-
-def _loaded(given: str | None, kind: Any, option: str) -> Any:
-    if given is None:
-        return None
-    from ..compose.naming import load
-
-    found = load(given)
-    if not isinstance(found, kind):
-        raise InvalidArgumentError(
-            f"--{option} {given} must name a {kind.__name__}, got a {type(found).__name__}"
-        )
-    return found
 
 
 if __name__ == "__main__":

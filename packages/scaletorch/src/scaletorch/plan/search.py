@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
@@ -278,19 +277,12 @@ def plan(
     Raises:
         InvalidArgumentError: No rows, no ranks, or no figure of the device for the model's dtype.
     """
-    with _uncollected():
+    collecting = gc.isenabled()
+    gc.disable()  # a search makes no reference cycles, but very many long-lived objects
+    try:
         found = Plan(description, rows, cluster, options or Options(), optimizer)
         next(found.ranked(), None)  # compute the best one now
-    return found
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Collect no garbage: a search makes no reference cycles, but very many long-lived objects."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
         if collecting:
             gc.enable()
+    return found

@@ -43,7 +43,8 @@ def table(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
         f"{device.name}, {memory} each",
         f"{len(plan.legal)} legal layouts; {len(plan.illegal)} grids are refused",
     ]
-    ranking, foot, refused = list[str](), list[str](), plan.illegal
+    ranking, foot = list[str](), list[str]()
+    refused: Sequence[Refused] = plan.illegal
     if listed := plan.top(top):
         ranking = ["", *_ranking(plan, listed)]
         if not fits(plan, listed[0]):

@@ -95,11 +95,6 @@ class Difference:
         return self.error / self.bound if self.bound else 0.0
 
 
-def whole(_name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor itself; a `Shard` for tensors that are not sharded."""
-    return tensor
-
-
 def compare_tensor(
     what: str, step: int, ours: Tensor, theirs: Tensor, bound: float, *, scale: float | None = None
 ) -> Difference:
@@ -197,7 +192,7 @@ def compare_tensors(
     theirs: Mapping[str, Any],
     limit: float,
     exact: Exact = None,
-    shard: Shard = whole,
+    shard: Shard = lambda _, tensor: tensor,
 ) -> Iterator[Difference]:
     """Compare this rank's tensors with the same shards of one process's, by plain names.
 

@@ -110,7 +110,9 @@ def verify(
         InvalidArgumentError: No layouts, unknown options, a wrong ep, no such optimizer or device.
     """
     where, model = choose_where(device, backend), model_fn()
-    preload("torch._dynamo", *_heavy_modules(model))
+    # Slow to import: the rank server imports them once for all ranks.
+    heavy = {type(module).__module__ for module in model.modules()}
+    preload("torch._dynamo", *sorted(name for name in heavy if name.startswith("transformers.")))
     dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
     grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
     cases = list(enumerate_cases(grids, dtypes, options or {}))
@@ -120,22 +122,13 @@ def verify(
         row_dims, sequence_dims, None if loss_fn is None else locate(loss_fn),
     )  # fmt: skip
     judged = _judged(cases, chain, subject, batch_fn, timeout, where.backend)
+    results = list[CaseResult]()
     with full_precision(where.device):
-        results = [*_shown(judged, progress)]
+        for result in judged:
+            results.append(result)
+            if progress is not None:
+                progress(result)
     return Report(results, chain, layouts is not None, repeating(device, backend), where)
-
-
-def _heavy_modules(model: nn.Module) -> list[str]:
-    """Return modules that are slow to import, for the rank server to import once for all ranks."""
-    known = {type(module).__module__ for module in model.modules()}
-    return sorted(name for name in known if name.startswith("transformers."))
-
-
-def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator[CaseResult]:
-    for result in results:
-        if progress is not None:
-            progress(result)
-        yield result
 
 
 def _phases(
@@ -167,18 +160,17 @@ def _judged(
 ) -> Iterator[CaseResult]:
     """Yield each case's result; cases whose dtype would hide faults are not run."""
     why = {case.dtype: blind(TORCH_DTYPES[case.dtype], chain, STEPS) for case in cases}
-    judged = [case for case in cases if not why[case.dtype]]
     with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
-        references = {
-            name: save_reference(Path(folder, name), subject, batch_fn, name)
+        given = {
+            name: (subject, save_reference(Path(folder, name), subject, batch_fn, name))
             for name, reason in why.items()
             if not reason
         }
-        tasks = [Task(case, run_case, (subject, references[case.dtype])) for case in judged]
+        tasks = [Task(case, run_case, given[case.dtype]) for case in cases if case.dtype in given]
         yield from run_all(tasks, timeout, backend)
     for case in cases:
-        if why[case.dtype]:
-            yield CaseResult(case, 0.0, [], unjudged=why[case.dtype])
+        if reason := why[case.dtype]:
+            yield CaseResult(case, 0.0, [], unjudged=reason)
 
 
 def save_reference(path: Path, subject: Subject, batch_fn: BatchFn, dtype: str) -> str:
@@ -284,9 +276,5 @@ def assert_trains_alike(
     )
     if report.passed:
         return report
-    things = {"model": model, "batch": batch, "plan": settings.get("plan")}
-    things |= {"loss": settings.get("loss_fn"), "optimizer": settings.get("optimizer")}
-    names = ("optimizer_args", "row_dims", "sequence_dims")
-    values = {name.replace("_", "-"): settings.get(name) for name in names}
-    command = report.command + named(things, values)
+    command = report.command + named({**settings, "model": model, "batch": batch})
     raise AssertionError(f"{name_of(model)}\n{replace(report, command=command)}")

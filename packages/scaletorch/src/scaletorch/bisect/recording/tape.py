@@ -22,8 +22,8 @@ from torch.optim import optimizer
 from ...compose.forward import rehearses
 from ...dist import get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError
-from ...verify.precision import model_precision
-from ..keys import UNGRADED, Kind
+from ...verify.precision import model_precision, replaced
+from ..keys import Kind
 from .descriptions import Description, Place, arguments_of, description_of, local_shard, tensors_of
 from .folder import Line, Writer, first_name
 from .lineage import Lineage, Use
@@ -41,7 +41,6 @@ class Tape:
         self._parameters: dict[int, str] = {}
         self._calls: Counter[tuple[str, int]] = Counter()
         self._stack: list[str] = []
-        self._ungraded = ""  # see `keys.UNGRADED`
         self._unlinked: list[list[int]] = [[]]  # for each running call, see `_unlinked`
         self._parameters_of: dict[str, list[str]] = {}
         self._with_gradient: set[int] = set()  # lines whose gradient was recorded
@@ -124,10 +123,8 @@ class Tape:
         name, chunk = self._names.get(module), self._description.chunk()
         if name is None or chunk < 0 or torch._C._current_graph_task_id() != -1:
             return original(module, *args, **kw)  # without a name, or recomputed in backward
-        if not self._stack:
-            self._ungraded = "" if torch.is_grad_enabled() else UNGRADED
-        call = self._calls[name + self._ungraded, chunk]
-        self._calls[name + self._ungraded, chunk] += 1
+        call = self._calls[name, chunk]
+        self._calls[name, chunk] += 1
         for own, parameter in module._parameters.items():  # FSDP2 swaps them during a call
             self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
         with self._lineage.call():
@@ -157,7 +154,7 @@ class Tape:
         found = []
         order = sorted(tensors, key=lambda each: getattr(each[1].grad_fn, "_sequence_nr", int)())
         for item, tensor in order:
-            line = Line(Kind.FORWARD, name, item + self._ungraded, call)
+            line = Line(Kind.FORWARD, name, item, call)
             found.append((tensor, self._record_tensor(line, tensor, unlinked)))
         return found
 
@@ -252,8 +249,7 @@ def _unlinked(seen: Iterable[tuple[Tensor, int]]) -> list[int]:
 @contextmanager
 def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
     """Replace every call of a module by `called(original, module, *args, **kwargs)`."""
-    kind: Any = nn.Module
-    original = kind.__call__
+    original: Callable[..., Any] = nn.Module.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Compiled code is one unit, and a rehearsal does not train.
@@ -261,11 +257,8 @@ def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
             return original(self, *args, **kwargs)
         return called(original, self, *args, **kwargs)
 
-    kind.__call__ = call
-    try:
+    with replaced(nn.Module, __call__=call):
         yield
-    finally:
-        kind.__call__ = original
 
 
 @contextmanager
@@ -284,14 +277,13 @@ def _following(tape: Tape) -> Iterator[None]:
         optimizer.register_optimizer_step_pre_hook(lambda *_: tape.gradients()),
         optimizer.register_optimizer_step_post_hook(lambda *_: steps.append(None)),
     )
-    torch.nn.utils.clip_grad_norm_ = clipped
     try:
-        yield
+        with replaced(torch.nn.utils, clip_grad_norm_=clipped):
+            yield
         tape.gradients()
         if steps:
             tape.weights()
     finally:
-        torch.nn.utils.clip_grad_norm_ = clip
         for hook in hooks:
             hook.remove()
 
