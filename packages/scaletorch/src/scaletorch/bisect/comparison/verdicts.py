@@ -129,8 +129,9 @@ def meet(key: Key, run: Run, reference: Run, typical: float = 0.0) -> Pair | Non
 
 def _judge(key: Key, run: Run, reference: Run, limit: float, typical: float) -> Judged:
     theirs, ours = reference.held[key], run.held.get(key, [])
-    if reason := run.uncounted.get(key.name) or reference.uncounted.get(key.name):
-        return Judged(key, UNSEEN, why=reason)
+    uncounted = run.uncounted.get(key.name) or reference.uncounted.get(key.name)
+    if uncounted and key.kind in (Kind.FORWARD, Kind.BACKWARD):
+        return Judged(key, UNSEEN, why=uncounted)
     if not ours:
         state = BAD if key.kind in (Kind.START, Kind.GRADIENT) else UNSEEN
         return Judged(key, state, INFINITE if state == BAD else 0.0, why="no rank has it")
