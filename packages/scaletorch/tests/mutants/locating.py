@@ -14,7 +14,7 @@ from scaletorch.dist.building import locate as locator
 from scaletorch.dist.testing import preload
 from scaletorch.verify.cases import Case
 from scaletorch.verify.problem import STEPS, Subject
-from scaletorch.verify.verify import Ranks
+from scaletorch.verify.verify import reused_ranks
 
 from .hunt import MODELS, MUTANTS
 from .mutant import Mutant
@@ -37,15 +37,16 @@ def locate_all(
     preload("torch._dynamo")
     prepared: dict[tuple[str, str], PlainRun] = {}
     found: dict[str, Report] = {}
-    with tempfile.TemporaryDirectory(prefix="scaletorch-located-") as name, Ranks(timeout) as ranks:
+    place = tempfile.TemporaryDirectory(prefix="scaletorch-located-")
+    with place as folder, reused_ranks(timeout) as pool_of:
         for mutant in chosen:
             model_fn, plan, batch_fn = MODELS[mutant.model]
             case, key = mutant.case, (mutant.model, mutant.case.dtype)
-            subject, own = Subject(locator(model_fn), plan), Path(name, mutant.name)
+            subject, own = Subject(locator(model_fn), plan), Path(folder, mutant.name)
             if key not in prepared:
-                place = Path(name, "-".join(key))
-                prepared[key] = prepare(place, subject, batch_fn, case.dtype, steps)
-            pool, told = ranks.pool(case.grid.world_size), (record_mutant, mutant.name)
+                plain = Path(folder, "-".join(key))
+                prepared[key] = prepare(plain, subject, batch_fn, case.dtype, steps)
+            pool, told = pool_of(case.grid.world_size), (record_mutant, mutant.name)
             found[mutant.name] = locate(case, subject, prepared[key], pool, own, *told)
             shutil.rmtree(own)
             progress(mutant, found[mutant.name])

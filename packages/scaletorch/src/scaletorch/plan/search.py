@@ -148,6 +148,9 @@ class Plan:
         size = cluster.device.group_memory
         self._communicators = cache(lambda grid: size and size * count_communicators(grid))
         self._fitting = cache(self._fit)
+        self._peak = cache(
+            lambda layout: peak(self._facts, layout) + self._communicators(layout.grid)
+        )
         self._search, self._found = self._in_order(), list[Estimate]()
 
     def _variants(self, layout: Layout) -> list[tuple[int, int, Layout]]:
@@ -169,9 +172,6 @@ class Plan:
             if not fewer and peak(self._facts, variant, room) <= room:
                 found.append((first, second, variant))
         return [variant for _, _, variant in found]
-
-    def _peak(self, layout: Layout) -> int:
-        return peak(self._facts, layout) + self._communicators(layout.grid)
 
     def ranked(self) -> Iterator[Estimate]:
         """Yield the estimates that fit, fastest first."""
@@ -203,7 +203,8 @@ class Plan:
 
     def top(self, count: int) -> list[Estimate]:
         """Return the best layouts that fit, or the ones nearest to fitting if none does."""
-        return list(islice(self.ranked(), count)) or list(self.over[:count])
+        fastest = list(islice(self.ranked(), count))
+        return fastest or [self.estimate(layout) for layout in self._nearest[:count]]
 
     @cached_property
     def estimates(self) -> tuple[Estimate, ...]:
@@ -213,8 +214,11 @@ class Plan:
     @cached_property
     def over(self) -> tuple[Estimate, ...]:
         """The smallest estimate of each layout that does not fit, by increasing memory."""
-        least = [min((self._peak(v), n, v) for n, v in enumerate(own)) for own in self._large]
-        return tuple(self.estimate(each) for *_, each in sorted(least, key=lambda own: own[0]))
+        return tuple(map(self.estimate, self._nearest))
+
+    @cached_property
+    def _nearest(self) -> list[Layout]:
+        return sorted((min(own, key=self._peak) for own in self._large), key=self._peak)
 
     @cached_property
     def _large(self) -> list[list[Layout]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -194,33 +195,28 @@ def _first(entries: Mapping[str, Any]) -> Tensor:
     return next(x for x in entries.values() if isinstance(x, Tensor))
 
 
-class Ranks:
-    """Ranks for one case after another: reused while they are healthy and their number fits."""
+@contextmanager
+def reused_ranks(timeout: float, backend: str = "gloo") -> Iterator[Callable[[int], RankPool]]:
+    """Yield a function of a number of ranks that returns a pool, the last one if it is healthy."""
+    pool: RankPool | None = None
+    with ExitStack() as opened:
 
-    def __init__(self, timeout: float, backend: str = "gloo") -> None:
-        self._timeout, self._backend = timeout, backend
-        self._pool: RankPool | None = None
+        def pool_of(size: int) -> RankPool:
+            nonlocal pool
+            if pool is None or not pool.reusable or pool.world_size != size:
+                opened.close()
+                made = RankPool(size, backend=backend, timeout=timeout, seed=0)
+                pool = opened.enter_context(made)
+            return pool
 
-    def pool(self, size: int) -> RankPool:
-        """Return a pool of `size` ranks."""
-        if self._pool is None or not self._pool.reusable or self._pool.world_size != size:
-            self.__exit__()
-            self._pool = RankPool(size, backend=self._backend, timeout=self._timeout, seed=0)
-        return self._pool
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        yield pool_of
 
 
 def run_all(tasks: Iterable[Task], timeout: float, backend: str = "gloo") -> Iterator[CaseResult]:
-    """Run tasks one after another, and yield each result; ranks are reused, see `Ranks`."""
-    with Ranks(timeout, backend) as ranks:
+    """Run tasks one after another, and yield each result; ranks are reused."""
+    with reused_ranks(timeout, backend) as pool_of:
         for case, run, arguments in tasks:
-            pool, start = ranks.pool(case.grid.world_size), time.perf_counter()
+            pool, start = pool_of(case.grid.world_size), time.perf_counter()
             try:
                 reports = pool.run(run, case, *arguments)
                 yield CaseResult(case, time.perf_counter() - start, reports)
