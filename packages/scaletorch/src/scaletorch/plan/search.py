@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
-from itertools import count, islice, product
+from itertools import islice, product, tee
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid, count_communicators, legal_layouts
@@ -151,7 +151,7 @@ class Plan:
         self._peak = cache(
             lambda layout: peak(self._facts, layout) + self._communicators(layout.grid)
         )
-        self._search, self._found = self._in_order(), list[Estimate]()
+        self._search: Iterator[Estimate] = self._in_order()
 
     def _variants(self, layout: Layout) -> list[tuple[int, int, Layout]]:
         """Return a layout with all savings, fewest first, with the indices of its options."""
@@ -174,13 +174,9 @@ class Plan:
         return [variant for _, _, variant in found]
 
     def ranked(self) -> Iterator[Estimate]:
-        """Yield the estimates that fit, fastest first."""
-        for number in count():
-            if number == len(self._found):
-                self._found += islice(self._search, 1)
-            if number == len(self._found):
-                return
-            yield self._found[number]
+        """Return an iterator over the estimates that fit, fastest first; each is computed once."""
+        self._search, found = tee(self._search)
+        return found
 
     def _in_order(self) -> Iterator[Estimate]:
         """Yield the estimates that fit, fastest first, from a queue by lower bounds of times."""
