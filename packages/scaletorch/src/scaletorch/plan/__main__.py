@@ -23,6 +23,7 @@ from .tables import explained, fits, named, page, table
 
 DEFAULT = "A100-SXM-80GB"
 AXES = ("dp", "pp", "cp", "tp", "ep")
+DTYPES = ("float32", "bfloat16", "float16")
 EPILOG = """\
 `python -m scaletorch.plan calibrate --out FILE` measures this machine, for --cluster.
 Options that restrict layouts take one or more values: --tp 4 8 --recompute none full.
@@ -45,22 +46,20 @@ def _plan(arguments: Any) -> int:
     cluster = _cluster_of(arguments)
     description = _description_of(arguments, cluster.device.kernels)
     found = plan(description, arguments.rows, cluster, options=_options_of(arguments))
-    assumed = not (arguments.device or arguments.cluster)
-    notes = [f"No --device and no --cluster: figures are those of {DEFAULT}."] * assumed
-    print(table(found, arguments.top, notes))
+    print(table(found, arguments.top))
     if arguments.top == 1:
         print(*(f"\n{explained(found, best)}" for best in found.top(1)))
     if arguments.json:
-        arguments.json.write_text(json.dumps(_content(found, notes), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(_content(found), indent=1) + "\n")
     if arguments.html:
-        arguments.html.write_text(page(found, arguments.top, notes), encoding="utf-8")
+        arguments.html.write_text(page(found, arguments.top), encoding="utf-8")
     return 0 if any(fits(found, best) for best in found.top(1)) else 1
 
 
 def _calibrate(prog: str, words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog, description="Measure this machine, for --cluster.")
     parser.add_argument("--ranks", type=_count, default=2, metavar="N", help="that will train (2)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--backend", default="gloo", help="of the ranks (gloo)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     arguments = parser.parse_args(words)
@@ -75,7 +74,7 @@ def _calibrate(prog: str, words: Sequence[str]) -> int:
     return 0
 
 
-def _content(found: Plan, notes: Sequence[str]) -> dict[str, Any]:
+def _content(found: Plan) -> dict[str, Any]:
     return {
         "model": found.description.name, "length": found.description.length, "rows": found.rows,
         "cluster": asdict(found.cluster),
@@ -83,7 +82,7 @@ def _content(found: Plan, notes: Sequence[str]) -> dict[str, Any]:
             {**asdict(each), "peak": each.peak, "fits": fits(found, each)}
             for each in found.estimates or found.over
         ],
-        "refused": [(named(each), each.why) for each in found.refused], "notes": notes,
+        "refused": [(named(each), each.why) for each in found.refused],
     }  # fmt: skip
 
 
@@ -98,10 +97,12 @@ def _planning(prog: str) -> argparse.ArgumentParser:
     say("--length", type=_count, required=True, metavar="N", help="tokens of a sequence")
     say("--ranks", type=_count, required=True, metavar="N", help="how many devices")
     say("--rows", type=_count, required=True, metavar="N", help="sequences of a global batch")
-    say("--device", choices=DEVICES, metavar="NAME", help=", ".join(DEVICES))
-    say("--cluster", type=Path, metavar="FILE", help="written by `calibrate` or by hand")
+    either, named = parser.add_mutually_exclusive_group(), f"{', '.join(DEVICES)} ({DEFAULT})"
+    either.add_argument("--device", choices=DEVICES, default=DEFAULT, metavar="NAME", help=named)
+    written = "written by `calibrate` or by hand"
+    either.add_argument("--cluster", type=Path, metavar="FILE", help=written)
     say("--memory", metavar="SIZE", help="of a device, such as 80GiB; else as the device has")
-    say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
+    say("--dtype", choices=DTYPES, help="of parameters; else as the model is built")
     say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
     say("--plan", help="package.module:name of a tensor parallel plan")
     for axis in AXES:
@@ -125,13 +126,11 @@ def _count(text: str) -> int:
 
 
 def _cluster_of(arguments: Any) -> Cluster:
-    """Return the cluster that the arguments select; without any, nodes of `DEFAULT` devices."""
-    if arguments.cluster and arguments.device:
-        raise InvalidArgumentError("--device does not combine with --cluster, which has a device")
+    """Return the cluster that the arguments select."""
     if arguments.cluster:
         cluster = read_cluster(arguments.cluster, arguments.ranks)
     else:
-        cluster = cluster_named(arguments.device or DEFAULT, arguments.ranks)
+        cluster = cluster_named(arguments.device, arguments.ranks)
     if arguments.memory is None:
         return cluster
     return replace(cluster, device=replace(cluster.device, memory=bytes_in(arguments.memory)))
@@ -175,11 +174,7 @@ def _model_named(given: str, dtype: str | None) -> tuple[str, Callable[[], Any],
     from ..compose.naming import load
     from .describing import built
 
-    kind = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise InvalidArgumentError(
-            f"dtype {dtype!r} is not a floating-point dtype of torch, such as bfloat16"
-        )
+    kind = None if dtype is None else getattr(torch, dtype)
     folder = Path(given)  # with a config.json of transformers
     if (folder / "config.json").exists():
         name, make = folder.resolve().name, _of_config(folder)

@@ -28,14 +28,8 @@ PAGE = """<!doctype html>
 """
 
 
-def table(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
-    """Return the plan as a table.
-
-    Args:
-        plan: The plan.
-        top: Number of layouts in the table.
-        notes: Assumptions, one sentence each.
-    """
+def table(plan: Plan, top: int = 10) -> str:
+    """Return the plan as a table of the `top` best layouts."""
     device, known = plan.cluster.device, plan.description
     memory = in_bytes(device.memory)
     head = [
@@ -58,8 +52,8 @@ def table(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
             "no layout is possible: dp x pp x cp x tp must be the number of ranks, and ep must "
             "divide dp x cp x tp and the experts"
         )
-    foot += [*_refusals(refused), *(f"note: {note}" for note in notes)]
-    return "\n".join([*_wrapped(head), *ranking, "", *_wrapped(foot)]).rstrip()
+    foot = _wrapped([*foot, *_refusals(refused)])
+    return "\n".join([*_wrapped(head), *ranking, "", *foot]).rstrip()
 
 
 def explained(plan: Plan, estimate: Estimate) -> str:
@@ -85,17 +79,15 @@ def explained(plan: Plan, estimate: Estimate) -> str:
     return "\n".join([*lines, "", *_columns(("GiB of rank", *SORTS), rows, 1)])
 
 
-def page(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
+def page(plan: Plan, top: int = 10) -> str:
     """Return a plan as an HTML page without external resources and JavaScript.
 
-    Args:
-        plan: The plan.
-        top: Number of layouts in the table; the first three are shown in full.
-        notes: Assumptions, one sentence each.
+    It has the table of the `top` best layouts, the first three in full, and the source of the
+    device's figures.
     """
     title = f"Plan for {plan.description.name} on {plan.cluster.ranks} x {plan.cluster.device.name}"
-    notes = [*notes, f"figures of the device: {plan.cluster.device.source or 'as given'}"]
-    texts = [table(plan, top, notes), *(explained(plan, e) for e in plan.top(IN_FULL))]
+    texts = [table(plan, top), *(explained(plan, e) for e in plan.top(IN_FULL))]
+    texts.append(f"figures of the device: {plan.cluster.device.source or 'as given'}")
     body = "\n".join(f"<pre>{escape(text)}</pre>" for text in texts)
     return PAGE.format(title=escape(title), body=body)
 
