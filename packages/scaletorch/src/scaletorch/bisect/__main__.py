@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..compose.naming import parse_layout
-from ..verify.__main__ import add_training, problem_of, report_of, training_of
+from ..dist.errors import ScaletorchError
+from ..verify.__main__ import add_training, problem_of, training_of
 from ..verify.cases import KNOWN_DTYPES, OPTIONS
 from ..verify.problem import STEPS
 from .compare import Report, compare
@@ -44,8 +45,7 @@ def run(arguments: argparse.Namespace) -> Report:
     if arguments.command == "compare":
         return compare(arguments.reference, arguments.run, noise=arguments.noise)
     grid = parse_layout(arguments.layout)
-    single = {"every_option": False, "ep": None, "schedule": [arguments.schedule]}
-    model, batch = problem_of(argparse.Namespace(**vars(arguments) | single), [grid])
+    model, batch = problem_of(arguments, [grid])
     return bisect(
         model,
         batch,
@@ -64,8 +64,11 @@ def main(given: Sequence[str] | None = None) -> int:
     0: the runs agree. 1: they differ. 2: they cannot be compared. 3: not judged, since some results
     of the training could not be compared and the others agree.
     """
-    report = report_of(run, parse(sys.argv[1:] if given is None else given))
-    if report is None:
+    arguments = parse(sys.argv[1:] if given is None else given)
+    try:
+        report = run(arguments)
+    except ScaletorchError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(report)
     return 1 if report.found else 3 * bool(report.unjudged)

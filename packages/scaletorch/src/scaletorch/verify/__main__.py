@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from ..compose.naming import load, parse_layout, read_argument
 from ..dist.errors import InvalidArgumentError, ScaletorchError
@@ -16,8 +16,6 @@ from .device import named
 from .problem import BatchFn, ModelFn, default_batch, default_mixture, default_model
 from .report import CaseResult, Report
 from .verify import verify
-
-R = TypeVar("R")
 
 ROW_DIMS = "dims of rows of entries whose shapes do not tell, as pixels=1 table=None"
 SEQUENCE_DIMS = "dims of positions of entries, which cp divides, as latents=1"
@@ -65,8 +63,8 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Sequence[str | int]]:
 
 def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[ModelFn, BatchFn]:
     """Return the model and batch functions named, or the built-in ones."""
-    experts = arguments.ep is not None or not all(grid.is_plain for grid in layouts)
-    built_in = default_mixture if experts else default_model
+    plain = getattr(arguments, "ep", None) is None and all(grid.is_plain for grid in layouts)
+    built_in = default_model if plain else default_mixture
     return (
         load(arguments.model) if arguments.model else built_in,
         load(arguments.batch) if arguments.batch else default_batch,
@@ -115,15 +113,6 @@ def run(arguments: argparse.Namespace) -> Report:
     )
 
 
-def report_of(run: Callable[[argparse.Namespace], R], arguments: argparse.Namespace) -> R | None:
-    """Return a command's report; if the library raises, print the error on stderr, return None."""
-    try:
-        return run(arguments)
-    except ScaletorchError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return None
-
-
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
@@ -131,8 +120,10 @@ def main(given: Sequence[str] | None = None) -> int:
     layout that was named, or nothing but refused layouts.
     """
     arguments = parse(given)
-    report = report_of(run, arguments)
-    if report is None:
+    try:
+        report = run(arguments)
+    except ScaletorchError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     model = arguments.model
     if model is None and arguments.ep is not None:  # the built-in model with experts

@@ -62,11 +62,8 @@ Decide = Callable[[Choice], Tensor | None]  # a choice -> another mask to use in
 
 
 @contextmanager
-def decided(decide: Decide | None) -> Iterator[None]:
-    """Let `decide`, unless it is None, replace choices of `torch.topk` and `Tensor.topk`."""
-    if decide is None:
-        yield
-        return
+def decided(decide: Decide) -> Iterator[None]:
+    """Let `decide` replace choices of `torch.topk` and `Tensor.topk`."""
     # No torch function mode, which is off while a backward recomputes.
     asking = _asking(torch.topk, decide)
     with replaced(torch, topk=asking), replaced(Tensor, topk=asking):

@@ -210,7 +210,7 @@ def one_process(
     model.load_state_dict(saved["state"])
     dropout.switch(model, on=False)
     steps = []
-    with decided(in_order(choices) if choices else None):
+    with decided(in_order(choices)) if choices else nullcontext():
         for number, whole in enumerate(saved["batches"]):
             batch = in_dtype(whole, TORCH_DTYPES[dtype])
             phase, first = phase_at(number, subject.phases)

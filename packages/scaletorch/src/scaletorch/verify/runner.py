@@ -231,7 +231,7 @@ def choosing(
 ) -> AbstractContextManager[None]:
     """Choose experts as one process did in a step if rounding would not, see `by_scores`."""
     near = [Choice(*each) for each in saved["doubtful"][step]]
-    return decided(by_scores(near, saved["limits"][step], sent) if near else None)
+    return decided(by_scores(near, saved["limits"][step], sent)) if near else nullcontext()
 
 
 def optimizers_of(case: Case, phase: Phase, model: DataParallelBucket) -> Sequence[Optimizer]:
