@@ -50,7 +50,7 @@ def _plan(arguments: Any) -> int:
     if arguments.top == 1:
         print(*(f"\n{explained(found, best)}" for best in found.top(1)))
     if arguments.json:
-        arguments.json.write_text(json.dumps(_content(found), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(_content(found, arguments.top), indent=1) + "\n")
     if arguments.html:
         arguments.html.write_text(page(found, arguments.top), encoding="utf-8")
     return 0 if any(fits(found, best) for best in found.top(1)) else 1
@@ -74,13 +74,13 @@ def _calibrate(prog: str, words: Sequence[str]) -> int:
     return 0
 
 
-def _content(found: Plan) -> dict[str, Any]:
+def _content(found: Plan, top: int) -> dict[str, Any]:
     return {
         "model": found.description.name, "length": found.description.length, "rows": found.rows,
         "cluster": asdict(found.cluster),
         "estimates": [
             {**asdict(each), "peak": each.peak, "fits": fits(found, each)}
-            for each in found.estimates or found.over
+            for each in found.estimates or found.top(top)
         ],
         "refused": [(named(each), each.why) for each in found.refused],
     }  # fmt: skip

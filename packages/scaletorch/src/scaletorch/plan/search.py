@@ -199,22 +199,15 @@ class Plan:
 
     def top(self, count: int) -> list[Estimate]:
         """Return the best layouts that fit, or the ones nearest to fitting if none does."""
-        fastest = list(islice(self.ranked(), count))
-        return fastest or [self.estimate(layout) for layout in self._nearest[:count]]
+        if fastest := list(islice(self.ranked(), count)):
+            return fastest
+        smallest = sorted((min(own, key=self._peak) for own in self._large), key=self._peak)
+        return [self.estimate(layout) for layout in smallest[:count]]
 
     @cached_property
     def estimates(self) -> tuple[Estimate, ...]:
         """All estimates that fit, fastest first."""
         return tuple(self.ranked())
-
-    @cached_property
-    def over(self) -> tuple[Estimate, ...]:
-        """The smallest estimate of each layout that does not fit, by increasing memory."""
-        return tuple(map(self.estimate, self._nearest))
-
-    @cached_property
-    def _nearest(self) -> list[Layout]:
-        return sorted((min(own, key=self._peak) for own in self._large), key=self._peak)
 
     @cached_property
     def _large(self) -> list[list[Layout]]:

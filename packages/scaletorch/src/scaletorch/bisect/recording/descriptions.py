@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compose.batches import MicroBatch, rows_of_ranks
+from ...compose.batches import rows_of_ranks
 from ...compose.entries import row_count
 from ...compose.forward import pipeline_of, terms_of
 from ...dist.errors import InvalidArgumentError
@@ -121,11 +121,6 @@ def describe_grid(
         manager: The grid.
     """
     pipeline = pipeline_of(model)
-    if not isinstance(micro_batches[0], MicroBatch):
-        raise TypeError(
-            "micro_batches must be what shard_global_batch returned, got a list of "
-            f"{type(micro_batches[0]).__name__}"
-        )
     stage, cut = pipeline.module, micro_batches[0].cut
     found = Description(micro_batches=len(micro_batches))
     rows, count = row_count(cut.whole, cut.row_dims), len(micro_batches)
