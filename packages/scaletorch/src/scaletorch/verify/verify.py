@@ -111,25 +111,26 @@ def verify(
         InvalidArgumentError: No layouts, unknown options, a wrong ep, no such optimizer or device.
     """
     where, model = choose_where(device, backend), model_fn()
-    # Slow to import: the rank server imports them once for all ranks.
-    heavy = {type(module).__module__ for module in model.modules()}
-    preload("torch._dynamo", *sorted(name for name in heavy if name.startswith("transformers.")))
-    dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+    known = {type(module).__module__ for module in model.modules()}  # some are slow to import
+    preload("torch._dynamo", *sorted(name for name in known if name.startswith("transformers.")))
     grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
-    cases = list(enumerate_cases(grids, dtypes, options or {}))
+    cases = [*enumerate_cases(grids, [dtype] if isinstance(dtype, str) else dtype, options or {})]
     chain = chain_length(model, _first(entries_for(model, batch_fn(0))))
     subject = Subject(
         locate(model_fn), plan, split, _phases(optimizer, optimizer_args, model), where.device,
         row_dims, sequence_dims, None if loss_fn is None else locate(loss_fn),
     )  # fmt: skip
     judged = _judged(cases, chain, subject, batch_fn, timeout, where.backend)
-    results = list[CaseResult]()
     with full_precision(where.device):
-        for result in judged:
-            results.append(result)
-            if progress is not None:
-                progress(result)
+        results = [*_shown(judged, progress)]
     return Report(results, chain, layouts is not None, repeating(device, backend), where)
+
+
+def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator[CaseResult]:
+    for result in results:
+        if progress is not None:
+            progress(result)
+        yield result
 
 
 def _phases(
