@@ -52,8 +52,8 @@ def table(plan: Plan, top: int = 10) -> str:
             "no layout is possible: dp x pp x cp x tp must be the number of ranks, and ep must "
             "divide dp x cp x tp and the experts"
         )
-    foot = _wrapped([*foot, *_refusals(refused)])
-    return "\n".join([*_wrapped(head), *ranking, "", *foot]).rstrip()
+    foot += _refusals(refused)
+    return "\n".join([*_wrapped(head), *ranking, "", *_wrapped(foot)]).rstrip()
 
 
 def explained(plan: Plan, estimate: Estimate) -> str:
