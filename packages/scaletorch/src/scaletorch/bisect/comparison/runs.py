@@ -106,7 +106,7 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
     per = _calls(run, recording)
     found: list[tuple[Key, int] | None] = []
     for line in recording.lines:
-        if line.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.SHARE):
+        if line.kind in (Kind.FORWARD, Kind.BACKWARD):
             if line.name in run.uncounted:
                 found.append(None)
                 continue

@@ -84,7 +84,7 @@ def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -
         typical = root_mean_square(h.tensor for k in gradients for h in reference.held[k])
         for key in reference.held:
             missing = key.kind == Kind.DATA and key not in run.held
-            if key.step != step or key.kind in (Kind.SHARE, Kind.TERM) or missing:
+            if key.step != step or key.kind == Kind.TERM or missing:
                 continue
             limit = _bound(key, lost, eps, chain)
             found[key] = verdict = _judge(key, run, reference, limit, typical)

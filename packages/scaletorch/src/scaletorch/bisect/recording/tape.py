@@ -25,7 +25,7 @@ from ...dist.errors import InvalidArgumentError
 from ...verify.precision import model_precision, replaced
 from ..keys import Kind
 from .descriptions import Description, Place, arguments_of, description_of, local_shard, tensors_of
-from .folder import Line, Writer, first_name
+from .folder import Line, Writer
 from .lineage import Lineage, Use
 
 
@@ -47,7 +47,6 @@ class Tape:
         self._lineage = Lineage()
         self._recorded: set[str] = set()
         self._hooked: set[tuple[Any, int]] = set()
-        self._uses = Counter[int]({-1: 2})  # by line; -1, for parameters, always has > 1
         if model is not None:
             self._set_model(model)
 
@@ -182,16 +181,12 @@ class Tape:
         return number
 
     def _follow_uses(self, line: Line, tensor: Tensor) -> None:
-        """Note a tensor's sources, and hook its nodes to record its share of their gradients."""
+        """Note a tensor's sources, and hook nodes to record its term of parameters' gradients."""
         user = line.name if line.item.startswith("out") else line.inside or ""
         lines, parameters = self._lineage.parents(tensor)
-        line.parents = list(dict.fromkeys(use.source for use in lines))
+        line.parents = list(dict.fromkeys(lines))
         if not tensor.requires_grad and line.item.startswith("out"):
             line.uses += self._parameters_of.get(line.name, [])
-        for use in lines:
-            known = self._writer.lines[use.source]
-            share = Line(Kind.SHARE, known.name, f"{known.item} {user}", known.call)
-            self._hook(use, share, None)
         for use in parameters:
             if name := self._parameters.get(id(use.source)):
                 line.uses.append(name)
@@ -202,13 +197,11 @@ class Tape:
         if (use.node, use.place) in self._hooked:
             return
         self._hooked.add((use.node, use.place))
-        tensor = first_name(self._writer.lines, use.source) if line.kind == Kind.SHARE else -1
-        self._uses[tensor] += 1
         input_of_node = use.place  # not `use` itself: the node's hook would then hold the node
 
         def arrive(gradients: tuple[Tensor | None, ...], _: Any) -> None:
             added = gradients[input_of_node]
-            if added is not None and self._uses[tensor] > 1:  # a single use has the whole gradient
+            if added is not None:
                 self._add(replace(line), added, place)
 
         use.node.register_hook(arrive)
@@ -229,8 +222,7 @@ class Tape:
 
     def _add(self, line: Line, tensor: Tensor, place: Place | None = None) -> int:
         if line.kind == Kind.LOSS and tensor.requires_grad:
-            line.parents = [use.source for use in self._lineage.parents(tensor)[0]]
-            line.parents += self._unlinked[0]
+            line.parents = self._lineage.parents(tensor)[0] + self._unlinked[0]
         local, own_place, is_term = local_shard(tensor.detach())
         line.sums |= is_term
         line.place = place if own_place is None else own_place
