@@ -128,8 +128,8 @@ def test_one_in_full_and_none_that_fits(run):
 def test_a_model_with_a_plan_of_ones_own(run):
     """Its code may not run on shards; then that layout is refused."""
     for plan in ("", f"--plan {__name__}:CUT"):  # suggested, or given
-        assert "code fails" not in run(f"{MODEL} {__name__}:Own {plan} --sequence-parallel off")
-    said = run(f"{MODEL} {__name__}:fixed --plan {__name__}:CUT --sequence-parallel off")
+        assert "code fails" not in run(f"{MODEL} {__name__}:Own {plan}")
+    said = run(f"{MODEL} {__name__}:fixed --plan {__name__}:CUT")
     assert "with tp 2 its code fails: RuntimeError: shape '[" in said
 
 

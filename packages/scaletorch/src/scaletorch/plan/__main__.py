@@ -111,7 +111,6 @@ def _planning(prog: str) -> argparse.ArgumentParser:
     say("--zero", type=int, nargs="+", choices=range(4), help="stages of ZeRO")
     say("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
     say("--schedule", nargs="+", choices=[name for name in SCHEDULES if name != "forward_only"])
-    say("--sequence-parallel", nargs="+", choices=("off", "on"))
     say("--cp-method", dest="cp_methods", nargs="+", metavar="NAME", help="as for `parallelize`")
     say("--top", type=_count, default=10, metavar="N", help="layouts in the table (10)")
     for name in ("json", "html"):
@@ -142,8 +141,6 @@ def _options_of(arguments: Any) -> Options:
     found: dict[str, Any] = {name: tuple(values) for name, values in given.items() if values}
     if arguments.schedule:
         found["schedules"] = tuple((name, CHUNKS.get(name, 1)) for name in arguments.schedule)
-    if arguments.sequence_parallel:
-        found["sequence_parallel"] = tuple(each == "on" for each in arguments.sequence_parallel)
     sizes = {axis: given for axis in AXES if (given := getattr(arguments, axis))}
     return Options(**found, sizes=sizes)
 

@@ -24,8 +24,6 @@ class Options:
     """The choices of a search; the first value of each is preferred, unless all are tried.
 
     Attributes:
-        sequence_parallel: If tp is above 1, the first value that the model supports is taken;
-            sequence shards send as many bytes and keep less.
         recompute: Later values only if memory requires them; "selective" only for models described
             with it (`usual_cuts(selective=...)`).
         zero: Later values only if memory requires them; 0 if no other rank has the same
@@ -37,7 +35,6 @@ class Options:
         sizes: Allowed sizes by axis: "dp", "pp", "cp", "tp" and "ep".
     """
 
-    sequence_parallel: tuple[bool, ...] = (True, False)
     recompute: tuple[Recompute, ...] = ("none", "full")
     zero: tuple[int, ...] = (1, 2)
     schedules: tuple[tuple[str, int], ...] = (
@@ -113,18 +110,21 @@ def _zeros(grid: Grid, options: Options) -> list[int]:
 
 
 def _cuts(description: Description, grid: Grid, options: Options) -> Iterator[tuple[bool, str]]:
-    """Yield each cp method with the sequence parallelism that the model supports."""
+    """Yield each cp method with sequence parallelism if tp is above 1 and the model supports it.
+
+    Sequence shards send as many bytes and keep less.
+    """
     methods = options.cp_methods if grid.cp > 1 else options.cp_methods[:1]
     why, found = "", False
     for method in methods:
-        for sequence in options.sequence_parallel if grid.tp > 1 else (False,):
+        for sequence in (True, False) if grid.tp > 1 else (False,):
             again = options.recompute[0] == "selective"
             cut = Cut(grid.tp, grid.cp, grid.ep, sequence, method if grid.cp > 1 else "", again)
             if cut in description.cuts:
                 yield sequence, method
                 found = True
                 break
-            why = why or description.refused.get(cut, "")
+            why = description.refused.get(cut, why)
     if not found:
         sizes = f"tp {grid.tp}, cp {grid.cp}" + (f", ep {grid.ep}" if grid.ep > 1 else "")
         raise InvalidArgumentError(why or f"{description.name} is not described for {sizes}")
