@@ -26,7 +26,7 @@ from ...verify.precision import model_precision, replaced
 from ..keys import Kind
 from .descriptions import Description, Place, arguments_of, description_of, local_shard, tensors_of
 from .folder import Line, Writer
-from .lineage import Lineage, Use
+from .lineage import Lineage
 
 
 class Tape:
@@ -190,21 +190,18 @@ class Tape:
         for use in parameters:
             if name := self._parameters.get(id(use.source)):
                 line.uses.append(name)
-                term = Line(Kind.TERM, name, user, max(self._calls["", line.stage] - 1, 0))
-                self._hook(use, term, self._description.places.get(name))
+                if (use.node, use.place) not in self._hooked:
+                    self._hooked.add((use.node, use.place))
+                    term = Line(Kind.TERM, name, user, max(self._calls["", line.stage] - 1, 0))
+                    # Not `use` itself: the node's hook would then hold the node.
+                    use.node.register_hook(partial(self._record_term, term, use.place))
 
-    def _hook(self, use: Use, line: Line, place: Place | None) -> None:
-        if (use.node, use.place) in self._hooked:
-            return
-        self._hooked.add((use.node, use.place))
-        input_of_node = use.place  # not `use` itself: the node's hook would then hold the node
-
-        def arrive(gradients: tuple[Tensor | None, ...], _: Any) -> None:
-            added = gradients[input_of_node]
-            if added is not None:
-                self._add(replace(line), added, place)
-
-        use.node.register_hook(arrive)
+    def _record_term(
+        self, term: Line, at: int, gradients: tuple[Tensor | None, ...], _: Any
+    ) -> None:
+        added = gradients[at]
+        if added is not None:
+            self._add(replace(term), added, self._description.places.get(term.name))
 
     def _release(self) -> None:
         """Drop the graph: its hooks hold this tape, a cycle that garbage collection cannot see."""
