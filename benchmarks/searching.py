@@ -1,4 +1,4 @@
-"""Time to find the best of all legal layouts of 1,024 and of 16,384 ranks, and to count them.
+"""Time to find the best of all legal layouts of 1,024 and of 16,384 ranks.
 
 Two models of 126 layers, dense and a mixture, with tp and cp up to 32 and four sizes of ep.
 The figure is CPU seconds, the least of several searches, each in a new process.
@@ -97,19 +97,18 @@ def widened(known: Description, cut: Cut) -> tuple[Behaviour, ...]:
 
 
 def search(known: Description, ranks: int) -> tuple[float, int, int]:
-    """Return the CPU seconds of a search, and the numbers of layouts that fit and are refused."""
+    """Return the CPU seconds of a search, and the numbers of legal layouts and refused grids."""
     cluster = cluster_named("H100-SXM", ranks)
     begin = time.process_time()
     found = plan(known, ROWS * ranks, cluster)
     found.best()
-    counts = len(found.fitting), len(found.refused)
-    return time.process_time() - begin, *counts
+    return time.process_time() - begin, len(found.legal), len(found.illegal)
 
 
 def lines(names: list[str], repeats: int) -> Iterator[str]:
     """Yield the table, a row for each model and number of ranks."""
     yield f"{machine()}; processor seconds, the least of {repeats} searches\n"
-    yield table(["model", "ranks", "seconds", "layouts", "refused"], [])
+    yield table(["model", "ranks", "seconds", "layouts", "refused grids"], [])
     # Not by fork: descriptions leave address space that the system may refuse to copy.
     fresh = multiprocessing.get_context("spawn")
     for name in names:
@@ -117,8 +116,8 @@ def lines(names: list[str], repeats: int) -> Iterator[str]:
         for ranks in RANKS:
             with fresh.Pool(1, maxtasksperchild=1) as pool:
                 each = [pool.apply(search, (known, ranks)) for _ in range(repeats)]
-            took, fitting, refused = min(each)
-            yield row(name, f"{ranks:,}", f"{took:.2f}", f"{fitting:,}", f"{refused:,}")
+            took, legal, refused = min(each)
+            yield row(name, f"{ranks:,}", f"{took:.2f}", f"{legal:,}", f"{refused:,}")
 
 
 def main() -> None:

@@ -106,7 +106,7 @@ def test_every_fault_is_born_where_its_model_has_something():
         names[kind] = WORDS | {name for name, _ in model.named_modules()}
         names[kind].update(name for name, _ in model.named_parameters(remove_duplicate=False))
     for mutant in MUTANTS.values():
-        for place in mutant.born.split(" ; "):
+        for place in mutant.born.split(" ; ") if mutant.born else ():
             direction, patterns = place.split(": ")
             assert direction in DIRECTIONS, mutant.name
             for pattern in patterns.split(" | "):

@@ -32,7 +32,7 @@ from scaletorch.verify.problem import (
     default_model,
     sharpened,
 )
-from scaletorch.verify.verify import Ranks
+from scaletorch.verify.verify import reused_ranks
 
 STEPS = 2
 ON: Mapping[str, Any] = {"sequence_parallel": "on"}
@@ -155,7 +155,8 @@ def campaign(
     `only` has numbers of layouts, of 20; all by default.
     """
     preload("torch._dynamo")
-    with tempfile.TemporaryDirectory(prefix="scaletorch-sound-") as name, Ranks(timeout) as ranks:
+    place = tempfile.TemporaryDirectory(prefix="scaletorch-sound-")
+    with place as name, reused_ranks(timeout) as pool_of:
         for family, dtype in product(families, dtypes):
             model_fn, batch_fn, plan, layouts = FAMILIES[family]
             folder, subject = Path(name, f"{family}-{dtype}"), Subject(locator(model_fn), plan)
@@ -163,7 +164,7 @@ def campaign(
             chosen = [layouts[number] for number in only or range(len(layouts))]
             cases = [Case(parse_layout(grid), dtype, **options) for grid, options in chosen]
             for case in sorted(cases, key=lambda each: each.grid.world_size):
-                pool, began = ranks.pool(case.grid.world_size), time.monotonic()
+                pool, began = pool_of(case.grid.world_size), time.monotonic()
                 report: Report | str
                 try:
                     report = locate(case, subject, prepared, pool, folder / "layout")

@@ -23,14 +23,14 @@ CHOSEN = (
     "late-weight-gradient-incomplete",
     "positions-of-first-shard",
     "buckets-not-reduced",
+    "tied-gradients-summed-twice",
     "moments-forgotten",
-    "dropout-alike-over-dp",
 )
 
 
 @pytest.mark.timeout(300)
 def test_planted_faults_are_located():
-    chosen = [MUTANTS[name] for name in (*CHOSEN[:1], *today(CHOSEN[1:], 5))]
+    chosen = [MUTANTS[name] for name in (*CHOSEN[:1], *today(CHOSEN[1:], 4))]
     found = locate_all(chosen, steps=2)
     wrong = {m.name: place_of(found[m.name]) for m in chosen if not is_located(m, found[m.name])}
     assert not wrong
@@ -224,7 +224,6 @@ def test_a_command_says_where(tmp_path, capsys):
     assert text.startswith("1. output of the model, step 0: off by ")
     assert "born in forward: the model itself" in text
     assert "rank 1 has 1.000001 times the right values" in text
-    assert f"again: python -m scaletorch.bisect run {' '.join(options)}" in text
     stages = ["--layout", "1x2x1x1", "--steps", "1", "--model", "small_models:small_model"]
     assert main(["run", *stages, "--keep", str(tmp_path / "good")]) == 0
     folders = [str(tmp_path / name / "layout") for name in ("good", "bad")]

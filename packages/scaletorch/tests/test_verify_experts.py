@@ -16,7 +16,6 @@ from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import every_layout, layout_name, parse_layout, verify
 from scaletorch.verify.__main__ import main, parse, problem_of
 from scaletorch.verify.cases import choose_layouts
-from scaletorch.verify.differences import compare_number, compare_tensors
 from scaletorch.verify.precision import REDUCED, full_precision, model_precision
 from scaletorch.verify.problem import default_mixture, sharpened
 
@@ -122,7 +121,7 @@ def test_experts_are_chosen_as_in_one_process_where_rounding_would_choose_others
     report = verify(leaning, layouts=[Grid(dp=2)], dtype=["float32", "float64"])
     single, double = report.results
     assert single.passed, single.row()
-    assert "where rounding chose other experts" in single.replayed[0].note
+    assert single.replayed
     assert "experts chosen as in one process, where rounding chose others, in 1" in str(report)
     assert double.failed
     assert not double.replayed
@@ -145,16 +144,6 @@ def excessive():
     return model
 
 
-class Elsewhere(Leaning):
-    """Rounding of scores decides, and on one rank otherwise."""
-
-    lean = 1e-4
-
-
-def elsewhere():
-    return leaning(Elsewhere)
-
-
 def test_layouts_lose_no_more_than_one_process():
     layouts = [Grid(dp=2, ep=2), Grid(tp=2, ep=2), Grid(pp=2), Grid(cp=2, ep=2)]
     report = verify(small_mixture, layouts=layouts, dtype="bfloat16")
@@ -162,33 +151,6 @@ def test_layouts_lose_no_more_than_one_process():
     assert "1.25 x what one process loses" in report.summary()
     (result,) = verify(excessive, layouts=[Grid(dp=2, ep=2)], dtype="bfloat16").results
     assert result.failed, result.row()
-
-
-def test_flips_are_named():
-    report = verify(elsewhere, layouts=[Grid(dp=2)], dtype="bfloat16")
-    assert report.passed, report
-    assert report.results[0].replayed
-    assert "experts chosen as in one process, where rounding chose others, in 1" in str(report)
-
-
-def test_what_is_lost_is_of_all_tensors_together():
-    exact = {"gradients": {"a": torch.ones(4).double(), "b": torch.ones(4).double()}}
-    theirs = {"gradients": {n: (t + 0.01).bfloat16() for n, t in exact["gradients"].items()}}
-
-    def compare(**ours):
-        ours = theirs["gradients"] | ours
-        return list(compare_tensors("gradient", 0, ours, theirs, 0.0, exact))
-
-    (same,) = compare()
-    assert not same.failed
-    assert same.error * 1.25 == pytest.approx(same.bound)
-    (worse,) = compare(a=torch.full((4,), 1.05).bfloat16())
-    assert worse.failed
-    assert compare(a=torch.ones(4))[0].error == float("inf")
-    for true, ours, fails in ((2.0, 2.01, 0), (2.0, 2.1, 1), (0.0, 0.0, 0), (0.0, 0.1, 1)):
-        exact = torch.tensor(true).double()
-        pair = torch.tensor(ours), torch.tensor(true)
-        assert compare_number("loss", 0, *pair, 0.0, {"loss": exact}).failed == fails
 
 
 def settings():

@@ -9,17 +9,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from scaletorch.bisect import Report
-from scaletorch.bisect.locate import PlainRun, RankFacts, locate, prepare, record_case
+from scaletorch.bisect.locate import PlainRun, locate, prepare, record_case
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.testing import preload
 from scaletorch.verify.cases import Case
 from scaletorch.verify.problem import STEPS, Subject
-from scaletorch.verify.verify import Ranks
+from scaletorch.verify.verify import reused_ranks
 
 from .hunt import MODELS, MUTANTS
 from .mutant import Mutant
 
-ELSEWHERE = " (wrong)"
+ELSEWHERE, NAMED = " (wrong)", "by the proof"
 OF_PARAMETERS = ("gradient", "weight")
 DIRECTIONS = ("start", "forward", "backward", "synchronisation", "update", "data")
 
@@ -32,19 +32,21 @@ def locate_all(
     progress: Callable[[Mutant, Report], None] = lambda *_: None,
 ) -> dict[str, Report]:
     """Put each fault into the library, and return a report for each mutant by its name."""
-    chosen = sorted(mutants or MUTANTS.values(), key=lambda each: each.case.grid.world_size)
+    seen = (each for each in mutants or MUTANTS.values() if each.born)
+    chosen = sorted(seen, key=lambda each: each.case.grid.world_size)
     preload("torch._dynamo")
     prepared: dict[tuple[str, str], PlainRun] = {}
     found: dict[str, Report] = {}
-    with tempfile.TemporaryDirectory(prefix="scaletorch-located-") as name, Ranks(timeout) as ranks:
+    place = tempfile.TemporaryDirectory(prefix="scaletorch-located-")
+    with place as folder, reused_ranks(timeout) as pool_of:
         for mutant in chosen:
             model_fn, plan, batch_fn = MODELS[mutant.model]
             case, key = mutant.case, (mutant.model, mutant.case.dtype)
-            subject, own = Subject(locator(model_fn), plan), Path(name, mutant.name)
+            subject, own = Subject(locator(model_fn), plan), Path(folder, mutant.name)
             if key not in prepared:
-                place = Path(name, "-".join(key))
-                prepared[key] = prepare(place, subject, batch_fn, case.dtype, steps)
-            pool, told = ranks.pool(case.grid.world_size), (record_mutant, mutant.name)
+                plain = Path(folder, "-".join(key))
+                prepared[key] = prepare(plain, subject, batch_fn, case.dtype, steps)
+            pool, told = pool_of(case.grid.world_size), (record_mutant, mutant.name)
             found[mutant.name] = locate(case, subject, prepared[key], pool, own, *told)
             shutil.rmtree(own)
             progress(mutant, found[mutant.name])
@@ -53,7 +55,7 @@ def locate_all(
 
 def record_mutant(
     case: Case, subject: Subject, reference: str, folder: str, steps: int, name: str
-) -> RankFacts:
+) -> list[float]:
     """Record a case as one rank, with a mutant's fault in the library."""
     with MUTANTS[name].apply():
         return record_case(case, subject, reference, folder, steps)
@@ -85,6 +87,8 @@ def with_places(table: str, reports: Mapping[str, Report]) -> str:
     names = [line.split(" | ")[0][2:] for line in lines[2:]]
     places = (
         place_of(reports[name]) + ("" if is_located(MUTANTS[name], reports[name]) else ELSEWHERE)
+        if MUTANTS[name].born
+        else NAMED
         for name in names
     )
     added = ["located", "---", *places]

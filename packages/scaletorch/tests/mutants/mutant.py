@@ -24,7 +24,9 @@ class Mutant:
     targets: tuple[str, ...]  # what is replaced; see `patch.patched`
     mutate: Mutate  # makes the replacement out of each target's original
     case: Case  # where the fault must show
-    born: str  # where a person who hunts the fault must be led; see `locating.matches`
+    # Where a person who hunts the fault must be led, see `locating.matches`; "" if the proof names
+    # it, and nobody else can: draws of dropout.
+    born: str
     model: str  # a key of `hunt.MODELS`
 
     def apply(self) -> ExitStack:
@@ -44,7 +46,7 @@ class Catalogue:
     mutants: list[Mutant] = field(default_factory=list)
 
     def fault(
-        self, *targets: str, born: str, layout: str = "", model: str = "", **options: Any
+        self, *targets: str, born: str = "", layout: str = "", model: str = "", **options: Any
     ) -> Callable[[Fault], Fault]:
         """Enter the decorated function, which runs `instead` of each target.
 

@@ -140,7 +140,7 @@ def tied_parameters_sharded_apart(
     return shard(self, name, dim, whole, {})
 
 
-@fault("regions.random:get_rank", born="forward: *.mlp.dropout")
+@fault("regions.random:get_rank")
 def dropout_alike_on_shards(get_rank: Any, _group: Any) -> Any:
     """Ranks drop the same elements of activations of which each holds another part."""
     return 0
@@ -177,7 +177,7 @@ def sequence_partial_sums_not_reduced(convert: Any, x: Any, src: Any, *to: Any) 
     return convert(x, Invariant() if src == Partial() else src, *to)
 
 
-@fault("regions.random:get_rank", **SEQUENCE, born="forward: *.dropout")
+@fault("regions.random:get_rank", **SEQUENCE)
 def dropout_alike_on_sequence_shares(get_rank: Any, _group: Any) -> Any:
     """Ranks drop the same elements of their shares of the sequence."""
     return 0

@@ -112,31 +112,31 @@ def norm_of_one_stage(
     return norm_over(gradients, [], model, norm_type)
 
 
-@fault("draws:_place", born="forward: *.dropout")
+@fault("draws:_place")
 def dropout_alike_over_dp(place: Any, manager: Any) -> Any:
     """Data-parallel ranks drop the same elements of different rows."""
     return (0, *place(manager)[1:])
 
 
-@fault("draws:_place", layout="1x1x2x1", born="forward: *.dropout")
+@fault("draws:_place", layout="1x1x2x1")
 def dropout_alike_over_cp(place: Any, manager: Any) -> Any:
     """Context-parallel ranks drop the same elements of different positions."""
     return (*place(manager)[:-1], 0)
 
 
-@fault("draws:_place", layout="1x2x1x1", born="forward: *.dropout")
+@fault("draws:_place", layout="1x2x1x1")
 def dropout_alike_over_pp(place: Any, manager: Any) -> Any:
     """Stages drop the same elements of different layers."""
     return (manager.dp_rank, 0, manager.cp_rank)
 
 
-@fault("draws:_place", layout="1x1x1x2", born="forward: *.dropout")
+@fault("draws:_place", layout="1x1x1x2")
 def dropout_differs_on_replicas(place: Any, manager: Any) -> Any:
     """Tensor-parallel ranks drop different elements of what all of them hold."""
     return (*place(manager), manager.tp_rank)
 
 
-@fault("recompute:checkpoint", recompute="layers", born="backward: *.dropout | layers.?")
+@fault("recompute:checkpoint", recompute="layers")
 def dropout_drawn_anew(checkpoint: Any, *args: Any, **options: Any) -> Any:
     """A recomputed layer drops other elements than it did in forward."""
     return checkpoint(*args, **{"preserve_rng_state": False} | options)

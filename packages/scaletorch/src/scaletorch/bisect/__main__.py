@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ..compose.naming import parse_layout
-from ..verify.__main__ import add_training, problem_of, report_of, training_of
+from ..dist.errors import ScaletorchError
+from ..verify.__main__ import add_training, problem_of, training_of
 from ..verify.cases import KNOWN_DTYPES, OPTIONS
 from ..verify.problem import STEPS
 from .compare import Report, compare
@@ -46,8 +45,7 @@ def run(arguments: argparse.Namespace) -> Report:
     if arguments.command == "compare":
         return compare(arguments.reference, arguments.run, noise=arguments.noise)
     grid = parse_layout(arguments.layout)
-    single = {"every_option": False, "ep": None, "schedule": [arguments.schedule]}
-    model, batch = problem_of(argparse.Namespace(**vars(arguments) | single), [grid])
+    model, batch = problem_of(arguments, [grid])
     return bisect(
         model,
         batch,
@@ -66,12 +64,12 @@ def main(given: Sequence[str] | None = None) -> int:
     0: the runs agree. 1: they differ. 2: they cannot be compared. 3: not judged, since some results
     of the training could not be compared and the others agree.
     """
-    words = sys.argv[1:] if given is None else given
-    arguments = parse(words)
-    report = report_of(run, arguments)
-    if report is None:
+    arguments = parse(sys.argv[1:] if given is None else given)
+    try:
+        report = run(arguments)
+    except ScaletorchError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    report = replace(report, command=f"again: python -m {__package__} {shlex.join(words)}")
     print(report)
     return 1 if report.found else 3 * bool(report.unjudged)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..dist.errors import InvalidArgumentError
 from ..verify.differences import LARGEST
 from .comparison.births import Birth, explain_birth, find_births
 from .comparison.places import assemble, norm, pieces_of, shard_at, shardings
-from .comparison.runs import Run, ancestors, load, require_comparable
+from .comparison.runs import Run, ancestors, load, require_comparable, unite_terms
 from .comparison.verdicts import BAD, NEAR, UNSEEN, Judged, coarsest, judge_all, measure, meet
 from .keys import FINAL, Key, Kind
 
@@ -70,13 +70,11 @@ class Report:
     Attributes:
         found: The places where faults begin, in the order of the computation; none if it is sound.
         judged: The verdict on each tensor.
-        command: The command that repeats the comparison.
         notes: Further remarks, one a line.
     """
 
     found: list[Found]
     judged: Mapping[Key, Judged]
-    command: str = ""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -97,14 +95,14 @@ class Report:
         return sum(each.state == state for each in self.judged.values())
 
     def __str__(self) -> str:
-        """Return the findings, the summary, the notes and the command."""
+        """Return the findings, the summary and the notes."""
         lines = [f"{number + 1}. {each}" for number, each in enumerate(self.found[:SHOWN])]
         if len(self.found) > SHOWN:
             lines.append(f"and {len(self.found) - SHOWN} more in the same step")
         if not self.found and (unjudged := self.unjudged):
             first = "; ".join(unjudged[:SHOWN]) + _dots(unjudged)
             lines = [f"not judged, {len(unjudged)} of the training's results: {first}"]
-        return "\n".join([*lines, self.summary(), *self.notes, self.command]).rstrip()
+        return "\n".join([*lines, self.summary(), *self.notes])
 
     def summary(self) -> str:
         """Return one line with the numbers of tensors that were compared and that are wrong."""
@@ -147,9 +145,7 @@ def compare(reference: str | Path, run: str | Path, *, noise: str | Path | None 
     theirs, ours = load(reference), load(run)
     lost = measure(load(noise), theirs) if noise is not None else {}
     require_comparable(theirs, ours)
-    command = f"again: python -m {__package__} compare {reference} {run}"
-    command += f" --noise {noise}" if noise is not None else ""
-    return replace(compare_runs(theirs, ours, lost), command=command)
+    return compare_runs(theirs, ours, lost)
 
 
 def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
@@ -161,9 +157,11 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
             f"rounding of {chain} additions at an epsilon of {eps:.0e} could hide faults: record "
             "one process in float64 as the reference, and one in this dtype as `noise`"
         )
+    for each in (reference, run):
+        unite_terms(each, reference)
     infer_weight(run, reference)
     ancestry = ancestors(reference)
-    judged = judge_all(run, reference, ancestry, lost, chain)
+    judged = judge_all(run, reference, lost, chain)
     births = find_births(judged, run, reference, ancestry)
     found = [Found(birth, explain_birth(birth, run, reference)) for birth in births]
     return Report(found, judged)

@@ -14,7 +14,6 @@ class Kind(StrEnum):
     FORWARD = "forward"  # an input or output of a module
     LOSS = "loss"
     BACKWARD = "backward"  # the gradient of an input or output
-    SHARE = "share"  # one user's share of the gradient of an input or output
     TERM = "term"  # one module's term of a rank's gradient of a parameter
     GRADIENT = "gradient"  # of a parameter
     NORM = "norm"  # of all gradients
@@ -23,7 +22,6 @@ class Kind(StrEnum):
 
 # The results of training, and its initial weights.
 FINAL = (Kind.START, Kind.LOSS, Kind.GRADIENT, Kind.NORM, Kind.WEIGHT)
-UNGRADED = " under no_grad"  # suffix of items in calls without gradients
 
 
 class Key(NamedTuple):
@@ -33,8 +31,7 @@ class Key(NamedTuple):
         step: 0-based.
         kind: A `Kind`.
         name: The module's or the parameter's; '' is the model.
-        item: The module's tensor: 'in.0', 'in.mask', 'out'. For a term, the module that adds it;
-            for a share, the tensor and, after a blank, the module.
+        item: The module's tensor: 'in.0', 'in.mask', 'out'. For a term, the module that adds it.
         call: Number of the module's call in one forward, 0-based.
     """
 

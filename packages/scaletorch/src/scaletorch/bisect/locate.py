@@ -5,9 +5,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,10 @@ from ..verify.device import choose_where, moved, rank_device
 from ..verify.differences import score_error
 from ..verify.precision import model_precision
 from ..verify.problem import STEPS, Batch, BatchFn, ModelFn, Subject, default_batch, default_model
-from .compare import Found, Report, compare_runs
-from .comparison.births import Birth
+from .compare import Report, compare_runs
 from .comparison.runs import Run, load
-from .comparison.verdicts import BAD, INFINITE, Judged, measure
-from .keys import Key, Kind
+from .comparison.verdicts import measure
+from .keys import Key
 from .recording.descriptions import Description, describe_grid, places_of
 from .recording.tape import record
 
@@ -51,6 +50,7 @@ class PlainRun:
     # float64
     lost: Mapping[Key, float]
     steps: int  # number of recorded steps
+    dropout: bool  # whether the model has dropout, which was switched off
 
 
 def recording(folder: Path) -> problem.Watch:
@@ -68,24 +68,15 @@ def recording(folder: Path) -> problem.Watch:
     return watch
 
 
-class RankFacts(NamedTuple):
-    """The facts that a rank returns in addition to its recording."""
-
-    # names of dropout modules that drop wrong elements, each with the reason; a comparison with one
-    # process cannot show this
-    dropped: list[tuple[str, str]]
-    # margins of the tokens that went to one process's experts, since rounding would have chosen
-    # others; see `verify.expert_choices`
-    sent: list[float]
-
-
-def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> RankFacts:
+def record_case(
+    case: Case, subject: Subject, reference: str, folder: str, steps: int
+) -> list[float]:
     """Record steps of a case as one of its ranks.
 
     `reference` is a file with weights and batches. Tokens go to the experts of one process if
-    rounding would choose others.
+    rounding would choose others; returns the margins of these, see `verify.expert_choices`.
     """
-    grid, ran, device = case.grid, RankFacts([], []), rank_device(subject.device)
+    grid, sent, device = case.grid, list[float](), rank_device(subject.device)
     saved = moved(runner.load_reference(reference), device)
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
     try:
@@ -107,7 +98,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
             with record(folder, stage, describe=description, step=step) as tape:
                 for number, batch in enumerate(batches):
                     tape.batch(batch if grid.cp > 1 else _with_positions(batch), number)
-                with model_precision(dtype), runner.choosing(saved, step, ran.sent):
+                with model_precision(dtype), runner.choosing(saved, step, sent):
                     tape.put("loss", train_step(model, batches, manager, loss_fn=subject.loss))
                 tape.put_all("gradient", local_gradients(model))
                 tape.put("norm", runner.norm_of(model, manager, clips=phase.clips))
@@ -116,11 +107,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
                 tape.put_all("weight", _parameters(model))
                 for optimizer in optimizers:
                     optimizer.zero_grad()
-        if saved["dropout"]:
-            numbered = {**saved, "steps": range(steps)}
-            found = list(runner.compare_dropout(case, model, manager, numbered, subject))
-            ran.dropped.extend((e.what.partition(" ")[2], e.note) for e in found if e.failed)
-        return ran
+        return sent
     finally:
         destroy_process_group_manager()
 
@@ -210,7 +197,7 @@ def prepare(
     torch.save(moved(saved | problem.doubts(rounded, limits, dtype), "cpu"), folder / "start.pt")
     reference = load(folder / "exact")
     lost = measure(load(folder / "noise"), reference)
-    return PlainRun(str(folder / "start.pt"), reference, lost, steps)
+    return PlainRun(str(folder / "start.pt"), reference, lost, steps, saved["dropout"])
 
 
 def locate(
@@ -227,23 +214,13 @@ def locate(
     `run(case, subject, file, folder, steps, *arguments)` records on each rank.
     """
     sent_along = prepared.path, str(folder), prepared.steps, *arguments
-    ran: list[RankFacts] = pool.run(run, case, subject, *sent_along)
-    dropped = {name: why for each in ran for name, why in each.dropped}
+    margins: list[list[float]] = pool.run(run, case, subject, *sent_along)
     report = compare_runs(prepared.reference, load(folder), prepared.lost)
-    if sent := [margin for each in ran for margin in each.sent]:
+    if sent := [margin for own in margins for margin in own]:
         report.notes.append(
             f"{len(sent)} choices of experts were made as in one process, where rounding chose "
             f"others: scores that are up to {max(sent):.1e} of the largest apart"
         )
-    if report.sound and dropped:
-        births = [_drawn(name, why, case, prepared.steps) for name, why in dropped.items()]
-        births[0].others += [each.judged for each in births[1:]]
-        return replace(report, found=[Found(births[0], [])])
+    if prepared.dropout:
+        report.notes.append("dropout was off: `python -m scaletorch.verify` compares its draws")
     return report
-
-
-def _drawn(name: str, why: str, case: Case, step: int) -> Birth:
-    """Return the birth for a dropout module that drops wrong elements, see `RankFacts.dropped`."""
-    again = case.grid.tp == 1 and why.startswith("an equal input")
-    judged = Judged(Key(step, Kind.FORWARD, name, "out"), BAD, INFINITE, why=why)
-    return Birth(judged, Kind.BACKWARD if again else Kind.FORWARD, [name], [])

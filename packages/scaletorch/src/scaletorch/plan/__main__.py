@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from .tables import explained, fits, named, page, table
 
 DEFAULT = "A100-SXM-80GB"
 AXES = ("dp", "pp", "cp", "tp", "ep")
+DTYPES = ("float32", "bfloat16", "float16")
 EPILOG = """\
 `python -m scaletorch.plan calibrate --out FILE` measures this machine, for --cluster.
 Options that restrict layouts take one or more values: --tp 4 8 --recompute none full.
@@ -34,7 +35,7 @@ def main(given: Sequence[str] | None = None) -> int:
     words, prog = sys.argv[1:] if given is None else list(given), f"python -m {__package__}"
     try:
         if words[:1] == ["calibrate"]:
-            return _calibrate(_calibrating(f"{prog} calibrate").parse_args(words[1:]))
+            return _calibrate(f"{prog} calibrate", words[1:])
         return _plan(_planning(prog).parse_args(words))
     except (ScaletorchError, OSError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
@@ -45,19 +46,23 @@ def _plan(arguments: Any) -> int:
     cluster = _cluster_of(arguments)
     description = _description_of(arguments, cluster.device.kernels)
     found = plan(description, arguments.rows, cluster, options=_options_of(arguments))
-    assumed = not (arguments.device or arguments.cluster)
-    notes = [f"No --device and no --cluster: figures are those of {DEFAULT}."] * assumed
-    print(table(found, arguments.top, notes))
+    print(table(found, arguments.top))
     if arguments.top == 1:
         print(*(f"\n{explained(found, best)}" for best in found.top(1)))
     if arguments.json:
-        arguments.json.write_text(json.dumps(_content(found, notes), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(_content(found, arguments.top), indent=1) + "\n")
     if arguments.html:
-        arguments.html.write_text(page(found, arguments.top, notes), encoding="utf-8")
-    return 0 if found.fitting else 1
+        arguments.html.write_text(page(found, arguments.top), encoding="utf-8")
+    return 0 if any(fits(found, best) for best in found.top(1)) else 1
 
 
-def _calibrate(arguments: Any) -> int:
+def _calibrate(prog: str, words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog, description="Measure this machine, for --cluster.")
+    parser.add_argument("--ranks", type=_count, default=2, metavar="N", help="that will train (2)")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    parser.add_argument("--backend", default="gloo", help="of the ranks (gloo)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    arguments = parser.parse_args(words)
     import torch
 
     from .calibration import calibrate
@@ -69,15 +74,15 @@ def _calibrate(arguments: Any) -> int:
     return 0
 
 
-def _content(found: Plan, notes: Sequence[str]) -> dict[str, Any]:
+def _content(found: Plan, top: int) -> dict[str, Any]:
     return {
         "model": found.description.name, "length": found.description.length, "rows": found.rows,
         "cluster": asdict(found.cluster),
         "estimates": [
             {**asdict(each), "peak": each.peak, "fits": fits(found, each)}
-            for each in found.estimates or found.over
+            for each in found.estimates or found.top(top)
         ],
-        "refused": [(named(each), each.why) for each in found.refused], "notes": notes,
+        "refused": [(named(each), each.why) for each in found.refused],
     }  # fmt: skip
 
 
@@ -92,10 +97,12 @@ def _planning(prog: str) -> argparse.ArgumentParser:
     say("--length", type=_count, required=True, metavar="N", help="tokens of a sequence")
     say("--ranks", type=_count, required=True, metavar="N", help="how many devices")
     say("--rows", type=_count, required=True, metavar="N", help="sequences of a global batch")
-    say("--device", choices=DEVICES, metavar="NAME", help=", ".join(DEVICES))
-    say("--cluster", type=Path, metavar="FILE", help="written by `calibrate` or by hand")
+    either, named = parser.add_mutually_exclusive_group(), f"{', '.join(DEVICES)} ({DEFAULT})"
+    either.add_argument("--device", choices=DEVICES, default=DEFAULT, metavar="NAME", help=named)
+    written = "written by `calibrate` or by hand"
+    either.add_argument("--cluster", type=Path, metavar="FILE", help=written)
     say("--memory", metavar="SIZE", help="of a device, such as 80GiB; else as the device has")
-    say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
+    say("--dtype", choices=DTYPES, help="of parameters; else as the model is built")
     say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
     say("--plan", help="package.module:name of a tensor parallel plan")
     for axis in AXES:
@@ -104,20 +111,10 @@ def _planning(prog: str) -> argparse.ArgumentParser:
     say("--zero", type=int, nargs="+", choices=range(4), help="stages of ZeRO")
     say("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
     say("--schedule", nargs="+", choices=[name for name in SCHEDULES if name != "forward_only"])
-    say("--sequence-parallel", nargs="+", choices=("off", "on"))
     say("--cp-method", dest="cp_methods", nargs="+", metavar="NAME", help="as for `parallelize`")
     say("--top", type=_count, default=10, metavar="N", help="layouts in the table (10)")
     for name in ("json", "html"):
         say(f"--{name}", type=Path, metavar="FILE", help=f"write the plan as {name.upper()}")
-    return parser
-
-
-def _calibrating(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog, description="Measure this machine, for --cluster.")
-    parser.add_argument("--ranks", type=_count, default=2, metavar="N", help="that will train (2)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--backend", default="gloo", help="of the ranks (gloo)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     return parser
 
 
@@ -128,13 +125,11 @@ def _count(text: str) -> int:
 
 
 def _cluster_of(arguments: Any) -> Cluster:
-    """Return the cluster that the arguments select; without any, nodes of `DEFAULT` devices."""
-    if arguments.cluster and arguments.device:
-        raise InvalidArgumentError("--device does not combine with --cluster, which has a device")
+    """Return the cluster that the arguments select."""
     if arguments.cluster:
         cluster = read_cluster(arguments.cluster, arguments.ranks)
     else:
-        cluster = cluster_named(arguments.device or DEFAULT, arguments.ranks)
+        cluster = cluster_named(arguments.device, arguments.ranks)
     if arguments.memory is None:
         return cluster
     return replace(cluster, device=replace(cluster.device, memory=bytes_in(arguments.memory)))
@@ -146,14 +141,13 @@ def _options_of(arguments: Any) -> Options:
     found: dict[str, Any] = {name: tuple(values) for name, values in given.items() if values}
     if arguments.schedule:
         found["schedules"] = tuple((name, CHUNKS.get(name, 1)) for name in arguments.schedule)
-    if arguments.sequence_parallel:
-        found["sequence_parallel"] = tuple(each == "on" for each in arguments.sequence_parallel)
     sizes = {axis: given for axis in AXES if (given := getattr(arguments, axis))}
     return Options(**found, sizes=sizes)
 
 
 def _description_of(arguments: Any, kernels: Kernels) -> Description:
     """Return the description of the model; imports torch, which other arguments do without."""
+    from ..compose.naming import load
     from .describing import describe, usual_cuts
 
     name, build, experts = _model_named(arguments.model, arguments.dtype)
@@ -164,8 +158,8 @@ def _description_of(arguments: Any, kernels: Kernels) -> Description:
         selective=[name == "selective" for name in recompute],
     )  # fmt: skip
     return describe(
-        build, arguments.length, cuts=cuts, batch=_loaded(arguments.batch, Callable, "batch"),
-        plan=_loaded(arguments.plan, Mapping, "plan"), name=name, kernels=kernels,
+        build, arguments.length, cuts=cuts, batch=arguments.batch and load(arguments.batch),
+        plan=arguments.plan and load(arguments.plan), name=name, kernels=kernels,
     )  # fmt: skip
 
 
@@ -177,11 +171,7 @@ def _model_named(given: str, dtype: str | None) -> tuple[str, Callable[[], Any],
     from ..compose.naming import load
     from .describing import built
 
-    kind = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise InvalidArgumentError(
-            f"dtype {dtype!r} is not a floating-point dtype of torch, such as bfloat16"
-        )
+    kind = None if dtype is None else getattr(torch, dtype)
     folder = Path(given)  # with a config.json of transformers
     if (folder / "config.json").exists():
         name, make = folder.resolve().name, _of_config(folder)
@@ -219,19 +209,6 @@ def _of_config(folder: Path) -> Callable[[], Any]:
         raise InvalidArgumentError(f"{folder} has no config of transformers: {why}") from error
     config.use_cache = False  # training does not need a cache
     return lambda: transformers.AutoModelForCausalLM.from_config(config)
-
-
-def _loaded(given: str | None, kind: Any, option: str) -> Any:
-    if given is None:
-        return None
-    from ..compose.naming import load
-
-    found = load(given)
-    if not isinstance(found, kind):
-        raise InvalidArgumentError(
-            f"--{option} {given} must name a {kind.__name__}, got a {type(found).__name__}"
-        )
-    return found
 
 
 if __name__ == "__main__":

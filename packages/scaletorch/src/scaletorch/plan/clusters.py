@@ -277,9 +277,8 @@ def read_bench(path: Path) -> Link:
 
 def _json_of(path: Path) -> Any:
     try:
-        content = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except OSError as error:
         raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise InvalidArgumentError(f"{path} is not JSON: {error}") from None
-    return content

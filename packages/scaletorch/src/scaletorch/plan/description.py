@@ -8,7 +8,7 @@ them. Equal blocks share a kind. The work and memory of a kind on a rank are mea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 from ..dist.errors import InvalidArgumentError
@@ -184,7 +184,7 @@ class Layout:
     def cut(self) -> Cut:
         """The cut of its layers."""
         grid = self.grid
-        return cut_of(
+        return Cut(
             grid.tp, grid.cp, grid.ep, self.sequence_parallel and grid.tp > 1,
             self.cp_method if grid.cp > 1 else "", self.recompute == "selective",
         )  # fmt: skip
@@ -198,9 +198,3 @@ class Layout:
             "schedule": partial(chunked, num_chunks=self.chunks) if chunked else self.schedule,
             "cp_method": self.cp_method,
         }
-
-
-@cache
-def cut_of(tp: int, cp: int, ep: int, sequence: bool, method: str, selective: bool) -> Cut:
-    """Return a cut; equal arguments give the same object, which makes dict look-ups fast."""
-    return Cut(tp, cp, ep, sequence, method, selective)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
-from itertools import count, islice, product
+from itertools import islice, product, tee
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid, count_communicators, legal_layouts
@@ -25,8 +24,6 @@ class Options:
     """The choices of a search; the first value of each is preferred, unless all are tried.
 
     Attributes:
-        sequence_parallel: If tp is above 1, the first value that the model supports is taken;
-            sequence shards send as many bytes and keep less.
         recompute: Later values only if memory requires them; "selective" only for models described
             with it (`usual_cuts(selective=...)`).
         zero: Later values only if memory requires them; 0 if no other rank has the same
@@ -38,7 +35,6 @@ class Options:
         sizes: Allowed sizes by axis: "dp", "pp", "cp", "tp" and "ep".
     """
 
-    sequence_parallel: tuple[bool, ...] = (True, False)
     recompute: tuple[Recompute, ...] = ("none", "full")
     zero: tuple[int, ...] = (1, 2)
     schedules: tuple[tuple[str, int], ...] = (
@@ -114,76 +110,73 @@ def _zeros(grid: Grid, options: Options) -> list[int]:
 
 
 def _cuts(description: Description, grid: Grid, options: Options) -> Iterator[tuple[bool, str]]:
-    """Yield each cp method with the sequence parallelism that the model supports."""
+    """Yield each cp method with sequence parallelism if tp is above 1 and the model supports it.
+
+    Sequence shards send as many bytes and keep less.
+    """
     methods = options.cp_methods if grid.cp > 1 else options.cp_methods[:1]
     why, found = "", False
     for method in methods:
-        for sequence in options.sequence_parallel if grid.tp > 1 else (False,):
+        for sequence in (True, False) if grid.tp > 1 else (False,):
             again = options.recompute[0] == "selective"
             cut = Cut(grid.tp, grid.cp, grid.ep, sequence, method if grid.cp > 1 else "", again)
             if cut in description.cuts:
                 yield sequence, method
                 found = True
                 break
-            why = why or description.refused.get(cut, "")
+            why = description.refused.get(cut, why)
     if not found:
         sizes = f"tp {grid.tp}, cp {grid.cp}" + (f", ep {grid.ep}" if grid.ep > 1 else "")
         raise InvalidArgumentError(why or f"{description.name} is not described for {sizes}")
 
 
 class Plan:
-    """The layouts of a job: a `description`, its `rows` over all ranks, and a `cluster`."""
+    """The layouts of a job: a `description`, its `rows` over all ranks, and a `cluster`.
+
+    `legal` has the layouts to try, each with the first `zero` and `recompute` values, and `illegal`
+    the refused grids.
+    """
 
     def __init__(
         self, description: Description, rows: int, cluster: Cluster, options: Options,
         optimizer: Optimizer | None,
     ) -> None:  # fmt: skip
         self.description, self.rows, self.cluster = description, rows, cluster
-        self._facts = Facts(description, optimizer)
+        self.legal, self.illegal = legal(description, rows, cluster.ranks, options)
+        self._options, self._facts = options, Facts(description, optimizer)
         self._steps = Steps(description, cluster, self._facts)
         size = cluster.device.group_memory
         self._communicators = cache(lambda grid: size and size * count_communicators(grid))
+        self._fitting = cache(self._fit)
         self._peak = cache(
             lambda layout: peak(self._facts, layout) + self._communicators(layout.grid)
         )
-        self._search, self._found = self._in_order(), list[Estimate]()
-        self._options, self._fitted = options, cache(self._fit)
-        self._legal, self._illegal = legal(description, rows, cluster.ranks, options)
+        self._search: Iterator[Estimate] = self._in_order()
 
-    def _fit(self, layout: Layout) -> tuple[list[Layout], list[Layout]]:
-        """Return the variants of a layout that fit with the least savings, and all variants."""
-        room = self.cluster.device.memory - self._communicators(layout.grid)
-        enough: list[tuple[int, int]] = []
-        fitting: list[Layout] = []
-        tried: list[Layout] = []
+    def _variants(self, layout: Layout) -> list[tuple[int, int, Layout]]:
+        """Return a layout with all savings, fewest first, with the indices of its options."""
         zeros, recompute = _zeros(layout.grid, self._options), self._options.recompute
         steps = product(range(len(recompute)), range(len(zeros)))
-        for first, second in sorted(steps, key=lambda step: (sum(step), step)):
-            if any(a <= first and b <= second for a, b in enough):  # fewer savings fit already
-                continue
-            variant = replace(layout, recompute=recompute[first], zero=zeros[second])
-            if variant.cut not in self.description.cuts:  # not described with this recomputation
-                continue
-            tried.append(variant)
-            if peak(self._facts, variant, room) <= room:
-                fitting.append(variant)
-                enough.append((first, second))
-        return fitting, tried
+        found = [
+            (first, second, replace(layout, recompute=recompute[first], zero=zeros[second]))
+            for first, second in sorted(steps, key=lambda step: (sum(step), step))
+        ]  # not every model is described with selective recomputation
+        return [each for each in found if each[2].cut in self.description.cuts]
 
-    @cached_property
-    def fitting(self) -> list[Layout]:
-        """Layouts that fit, in no order."""
-        with _uncollected():
-            return [variant for layout in self._legal for variant in self._fitted(layout)[0]]
+    def _fit(self, layout: Layout) -> list[Layout]:
+        """Return the variants of a layout that fit with the least savings."""
+        room = self.cluster.device.memory - self._communicators(layout.grid)
+        found: list[tuple[int, int, Layout]] = []
+        for first, second, variant in self._variants(layout):
+            fewer = any(a <= first and b <= second for a, b, _ in found)  # savings fit already
+            if not fewer and peak(self._facts, variant, room) <= room:
+                found.append((first, second, variant))
+        return [variant for _, _, variant in found]
 
     def ranked(self) -> Iterator[Estimate]:
-        """Yield the estimates that fit, fastest first."""
-        for number in count():
-            if number == len(self._found):
-                self._found += islice(self._search, 1)
-            if number == len(self._found):
-                return
-            yield self._found[number]
+        """Return an iterator over the estimates that fit, fastest first; each is computed once."""
+        self._search, found = tee(self._search)
+        return found
 
     def _in_order(self) -> Iterator[Estimate]:
         """Yield the estimates that fit, fastest first, from a queue by lower bounds of times."""
@@ -191,13 +184,13 @@ class Plan:
         floor, close = -2, -1  # kind of lower bound; peak bytes follow an exact time
         queue = [
             (self._steps.floor(layout), floor, (number, 0), layout)
-            for number, layout in enumerate(self._legal)
+            for number, layout in enumerate(self.legal)
         ]
         heapify(queue)
         while queue:
             _, known, number, layout = heappop(queue)
             if known == floor:
-                for variant, own in enumerate(self._fitted(layout)[0]):
+                for variant, own in enumerate(self._fitting(layout)):
                     heappush(queue, (self._steps.least(own), close, (number[0], variant), own))
             elif known == close:
                 heappush(queue, (self._steps.step(layout), self._peak(layout), number, layout))
@@ -206,7 +199,10 @@ class Plan:
 
     def top(self, count: int) -> list[Estimate]:
         """Return the best layouts that fit, or the ones nearest to fitting if none does."""
-        return list(islice(self.ranked(), count)) or list(self.over[:count])
+        if fastest := list(islice(self.ranked(), count)):
+            return fastest
+        smallest = sorted((min(own, key=self._peak) for own in self._large), key=self._peak)
+        return [self.estimate(layout) for layout in smallest[:count]]
 
     @cached_property
     def estimates(self) -> tuple[Estimate, ...]:
@@ -214,23 +210,17 @@ class Plan:
         return tuple(self.ranked())
 
     @cached_property
-    def over(self) -> tuple[Estimate, ...]:
-        """The smallest estimate of each layout that does not fit, by increasing memory."""
-        least = (min(tried, key=self._peak) for tried in self._large)
-        return tuple(map(self.estimate, sorted(least, key=self._peak)))
-
-    @cached_property
     def _large(self) -> list[list[Layout]]:
         """All variants of each layout of which none fits."""
-        each = map(self._fitted, self._legal)
-        return [tried for fitting, tried in each if tried and not fitting]
+        large = (layout for layout in self.legal if not self._fitting(layout))
+        return [[variant for _, _, variant in self._variants(layout)] for layout in large]
 
     @cached_property
     def refused(self) -> tuple[Refused, ...]:
-        """Refused grids and layouts, and why."""
+        """Refused grids, and layouts that do not fit, and why."""
         last, room = [tried[-1] for tried in self._large], in_bytes(self.cluster.device.memory)
         why = f"does not fit in {room}, even with zero {{0.zero}} and recompute {{0.recompute}}"
-        return (*self._illegal, *(Refused(each.grid, why.format(each), each) for each in last))
+        return (*self.illegal, *(Refused(each.grid, why.format(each), each) for each in last))
 
     def estimate(self, layout: Layout) -> Estimate:
         """Return the cost of a layout.
@@ -280,19 +270,12 @@ def plan(
     Raises:
         InvalidArgumentError: No rows, no ranks, or no figure of the device for the model's dtype.
     """
-    with _uncollected():
+    collecting = gc.isenabled()
+    gc.disable()  # a search makes no reference cycles, but very many long-lived objects
+    try:
         found = Plan(description, rows, cluster, options or Options(), optimizer)
         next(found.ranked(), None)  # compute the best one now
-    return found
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Collect no garbage: a search makes no reference cycles, but very many long-lived objects."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
         if collecting:
             gc.enable()
+    return found

@@ -28,35 +28,31 @@ PAGE = """<!doctype html>
 """
 
 
-def table(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
-    """Return the plan as a table.
-
-    Args:
-        plan: The plan.
-        top: Number of layouts in the table.
-        notes: Assumptions, one sentence each.
-    """
+def table(plan: Plan, top: int = 10) -> str:
+    """Return the plan as a table of the `top` best layouts."""
     device, known = plan.cluster.device, plan.description
     memory = in_bytes(device.memory)
     head = [
         f"{known.name}: {plan.rows} rows of {known.length} tokens a step on {plan.cluster.ranks} x "
         f"{device.name}, {memory} each",
-        f"{len(plan.fitting)} layouts fit; {len(plan.refused)} are refused",
+        f"{len(plan.legal)} legal layouts; {len(plan.illegal)} grids are refused",
     ]
     ranking, foot = list[str](), list[str]()
+    refused: Sequence[Refused] = plan.illegal
     if listed := plan.top(top):
         ranking = ["", *_ranking(plan, listed)]
-        if not plan.fitting:
+        if not fits(plan, listed[0]):
+            refused = plan.refused
             cures = "take more ranks, --recompute full, --zero 3 or --micro-rows 1"
             foot.append(f"! no layout fits in {memory}: {cures}")
         low, high = in_seconds(listed[0].time.low), in_seconds(listed[0].time.high)
         foot += [f"steps are estimates: the first takes {low} to {high}", ""]
-    elif not plan.refused:
+    elif not plan.illegal:
         foot.append(
             "no layout is possible: dp x pp x cp x tp must be the number of ranks, and ep must "
             "divide dp x cp x tp and the experts"
         )
-    foot += [*_refusals(plan), *(f"note: {note}" for note in notes)]
+    foot += _refusals(refused)
     return "\n".join([*_wrapped(head), *ranking, "", *_wrapped(foot)]).rstrip()
 
 
@@ -83,17 +79,15 @@ def explained(plan: Plan, estimate: Estimate) -> str:
     return "\n".join([*lines, "", *_columns(("GiB of rank", *SORTS), rows, 1)])
 
 
-def page(plan: Plan, top: int = 10, notes: Sequence[str] = ()) -> str:
+def page(plan: Plan, top: int = 10) -> str:
     """Return a plan as an HTML page without external resources and JavaScript.
 
-    Args:
-        plan: The plan.
-        top: Number of layouts in the table; the first three are shown in full.
-        notes: Assumptions, one sentence each.
+    It has the table of the `top` best layouts, the first three in full, and the source of the
+    device's figures.
     """
     title = f"Plan for {plan.description.name} on {plan.cluster.ranks} x {plan.cluster.device.name}"
-    notes = [*notes, f"figures of the device: {plan.cluster.device.source or 'as given'}"]
-    texts = [table(plan, top, notes), *(explained(plan, e) for e in plan.top(IN_FULL))]
+    texts = [table(plan, top), *(explained(plan, e) for e in plan.top(IN_FULL))]
+    texts.append(f"figures of the device: {plan.cluster.device.source or 'as given'}")
     body = "\n".join(f"<pre>{escape(text)}</pre>" for text in texts)
     return PAGE.format(title=escape(title), body=body)
 
@@ -130,10 +124,10 @@ def _ranking(plan: Plan, listed: Sequence[Estimate]) -> Iterator[str]:
     return _columns(heads, rows, 3)
 
 
-def _refusals(plan: Plan) -> Iterator[str]:
+def _refusals(refused: Sequence[Refused]) -> Iterator[str]:
     """Yield the reasons for refusals, up to their numbers, with an example; most frequent first."""
     alike: dict[str, list[Refused]] = {}
-    for each in plan.refused:
+    for each in refused:
         alike.setdefault(re.sub(r"\d+(\.\d+)?", "0", each.why), []).append(each)
     reasons = sorted(alike.values(), key=len, reverse=True)
     for first, *others in reasons[:REASONS]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 from ..compose.naming import load, parse_layout, read_argument
 from ..dist.errors import InvalidArgumentError, ScaletorchError
@@ -18,8 +17,6 @@ from .problem import BatchFn, ModelFn, default_batch, default_mixture, default_m
 from .report import CaseResult, Report
 from .verify import verify
 
-R = TypeVar("R")
-
 ROW_DIMS = "dims of rows of entries whose shapes do not tell, as pixels=1 table=None"
 SEQUENCE_DIMS = "dims of positions of entries, which cp divides, as latents=1"
 LOSS = "package.module:function of an output and a micro-batch, as train_step's loss_fn"
@@ -28,23 +25,17 @@ LOSS = "package.module:function of an output and a micro-batch, as train_step's 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
-    parser.add_argument("--world-size", type=int, help="try every layout of so many ranks")
-    parser.add_argument(
-        "--layout",
-        nargs="+",
-        default=[],
-        help="DPxPPxCPxTP, as 2x1x2x2, 2x1x2x2-ep4 or -ep2-etp2, or dp2-tp2",
-    )
-    parser.add_argument(
-        "--ep", type=int, nargs="*", help="experts over so many ranks; every size if none is named"
-    )
+    add = parser.add_argument
+    add("--world-size", type=int, help="try every layout of so many ranks")
+    layouts = "DPxPPxCPxTP, as 2x1x2x2, 2x1x2x2-ep4 or -ep2-etp2, or dp2-tp2"
+    add("--layout", nargs="+", default=[], help=layouts)
+    add("--ep", type=int, nargs="*", help="experts over so many ranks; every size if none is named")
     add_training(parser)
-    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=KNOWN_DTYPES)
-    parser.add_argument("--every-option", action="store_true", help="cross all options' values")
+    add("--dtype", nargs="+", default=list(DTYPES), choices=KNOWN_DTYPES)
+    add("--every-option", action="store_true", help="cross all options' values")
     for name, values in OPTIONS.items():
         shown = f"values to try, of {', '.join(map(str, values))}; {values[0]} by default"
-        kind = type(values[0])
-        parser.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=kind, help=shown)
+        add(f"--{name.replace('_', '-')}", nargs="+", type=type(values[0]), help=shown)
     return parser.parse_args(arguments)
 
 
@@ -72,8 +63,8 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Sequence[str | int]]:
 
 def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[ModelFn, BatchFn]:
     """Return the model and batch functions named, or the built-in ones."""
-    experts = arguments.ep is not None or not all(grid.is_plain for grid in layouts)
-    built_in = default_mixture if experts else default_model
+    plain = getattr(arguments, "ep", None) is None and all(grid.is_plain for grid in layouts)
+    built_in = default_model if plain else default_mixture
     return (
         load(arguments.model) if arguments.model else built_in,
         load(arguments.batch) if arguments.batch else default_batch,
@@ -104,13 +95,12 @@ def run(arguments: argparse.Namespace) -> Report:
     if not layouts and arguments.world_size is None:
         raise InvalidArgumentError("pass --world-size N, or --layout DPxPPxCPxTP")
     model, batch = problem_of(arguments, layouts or every_layout(arguments.world_size))
-    numbers = count(1)
 
     def progress(result: CaseResult) -> None:
         if sys.stderr.isatty():
-            print(f"\r{next(numbers)}. {result.case}\033[K", end="", file=sys.stderr)
+            print(*result.row()[:2], file=sys.stderr)
 
-    report = verify(
+    return verify(
         model,
         batch,
         layouts=layouts or None,
@@ -121,18 +111,6 @@ def run(arguments: argparse.Namespace) -> Report:
         progress=progress,
         **training_of(arguments),
     )
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
-    return report
-
-
-def report_of(run: Callable[[argparse.Namespace], R], arguments: argparse.Namespace) -> R | None:
-    """Return a command's report; if the library raises, print the error on stderr, return None."""
-    try:
-        return run(arguments)
-    except ScaletorchError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return None
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -142,17 +120,16 @@ def main(given: Sequence[str] | None = None) -> int:
     layout that was named, or nothing but refused layouts.
     """
     arguments = parse(given)
-    report = report_of(run, arguments)
-    if report is None:
+    try:
+        report = run(arguments)
+    except ScaletorchError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    things = {name: getattr(arguments, name) for name in ("batch", "plan", "loss", "optimizer")}
-    values = {name.replace("_", "-"): getattr(arguments, name)
-              for name in ("optimizer_args", "row_dims", "sequence_dims")}  # fmt: skip
     model = arguments.model
     if model is None and arguments.ep is not None:  # the built-in model with experts
         model = problem_of(arguments, [result.case.grid for result in report.results])[0]
-    command = report.command + named({"model": model, **things}, values)
-    report = replace(report, command=command)
+    settings = {**vars(arguments), "model": model, "loss_fn": arguments.loss}
+    report = replace(report, command=report.command + named(settings))
     print(report)
     return 0 if report.passed else 1 if report.failures else 2
 

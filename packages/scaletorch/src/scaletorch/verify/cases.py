@@ -63,26 +63,19 @@ class Case:
 
     def __str__(self) -> str:
         """Return the layout, the dtype and the options that are not the default."""
-        changed = [
-            f"{name}={getattr(self, name)}"
-            for name, values in OPTIONS.items()
-            if getattr(self, name) != values[0]
-        ]
+        changed = [f"{name}={value}" for name, value in self.changed.items()]
         return " ".join([layout_name(self.grid), self.dtype, *changed])
 
     @property
-    def num_stages(self) -> int:
-        """Number of pipeline stages; some schedules have several on each rank."""
-        return SCHEDULES[self.schedule](self.grid.pp, 1).num_stages
+    def changed(self) -> dict[str, str | int]:
+        """The options that are not the default."""
+        own = {name: getattr(self, name) for name in OPTIONS}
+        return {name: value for name, value in own.items() if value != OPTIONS[name][0]}
 
     @property
     def arguments(self) -> str:
         """The command line options that repeat this case alone."""
-        options = [
-            f"--{name.replace('_', '-')} {getattr(self, name)}"
-            for name, values in OPTIONS.items()
-            if getattr(self, name) != values[0]
-        ]
+        options = [f"--{name.replace('_', '-')} {value}" for name, value in self.changed.items()]
         return " ".join([f"--layout {layout_name(self.grid)} --dtype {self.dtype}", *options])
 
 

@@ -52,17 +52,21 @@ def repeating(device: str | None, backend: str | None) -> str:
     return " ".join([f"python -m {__package__}", *words])
 
 
-def named(things: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """Return the command line options that repeat a run.
+NAMED = ("model", "batch", "plan", "loss_fn", "optimizer")  # module-level, or names of such
+VALUES = ("optimizer_args", "row_dims", "sequence_dims")  # mappings, or 'name=value' words
 
-    `things` are module-level functions or classes, or names of them; `values` are mappings or
-    'name=value' words.
-    """
-    words = [f" --{option} {name_of(each)}" for option, each in things.items() if each is not None]
-    for option, given in values.items():
-        pairs = [f"{n}={v}" for n, v in given.items()] if isinstance(given, Mapping) else given
-        words += [f" --{option} {shlex.join(pairs)}"] if pairs else []
-    return "".join(words)
+
+def named(settings: Mapping[str, Any]) -> str:
+    """Return the command line options that repeat a run with these settings of `verify`."""
+    words = ""
+    for name in NAMED:
+        if (given := settings.get(name)) is not None:
+            words += f" --{name.removesuffix('_fn')} {name_of(given)}"
+    for name in VALUES:
+        if given := settings.get(name):
+            pairs = [f"{n}={v}" for n, v in given.items()] if isinstance(given, Mapping) else given
+            words += f" --{name.replace('_', '-')} {shlex.join(pairs)}"
+    return words
 
 
 def name_of(thing: Any) -> str:

@@ -1,16 +1,12 @@
 """Comparison of tensors that should be equal, and a bound on the error that rounding explains.
 
-An addition is off by at most half an epsilon of the sum so far, up or down. Errors of both signs
-add up like a random walk: n additions of similar terms are off by about epsilon x sqrt(n) of the
-sum. Errors of consecutive computations, or training steps, add in squares. So the bound grows with
-the root of the number of additions between inputs and result (N. J. Higham, T. Mary, A new approach
-to probabilistic rounding error analysis, 2019).
+Rounding errors of both signs add up like a random walk, so the bound grows with the root of the
+number of additions between inputs and result (N. J. Higham, T. Mary, A new approach to
+probabilistic rounding error analysis, 2019).
 
-In bfloat16 such a bound would let every fault pass. Instead, a layout's rounding loss may be 1.25
-times that of one process: one process trains in bfloat16 and another in float64, from the same
-weights, and their difference is the loss. The float64 process and the ranks send tokens to the
-experts that the bfloat16 process chose, see `expert_choices`. For a single tensor this loss is
-random, so all tensors of a kind are compared together.
+In bfloat16 such a bound would let every fault pass. Instead, a layout may lose 1.25 times what one
+process loses against one in float64; both, and the ranks, use the experts that the bfloat16 process
+chose, see `expert_choices`. A single tensor's loss is random: all of a kind are compared together.
 """
 
 from __future__ import annotations
@@ -93,11 +89,6 @@ class Difference:
         if self.failed:
             return self.error / self.bound if self.error < INFINITE and self.bound > 0 else INFINITE
         return self.error / self.bound if self.bound else 0.0
-
-
-def whole(_name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor itself; a `Shard` for tensors that are not sharded."""
-    return tensor
 
 
 def compare_tensor(
@@ -197,7 +188,7 @@ def compare_tensors(
     theirs: Mapping[str, Any],
     limit: float,
     exact: Exact = None,
-    shard: Shard = whole,
+    shard: Shard = lambda _, tensor: tensor,
 ) -> Iterator[Difference]:
     """Compare this rank's tensors with the same shards of one process's, by plain names.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -48,15 +49,13 @@ def recorded(model: nn.Module, place: tuple[int, int]) -> Iterator[list[Draw]]:
     """Yield a list to which every draw of the model's dropout modules is added."""
     draws: list[Draw] = []
 
-    def note(name: str, given: Tensor, out: Tensor) -> None:
-        dropped = (out == 0) & (given != 0)
+    def note(name: str, _: nn.Module, inputs: Any, out: Tensor) -> None:
+        given = inputs[0].detach()
+        dropped = (out.detach() == 0) & (given != 0)
         digests = int(digest(given)), int(digest(dropped))
         draws.append(Draw(name, place, *digests, _tells(dropped)))
 
-    def hook(name: str) -> Any:
-        return lambda _module, inputs, out: note(name, inputs[0].detach(), out.detach())
-
-    handles = [m.register_forward_hook(hook(name)) for name, m in dropouts(model).items()]
+    handles = [m.register_forward_hook(partial(note, n)) for n, m in dropouts(model).items()]
     try:
         yield draws
     finally:

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .precision import replaced
+
 
 class Choice(NamedTuple):
     """One call of `topk`: the scores, [T, E], and whether each was chosen."""
@@ -56,29 +58,16 @@ def doubtful(choices: Sequence[Choice], limit: float) -> list[Choice]:
     return [Choice(each.scores[rows], each.chosen[rows]) for each, rows in near if rows.any()]
 
 
-NAME = "topk"
 Decide = Callable[[Choice], Tensor | None]  # a choice -> another mask to use instead, or None
 
 
 @contextmanager
-def decided(decide: Decide | None) -> Iterator[None]:
-    """Let `decide`, unless it is None, replace choices of `torch.topk` and `Tensor.topk`."""
-    if decide is None:
-        yield
-        return
+def decided(decide: Decide) -> Iterator[None]:
+    """Let `decide` replace choices of `torch.topk` and `Tensor.topk`."""
     # No torch function mode, which is off while a backward recomputes.
-    before = {place: vars(place).get(NAME) for place in (torch, Tensor)}
     asking = _asking(torch.topk, decide)
-    for place in before:
-        setattr(place, NAME, asking)
-    try:
+    with replaced(torch, topk=asking), replaced(Tensor, topk=asking):
         yield
-    finally:
-        for place, own in before.items():
-            if own is None:
-                delattr(place, NAME)  # inherited
-            else:
-                setattr(place, NAME, own)
 
 
 @contextmanager

@@ -32,17 +32,24 @@ def model_precision(dtype: torch.dtype) -> Iterator[None]:
     if dtype != torch.float64 or hasattr(Tensor.float, "__wrapped__"):  # or already replaced
         yield
         return
-    own = {name: vars(Tensor).get(name) for name in CASTS}
-    for name in CASTS:
-        setattr(Tensor, name, _keeping(getattr(Tensor, name)))
+    with replaced(Tensor, **{name: _keeping(getattr(Tensor, name)) for name in CASTS}):
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Replace attributes of a module or a class, also inherited ones."""
+    before = {name: vars(owner).get(name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        for name, method in own.items():
-            if method is None:  # inherited
-                delattr(Tensor, name)
+        for name, own in before.items():
+            if own is None:  # inherited
+                delattr(owner, name)
             else:
-                setattr(Tensor, name, method)
+                setattr(owner, name, own)
 
 
 def _keeping(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,9 +31,8 @@ STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Consecutive steps with the same optimizers."""
+    """The optimizers of consecutive steps."""
 
-    steps: int
     # returns the optimizers for given parameters
     make: Callable[[Iterable[Any]], Sequence[Optimizer]]
     clips: bool  # whether gradients are clipped to `MAX_NORM` before the optimizer step
@@ -65,23 +64,19 @@ class Chosen:
 # depends on the moments of the first.
 _ADAMW: Mapping[str, Any] = {"lr": LEARNING_RATE / 10, "eps": ADAM_EPS}
 PHASES = (
-    Phase(2, Chosen(torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}), clips=False),
-    Phase(2, Chosen(torch.optim.AdamW, _ADAMW), clips=True),
-)
+    *2 * [Phase(Chosen(torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.9}), clips=False)],
+    *2 * [Phase(Chosen(torch.optim.AdamW, _ADAMW), clips=True)],
+)  # of each step
 
 
 def phases_of(chosen: Chosen) -> tuple[Phase, ...]:
-    """Return the phases of a proof with an optimizer chosen by the user."""
-    return (Phase(STEPS, chosen, clips=False),)
+    """Return the phase of each step of a proof with an optimizer chosen by the user."""
+    return (Phase(chosen, clips=False),) * STEPS
 
 
-def phase_at(step: int, phases: Sequence[Phase] = PHASES) -> tuple[Phase, bool]:
+def phase_at(step: int, phases: Sequence[Phase]) -> tuple[Phase, bool]:
     """Return the phase of a step, 0-based, and whether the step is its first."""
-    for phase in phases:
-        if step < phase.steps:
-            return phase, step == 0
-        step -= phase.steps
-    raise IndexError(f"step {step} is beyond the {STEPS} steps of a proof")
+    return phases[step], step == 0 or phases[step] is not phases[step - 1]
 
 
 Batch = Mapping[str, Any]
@@ -101,7 +96,7 @@ class Subject:
     # tensor and expert parallel plan; None recognises the model's family
     plan: Mapping[str, Any] | None = None
     split: Split | None = None  # pipeline split; None infers it
-    phases: Sequence[Phase] = PHASES  # the optimizers
+    phases: Sequence[Phase] = PHASES  # the optimizers of each step
     device: str = "cpu"  # the kind of device that computes, such as 'cuda'
     row_dims: RowDims | None = None  # as for `shard_global_batch`
     sequence_dims: RowDims | None = None  # as for `shard_global_batch`
@@ -215,7 +210,7 @@ def one_process(
     model.load_state_dict(saved["state"])
     dropout.switch(model, on=False)
     steps = []
-    with decided(in_order(choices) if choices else None):
+    with decided(in_order(choices)) if choices else nullcontext():
         for number, whole in enumerate(saved["batches"]):
             batch = in_dtype(whole, TORCH_DTYPES[dtype])
             phase, first = phase_at(number, subject.phases)

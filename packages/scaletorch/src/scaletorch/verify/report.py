@@ -37,8 +37,8 @@ class CaseResult:
         return bool(self.ranks) and not any(rank.failures for rank in self.ranks)
 
     @property
-    def replayed(self) -> list[Difference]:
-        """The expert choices taken from one process, because rounding would change them."""
+    def replayed(self) -> list[float]:
+        """The margins of expert choices taken from one process, as rounding would change them."""
         return [each for rank in self.ranks for each in rank.replayed]
 
     @property
@@ -67,16 +67,14 @@ class CaseResult:
         """Describe the fault of a failed case, with the commands that repeat and bisect it."""
         if self.unjudged:
             return f"{self.case}: NOT JUDGED: {self.unjudged}"
-        lines = [f"{self.case}: FAILED"]
-        seen = set()
+        lines, found = [f"{self.case}: FAILED"], dict[tuple[str, int], Difference]()
         for failure in (f for rank in self.ranks for f in rank.failures):
-            key = (failure.what, failure.step)
-            if key not in seen:
-                seen.add(key)
-                lines.append(
-                    f"  {failure.what}, step {failure.step}, rank {failure.rank}: relative error "
-                    f"{failure.error:.3g}, bound {failure.bound:.3g}; {failure.note}"
-                )
+            found.setdefault((failure.what, failure.step), failure)
+        lines += [
+            f"  {f.what}, step {f.step}, rank {f.rank}: relative error {f.error:.3g}, bound "
+            f"{f.bound:.3g}; {f.note}"
+            for f in found.values()
+        ]
         if self.error:
             lines += [f"  {line}" for line in self.error.splitlines()]
         lines.append(f"  repeat it: {command} {self.case.arguments}")
@@ -142,18 +140,14 @@ class Report:
         refused = f" ({len(self.refusals)} refused)" if self.refusals else ""
         tensors = sum(rank.compared for result in self.results for rank in result.ranks)
         seconds = sum(result.seconds for result in self.results)
-        return (
+        words = [
             f"{passed} of {judged} cases train like one process{self.where}{refused}: {tensors} "
-            f"comparisons in {seconds:.0f} s; bound = machine epsilon x {ROOM:g} x root of "
-            f"({self.chain} additions x step){self._lost()}"
-        )
-
-    def _lost(self) -> str:
-        """Describe the bfloat16 bound, and count the cases that took experts from one process."""
-        low = any(result.case.dtype == LOW for result in self.results)
-        sent = sum(bool(result.replayed) for result in self.results)
-        return (
-            f"; in {LOW} {FACTOR} x what one process loses" * low
-            + f"; experts chosen as in one process, where rounding chose others, in {sent} cases"
-            * bool(sent)
-        )
+            f"comparisons in {seconds:.0f} s",
+            f"bound = machine epsilon x {ROOM:g} x root of ({self.chain} additions x step)",
+        ]
+        if any(result.case.dtype == LOW for result in self.results):
+            words.append(f"in {LOW} {FACTOR} x what one process loses")
+        if sent := sum(bool(result.replayed) for result in self.results):
+            chosen = "experts chosen as in one process, where rounding chose others"
+            words.append(f"{chosen}, in {sent} cases")
+        return "; ".join(words)

@@ -51,7 +51,6 @@ from .precision import full_precision, model_precision
 from .problem import MAX_NORM, TORCH_DTYPES, Phase, Subject, phase_at
 
 SHOWN = 3  # failures that a rank reports
-REPLAYED = "routing"  # name of the difference that reports replayed choices
 RECOMPUTE: Mapping[str, bool | str] = {
     "none": False, "layers": True, "selective": "selective", "offload": "offload",
 }  # fmt: skip
@@ -70,20 +69,19 @@ class RankReport:
     worst: Difference  # the comparison nearest to its bound, or furthest beyond it
     # differences that rounding does not explain, the first and largest `SHOWN` of them
     failures: list[Difference]
-    # one entry for each step in which tokens were sent to one process's experts, since rounding
-    # would have chosen others
-    replayed: list[Difference] = field(default_factory=list)
+    # the margins of tokens sent to one process's experts, since rounding would have chosen others
+    replayed: list[float] = field(default_factory=list)
 
 
 def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
     """Train as one rank of `case` and compare every step with the `reference` file's."""
-    grid = case.grid
+    grid, sent = case.grid, list[float]()
     device = rank_device(subject.device)
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
     try:
         saved = moved(load_reference(reference), device)
         with full_precision(subject.device):
-            found = list(compare_case(case, subject, saved, manager))
+            found = list(compare_case(case, subject, saved, manager, sent))
     finally:
         destroy_process_group_manager()
     found = [replace(difference, rank=get_rank()) for difference in found]
@@ -92,10 +90,8 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
         (difference for difference in found if difference.failed),
         key=lambda difference: (difference.step, difference.what != "loss", -difference.severity),
     )
-    again = [difference for difference in found if difference.what == REPLAYED]
-    found = [difference for difference in found if difference.what != REPLAYED]
     worst = max(found, key=lambda difference: difference.severity)
-    return RankReport(len(found), worst, failures[:SHOWN], again)
+    return RankReport(len(found), worst, failures[:SHOWN], sent)
 
 
 @functools.lru_cache(maxsize=8)
@@ -106,9 +102,13 @@ def load_reference(path: str) -> Mapping[str, Any]:
 
 
 def compare_case(
-    case: Case, subject: Subject, saved: Mapping[str, Any], manager: ProcessGroupManager
-) -> Iterator[Difference]:
-    """Build the model, and compare its initial weights, its training and its dropout."""
+    case: Case, subject: Subject, saved: Mapping[str, Any], manager: ProcessGroupManager,
+    sent: list[float],
+) -> Iterator[Difference]:  # fmt: skip
+    """Build the model, and compare its initial weights, its training and its dropout.
+
+    `sent` gets the margins of tokens that are sent to one process's experts.
+    """
     device = next(x.device for x in saved["batches"][0].values() if isinstance(x, Tensor))
     model = subject.model(case.dtype, device)
     whole, shard = {"weights": saved["state"]}, own_shard(model)
@@ -118,24 +118,13 @@ def compare_case(
         parallel = build(case, model, subject, manager)
         divide(case, subject, saved["batches"][0], parallel)
     dropout.switch(parallel, on=False)
-    sound = yield from train_and_compare(case, parallel, manager, saved, subject)
+    sound = yield from train_and_compare(case, parallel, manager, saved, subject, sent)
     if sound and saved["dropout"]:
         yield from compare_dropout(case, parallel, manager, saved, subject)
 
 
 class RefusedError(ScaletorchError):
-    """The library refuses a case before its first step is done.
-
-    `heard` is True if another rank found the reason and reported it.
-    """
-
-    def __init__(self, heard: bool, words: str) -> None:
-        super().__init__(heard, words)
-        self.heard, self.words = heard, words
-
-    def __str__(self) -> str:
-        """Return the library's message."""
-        return self.words
+    """The library refuses a case before its first step is done."""
 
 
 @contextmanager
@@ -143,18 +132,20 @@ def refusing() -> Iterator[None]:
     """Raise a `RefusedError` in place of errors about arguments that do not work together."""
     try:
         yield
-    except (InvalidArgumentError, MismatchError) as error:
-        raise RefusedError(isinstance(error, MismatchError), str(error)) from error
+    except InvalidArgumentError as error:
+        raise RefusedError(str(error)) from error
 
 
 def refusal(error: RankFailedError, world_size: int) -> str:
     """Return the reason why all ranks refuse a case, in one line, or '' for any other error.
 
-    Mismatches alone mean that ranks disagree, which is a fault.
+    Ranks that hear of another's reason have a mismatch. Mismatches alone mean that ranks disagree,
+    which is a fault.
     """
-    found = [each for each in error.exceptions.values() if isinstance(each, RefusedError)]
-    own = [each.words for each in found if not each.heard]
-    return own[0].split("\n", 1)[0] if own and len(found) == world_size else ""
+    found = error.exceptions.values()
+    own = [str(each) for each in found if isinstance(each, RefusedError)]
+    heard = [each for each in found if isinstance(each, MismatchError)]
+    return own[0].split("\n", 1)[0] if own and len(own + heard) == world_size else ""
 
 
 def build(
@@ -197,6 +188,7 @@ def train_and_compare(
     manager: ProcessGroupManager,
     saved: Mapping[str, Any],
     subject: Subject,
+    sent: list[float],
 ) -> Generator[Difference, None, bool]:
     """Train; compare this rank's shards after each step, and the whole weights at the end.
 
@@ -212,12 +204,10 @@ def train_and_compare(
         if first:
             with may_refuse():
                 optimizers = optimizers_of(case, phase, model)
-        sent: list[float] = []
         with may_refuse(), choosing(saved, step, sent), model_precision(dtype):
             batches = divide(case, subject, saved["batches"][step], model)
             loss = train_step(model, batches, manager, loss_fn=subject.loss)
         found = [compare_number("loss", step, loss, theirs["loss"], limit, exact)]
-        found += _replayed(sent, step, limit)
         found += compare_gradients(step, model, theirs, stages, limit, manager, exact)
         norm = norm_of(model, manager, clips=phase.clips)
         found.append(compare_number("norm", step, norm, theirs["norm"], limit, exact))
@@ -241,18 +231,7 @@ def choosing(
 ) -> AbstractContextManager[None]:
     """Choose experts as one process did in a step if rounding would not, see `by_scores`."""
     near = [Choice(*each) for each in saved["doubtful"][step]]
-    return decided(by_scores(near, saved["limits"][step], sent) if near else None)
-
-
-def _replayed(sent: Sequence[float], step: int, limit: float) -> Iterator[Difference]:
-    """Yield a difference that reports the number of replayed choices, if there are any."""
-    if sent:
-        note = (
-            f"{len(sent)} choices were made as in one process, where rounding chose other experts: "
-            f"their last score and the next are up to {max(sent):.1e} of the largest apart, and "
-            f"rounding may come to {limit:.1e}"
-        )
-        yield Difference(REPLAYED, step, 0.0, limit, note=note)
+    return decided(by_scores(near, saved["limits"][step], sent)) if near else nullcontext()
 
 
 def optimizers_of(case: Case, phase: Phase, model: DataParallelBucket) -> Sequence[Optimizer]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -110,10 +111,10 @@ def verify(
         InvalidArgumentError: No layouts, unknown options, a wrong ep, no such optimizer or device.
     """
     where, model = choose_where(device, backend), model_fn()
-    preload("torch._dynamo", *_heavy_modules(model))
-    dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+    known = {type(module).__module__ for module in model.modules()}  # some are slow to import
+    preload("torch._dynamo", *sorted(name for name in known if name.startswith("transformers.")))
     grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
-    cases = list(enumerate_cases(grids, dtypes, options or {}))
+    cases = [*enumerate_cases(grids, [dtype] if isinstance(dtype, str) else dtype, options or {})]
     chain = chain_length(model, _first(entries_for(model, batch_fn(0))))
     subject = Subject(
         locate(model_fn), plan, split, _phases(optimizer, optimizer_args, model), where.device,
@@ -123,12 +124,6 @@ def verify(
     with full_precision(where.device):
         results = [*_shown(judged, progress)]
     return Report(results, chain, layouts is not None, repeating(device, backend), where)
-
-
-def _heavy_modules(model: nn.Module) -> list[str]:
-    """Return modules that are slow to import, for the rank server to import once for all ranks."""
-    known = {type(module).__module__ for module in model.modules()}
-    return sorted(name for name in known if name.startswith("transformers."))
 
 
 def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator[CaseResult]:
@@ -167,18 +162,17 @@ def _judged(
 ) -> Iterator[CaseResult]:
     """Yield each case's result; cases whose dtype would hide faults are not run."""
     why = {case.dtype: blind(TORCH_DTYPES[case.dtype], chain, STEPS) for case in cases}
-    judged = [case for case in cases if not why[case.dtype]]
     with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
-        references = {
-            name: save_reference(Path(folder, name), subject, batch_fn, name)
+        given = {
+            name: (subject, save_reference(Path(folder, name), subject, batch_fn, name))
             for name, reason in why.items()
             if not reason
         }
-        tasks = [Task(case, run_case, (subject, references[case.dtype])) for case in judged]
+        tasks = [Task(case, run_case, given[case.dtype]) for case in cases if case.dtype in given]
         yield from run_all(tasks, timeout, backend)
     for case in cases:
-        if why[case.dtype]:
-            yield CaseResult(case, 0.0, [], unjudged=why[case.dtype])
+        if reason := why[case.dtype]:
+            yield CaseResult(case, 0.0, [], unjudged=reason)
 
 
 def save_reference(path: Path, subject: Subject, batch_fn: BatchFn, dtype: str) -> str:
@@ -202,33 +196,28 @@ def _first(entries: Mapping[str, Any]) -> Tensor:
     return next(x for x in entries.values() if isinstance(x, Tensor))
 
 
-class Ranks:
-    """Ranks for one case after another: reused while they are healthy and their number fits."""
+@contextmanager
+def reused_ranks(timeout: float, backend: str = "gloo") -> Iterator[Callable[[int], RankPool]]:
+    """Yield a function of a number of ranks that returns a pool, the last one if it is healthy."""
+    pool: RankPool | None = None
+    with ExitStack() as opened:
 
-    def __init__(self, timeout: float, backend: str = "gloo") -> None:
-        self._timeout, self._backend = timeout, backend
-        self._pool: RankPool | None = None
+        def pool_of(size: int) -> RankPool:
+            nonlocal pool
+            if pool is None or not pool.reusable or pool.world_size != size:
+                opened.close()
+                made = RankPool(size, backend=backend, timeout=timeout, seed=0)
+                pool = opened.enter_context(made)
+            return pool
 
-    def pool(self, size: int) -> RankPool:
-        """Return a pool of `size` ranks."""
-        if self._pool is None or not self._pool.reusable or self._pool.world_size != size:
-            self.__exit__()
-            self._pool = RankPool(size, backend=self._backend, timeout=self._timeout, seed=0)
-        return self._pool
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        yield pool_of
 
 
 def run_all(tasks: Iterable[Task], timeout: float, backend: str = "gloo") -> Iterator[CaseResult]:
-    """Run tasks one after another, and yield each result; ranks are reused, see `Ranks`."""
-    with Ranks(timeout, backend) as ranks:
+    """Run tasks one after another, and yield each result; ranks are reused."""
+    with reused_ranks(timeout, backend) as pool_of:
         for case, run, arguments in tasks:
-            pool, start = ranks.pool(case.grid.world_size), time.perf_counter()
+            pool, start = pool_of(case.grid.world_size), time.perf_counter()
             try:
                 reports = pool.run(run, case, *arguments)
                 yield CaseResult(case, time.perf_counter() - start, reports)
@@ -284,9 +273,5 @@ def assert_trains_alike(
     )
     if report.passed:
         return report
-    things = {"model": model, "batch": batch, "plan": settings.get("plan")}
-    things |= {"loss": settings.get("loss_fn"), "optimizer": settings.get("optimizer")}
-    names = ("optimizer_args", "row_dims", "sequence_dims")
-    values = {name.replace("_", "-"): settings.get(name) for name in names}
-    command = report.command + named(things, values)
+    command = report.command + named({**settings, "model": model, "batch": batch})
     raise AssertionError(f"{name_of(model)}\n{replace(report, command=command)}")

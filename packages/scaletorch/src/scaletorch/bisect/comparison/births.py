@@ -113,8 +113,6 @@ def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
     if key.kind == Kind.GRADIENT:
         return _blame_gradient(key, run, reference)
     forward = key._replace(kind=Kind.FORWARD)
-    if wrong := _wrong_shares(reference.first.get(forward, forward), run, reference):
-        return Kind.BACKWARD, _innermost(wrong)
     users = [
         child.name
         if child.is_output or _is_received(child, run, reference)
@@ -131,7 +129,7 @@ def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]
     terms = [k for k in reference.held if k[:3] == (key.step, Kind.TERM, name)]
     unknown = [term.item for term in terms if term not in run.held]
     wrong = [k.item for k in terms if k in run.held and not adds_up(k, run, reference)]
-    if terms and not wrong and (not unknown or _unsummed_names(key, run, reference)):
+    if terms and not wrong and not unknown:
         return SYNCHRONISATION, []
     return Kind.BACKWARD, wrong or unknown or [name.rpartition(".")[0]]
 
@@ -154,20 +152,6 @@ def _is_received(key: Key, run: Run, reference: Run) -> bool:
     """Return whether a key is a second name of a tensor in the reference, and received in `run`."""
     second = all(held.is_second_name for held in reference.held[key])
     return second and not all(held.is_second_name for held in run.held.get(key, ()))
-
-
-def _wrong_shares(first: Key, run: Run, reference: Run) -> list[str]:
-    """Return the modules that add a wrong share to the gradient of a tensor with several users."""
-    names = {k[2:] for k in (first, *(k for k, f in reference.first.items() if f == first))}
-    shares = [
-        key
-        for key in reference.held
-        if key[:2] == (first.step, Kind.SHARE)
-        and (key.name, key.item.partition(" ")[0], key.call) in names
-    ]
-    if len(shares) < 2 or not all(key in run.held for key in shares):
-        return []
-    return [key.item.partition(" ")[2] for key in shares if not adds_up(key, run, reference)]
 
 
 def _innermost(names: Sequence[str]) -> list[str]:

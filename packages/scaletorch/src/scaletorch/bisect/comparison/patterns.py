@@ -159,12 +159,8 @@ def has(subject: str) -> str:
     return f"{subject} {'has' if subject.startswith(('every rank', 'rank ')) else 'have'}"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A guess that holds."""
-
-    covers: frozenset[int]  # indices in `Case.wrong` of the pieces that it explains
-    sentence: str  # the guess in words
+# A guess that holds: the indices in `Case.wrong` of the pieces that it explains, and its sentence.
+Finding = tuple[frozenset[int], str]
 
 
 def explain(
@@ -204,15 +200,15 @@ def _guessed(case: Case) -> Iterator[str]:
     left = set(range(len(case.wrong)))
     found = [finding for guess in GUESSES if left for finding in guess(case)]
     while left:
-        best = max(found, key=lambda finding: len(finding.covers & left), default=None)
-        if best is None or not best.covers & left:
+        covers, sentence = max(found, key=lambda pair: len(pair[0] & left), default=(left, ""))
+        if not sentence or not covers & left:
             shards = [case.wrong[i] for i in sorted(left)]
             had, due = (torch.cat([getattr(s, n) for s in shards]) for n in ("had", "due"))
             by = f", by {norm(had - due) / norm(due):.4g} of their size" if norm(due) else ""
             yield f"{has(case.ranks_of(shards))} values that differ{case.where(shards)}{by}"
             return
-        yield best.sentence
-        left -= best.covers
+        yield sentence
+        left -= covers
 
 
 def _passing(case: Case, what: str, test: Callable[[Shard], bool]) -> Iterator[Finding]:
@@ -221,7 +217,7 @@ def _passing(case: Case, what: str, test: Callable[[Shard], bool]) -> Iterator[F
     if covers:
         shards = [case.wrong[i] for i in covers]
         text = f"{has(case.ranks_of(shards))} {what}{case.where(shards)}"
-        yield Finding(frozenset(covers), text)
+        yield frozenset(covers), text
 
 
 def zeros(case: Case) -> Iterator[Finding]:
@@ -279,7 +275,7 @@ def moved(case: Case) -> Iterator[Finding]:
                 found.setdefault(f"{case.plural(dim)} {what}: {moves}", []).append(i)
         for words, covers in found.items():
             ranks = case.ranks_of([case.wrong[i] for i in covers])
-            yield Finding(frozenset(covers), f"{has(ranks)} {words}")
+            yield frozenset(covers), f"{has(ranks)} {words}"
 
 
 def _sources(case: Case, shard: Shard, dim: int) -> Tensor | None:
@@ -340,7 +336,7 @@ def sums(case: Case) -> Iterator[Finding]:
                     break
         for words, right in found.items():
             covers = frozenset(i for cluster in right for i in cluster)
-            yield Finding(covers, f"{_owners(case, right, over)} {words} over {over} is missing")
+            yield covers, f"{_owners(case, right, over)} {words} over {over} is missing"
 
 
 def _clusters(case: Case) -> Iterator[tuple[str, list[list[int]]]]:

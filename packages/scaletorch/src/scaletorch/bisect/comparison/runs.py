@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
-from ..keys import UNGRADED, Key, Kind
-from ..recording.folder import Line, Recording, first_name, read
+from ..keys import Key, Kind
+from ..recording.folder import Recording, first_name, read
 from .places import Held
 
 _ORDER: Sequence[str] = tuple(Kind)
@@ -106,17 +106,15 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
     per = _calls(run, recording)
     found: list[tuple[Key, int] | None] = []
     for line in recording.lines:
-        if line.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.SHARE):
-            if calling(line) in run.uncounted:
+        if line.kind in (Kind.FORWARD, Kind.BACKWARD):
+            if line.name in run.uncounted:
                 found.append(None)
                 continue
-            micro_batch, call = divmod(line.call, per[calling(line)])
+            micro_batch, call = divmod(line.call, per[line.name])
             found.append((Key(step, line.kind, line.name, line.item, call), micro_batch))
             continue
-        first = recording.header["tied"].get(line.name, line.name)
-        name = first if line.kind == Kind.TERM else line.name
         micro_batch = line.call if line.kind == Kind.DATA else line.call // (per.get("") or 1)
-        found.append((Key(step, line.kind, name, line.item), micro_batch))
+        found.append((Key(step, line.kind, line.name, line.item), micro_batch))
     return found
 
 
@@ -125,18 +123,13 @@ def _calls(run: Run, recording: Recording) -> dict[str, int]:
     calls: Counter[str] = Counter()
     for line in recording.lines:
         if line.kind == Kind.FORWARD:
-            calls[calling(line)] = max(calls[calling(line)], line.call + 1)
+            calls[line.name] = max(calls[line.name], line.call + 1)
     several = int(recording.header["micro_batches"])
     for name, count in calls.items():
         if count % several:
             reason = f"rank {recording.rank} called it {count} times in {several} micro-batches"
             run.uncounted[name] = reason
     return {name: count // several for name, count in calls.items()}
-
-
-def calling(line: Line | Key) -> str:
-    """Return a module's name, with a suffix under no_grad, whose calls are counted separately."""
-    return line.name + UNGRADED * (UNGRADED in line.item)
 
 
 def require_comparable(ours: Run, theirs: Run) -> None:
@@ -154,6 +147,16 @@ def require_comparable(ours: Run, theirs: Run) -> None:
                 f"these runs are of different models: {ours.folder} alone has gradients of "
                 f"{only[0]}, {theirs.folder} alone of {only[1]}"
             )
+
+
+def unite_terms(run: Run, reference: Run) -> None:
+    """Give the terms of tied parameters one name, which only the reference knows.
+
+    A stage of a pipeline may hold a tied parameter under another of its names.
+    """
+    for key in [k for k in run.held if k.kind == Kind.TERM and k.step in reference.steps]:
+        if first := reference.tied(key.step).get(key.name):
+            run.held.setdefault(key._replace(name=first), []).extend(run.held.pop(key))
 
 
 def reach(start: Iterable[Key], neighbours: Callable[[Key], Iterable[Key]]) -> list[Key]:

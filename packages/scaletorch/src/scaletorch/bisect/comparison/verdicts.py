@@ -12,7 +12,7 @@ from torch import Tensor
 from ...compose.summation import ROOM, root_mean_square
 from ..keys import FINAL, Key, Kind
 from .places import Held, Piece, Sharding, assemble, in_terms, norm, pieces_of, shard_at, shardings
-from .runs import Run, calling, reach
+from .runs import Run
 
 GOOD, BAD, UNSEEN = "good", "bad", "unseen"
 MEASURED = 4.0  # a layout's rounding error may be this many times that of one process
@@ -70,19 +70,13 @@ def measure(noise: Run, reference: Run) -> dict[Key, float]:
     return found
 
 
-def judge_all(
-    run: Run,
-    reference: Run,
-    sources: Mapping[Key, list[Key]],
-    lost: Mapping[Key, float],
-    chain: int,
-) -> dict[Key, Judged]:
+def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -> dict[Key, Judged]:
     """Compare all tensors that the reference has, up to the first step with a wrong result.
 
     Bounds follow from `lost`, the rounding errors of `measure`, else from the additions (`chain`).
     """
     found: dict[Key, Judged] = {}
-    eps, rounds = coarsest(run), rounding(run, reference, sources)
+    eps = max(coarsest(run), coarsest(reference))
     # In a dtype below float64, rounding alone may choose other experts.
     chooses = eps > torch.finfo(torch.float64).eps and INFINITE in lost.values()
     for step in reference.steps:
@@ -90,9 +84,9 @@ def judge_all(
         typical = root_mean_square(h.tensor for k in gradients for h in reference.held[k])
         for key in reference.held:
             missing = key.kind == Kind.DATA and key not in run.held
-            if key.step != step or key.kind in (Kind.SHARE, Kind.TERM) or missing:
+            if key.step != step or key.kind == Kind.TERM or missing:
                 continue
-            limit = _bound(key, rounds[key], lost, eps, chain)
+            limit = _bound(key, lost, eps, chain)
             found[key] = verdict = _judge(key, run, reference, limit, typical)
             if chooses and key.kind == Kind.FORWARD and verdict.wrong and not verdict.bound:
                 why = "these are integers, and rounding alone chose others"
@@ -135,8 +129,9 @@ def meet(key: Key, run: Run, reference: Run, typical: float = 0.0) -> Pair | Non
 
 def _judge(key: Key, run: Run, reference: Run, limit: float, typical: float) -> Judged:
     theirs, ours = reference.held[key], run.held.get(key, [])
-    if reason := run.uncounted.get(calling(key)) or reference.uncounted.get(calling(key)):
-        return Judged(key, UNSEEN, why=reason)
+    uncounted = run.uncounted.get(key.name) or reference.uncounted.get(key.name)
+    if uncounted and key.kind in (Kind.FORWARD, Kind.BACKWARD):
+        return Judged(key, UNSEEN, why=uncounted)
     if not ours:
         state = BAD if key.kind in (Kind.START, Kind.GRADIENT) else UNSEEN
         return Judged(key, state, INFINITE if state == BAD else 0.0, why="no rank has it")
@@ -180,33 +175,12 @@ def _is_of_all_rows(met: Pair, ours: Sequence[Held]) -> bool:
     return divided and not any("rows" in each.name for each in met.dims)
 
 
-def _bound(key: Key, eps: float, lost: Mapping[Key, float], coarse: float, chain: int) -> float:
-    """Return the largest error that rounding explains, where its epsilon is `eps`.
-
-    `lost` is counted in `coarse`, the run's largest epsilon; a tensor's sources may be coarser.
-    """
+def _bound(key: Key, lost: Mapping[Key, float], eps: float, chain: int) -> float:
+    """Return the largest error that rounding explains; `lost` is counted in `eps`."""
     by_length = eps * ROOM * math.sqrt(chain * (key.step + 1))
-    if key not in lost or not eps:
+    if key not in lost:
         return by_length
-    floor = by_length if by_length < NEAR else coarse * ROOM
-    return max(MEASURED * lost[key] * coarse, floor)
-
-
-def rounding(run: Run, reference: Run, sources: Mapping[Key, list[Key]]) -> dict[Key, float]:
-    """Return, for each tensor, the largest epsilon among its dtypes and those of its ancestors."""
-    own = {
-        key: max(eps_of(each) for each in (*held, *run.held.get(key, ())))
-        for key, held in reference.held.items()
-    }
-    found: dict[Key, float] = {}
-    users: dict[Key, list[Key]] = {}
-    for key, parents in sources.items():
-        for source in parents:
-            users.setdefault(source, []).append(key)
-    for eps in sorted(set(own.values())):  # coarser dtypes last, since they override finer ones
-        begin = [key for key in own if own[key] == eps]
-        found |= dict.fromkeys(reach(begin, lambda key: users.get(key, ())), eps)
-    return found
+    return max(MEASURED * lost[key] * eps, by_length if by_length < NEAR else eps * ROOM)
 
 
 def coarsest(run: Run) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compose.batches import MicroBatch, rows_of_ranks
+from ...compose.batches import rows_of_ranks
 from ...compose.entries import row_count
 from ...compose.forward import pipeline_of, terms_of
 from ...dist.errors import InvalidArgumentError
@@ -121,11 +121,6 @@ def describe_grid(
         manager: The grid.
     """
     pipeline = pipeline_of(model)
-    if not isinstance(micro_batches[0], MicroBatch):
-        raise TypeError(
-            "micro_batches must be what shard_global_batch returned, got a list of "
-            f"{type(micro_batches[0]).__name__}"
-        )
     stage, cut = pipeline.module, micro_batches[0].cut
     found = Description(micro_batches=len(micro_batches))
     rows, count = row_count(cut.whole, cut.row_dims), len(micro_batches)
@@ -164,20 +159,18 @@ def places_of(stage: nn.Module) -> dict[str, Place]:
 def _divided(stage: nn.Module) -> dict[str, tuple[Mapping[str, Axis], Place]]:
     """Return, for each sharded parameter, the axis of its tp dim (if any) and its place."""
     found: dict[str, tuple[Mapping[str, Axis], Place]] = {}
-    shapes = {name: p.shape for name, p in stage.named_parameters(remove_duplicate=False)}
-    for name, cut in find_cuts(stage).items():
-        if name not in shapes:
-            continue
-        ranges = [(each.start, each.stop) for each in cut.cut.ranges[cut.layer.tp_rank]]
-        place: Place = [None] * len(shapes[name])
-        place[cut.dim] = [cut.cut.whole, *ranges]
-        found[name] = {_name(cut): Axis(cut.cut.whole, [ranges])}, place
-    for name, experts in find_expert_cuts(stage).items():
-        if name not in shapes:
-            continue
-        _, place = found.get(name, ({}, [None] * len(shapes[name])))
-        place[0] = [experts.whole, (experts.own.start, experts.own.stop)]
-        found[name] = found.get(name, ({}, place))[0], place
+    cuts, expert_cuts = find_cuts(stage), find_expert_cuts(stage)
+    for name, parameter in stage.named_parameters(remove_duplicate=False):
+        place: Place = [None] * parameter.ndim
+        axis: dict[str, Axis] = {}
+        if cut := cuts.get(name):
+            ranges = [(each.start, each.stop) for each in cut.cut.ranges[cut.layer.tp_rank]]
+            place[cut.dim] = [cut.cut.whole, *ranges]
+            axis = {_name(cut): Axis(cut.cut.whole, [ranges])}
+        if experts := expert_cuts.get(name):
+            place[0] = [experts.whole, (experts.own.start, experts.own.stop)]
+        if cut or experts:
+            found[name] = axis, place
     return found
 
 

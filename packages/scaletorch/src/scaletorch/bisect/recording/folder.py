@@ -20,7 +20,7 @@ from torch import Tensor
 from ...dist.errors import InvalidArgumentError
 
 T = TypeVar("T")
-VERSION = 4
+VERSION = 5
 _ALIGNED = 64  # bytes; any dtype can be viewed in place
 
 

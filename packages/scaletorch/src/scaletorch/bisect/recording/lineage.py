@@ -12,7 +12,7 @@ _Source = tuple[Any, ...]
 
 
 class Use(NamedTuple):
-    """The use of a parameter, or of a noted tensor's line, as input `place` of a graph node."""
+    """The use of a parameter as input `place` of a graph node."""
 
     source: Any
     node: Any
@@ -54,9 +54,9 @@ class Lineage:
             for source, line in reversed(self._hidden.pop()):
                 self._lines[source] = line
 
-    def parents(self, tensor: Tensor) -> tuple[list[Use], list[Use]]:
-        """Return the uses of the nearest noted tensors, and of leaves, in computing a tensor."""
-        lines: list[Use] = []
+    def parents(self, tensor: Tensor) -> tuple[list[int], list[Use]]:
+        """Return the lines of the nearest tensors noted, and uses of leaves, behind a tensor."""
+        lines: list[int] = []
         used: list[Use] = []
         waiting: list[Any] = [tensor.grad_fn]
         visited: set[Any] = {tensor.grad_fn}
@@ -70,7 +70,7 @@ class Lineage:
                     if line is None:
                         used.append(Use(following.variable, node, place))
                 if line is not None:
-                    lines.append(Use(line, node, place))
+                    lines.append(line)
                 elif following is not None and following not in visited:
                     visited.add(following)
                     waiting.append(following)

@@ -22,11 +22,11 @@ from torch.optim import optimizer
 from ...compose.forward import rehearses
 from ...dist import get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError
-from ...verify.precision import model_precision
-from ..keys import UNGRADED, Kind
+from ...verify.precision import model_precision, replaced
+from ..keys import Kind
 from .descriptions import Description, Place, arguments_of, description_of, local_shard, tensors_of
-from .folder import Line, Writer, first_name
-from .lineage import Lineage, Use
+from .folder import Line, Writer
+from .lineage import Lineage
 
 
 class Tape:
@@ -41,14 +41,12 @@ class Tape:
         self._parameters: dict[int, str] = {}
         self._calls: Counter[tuple[str, int]] = Counter()
         self._stack: list[str] = []
-        self._ungraded = ""  # see `keys.UNGRADED`
         self._unlinked: list[list[int]] = [[]]  # for each running call, see `_unlinked`
         self._parameters_of: dict[str, list[str]] = {}
         self._with_gradient: set[int] = set()  # lines whose gradient was recorded
         self._lineage = Lineage()
         self._recorded: set[str] = set()
         self._hooked: set[tuple[Any, int]] = set()
-        self._uses = Counter[int]({-1: 2})  # by line; -1, for parameters, always has > 1
         if model is not None:
             self._set_model(model)
 
@@ -124,10 +122,8 @@ class Tape:
         name, chunk = self._names.get(module), self._description.chunk()
         if name is None or chunk < 0 or torch._C._current_graph_task_id() != -1:
             return original(module, *args, **kw)  # without a name, or recomputed in backward
-        if not self._stack:
-            self._ungraded = "" if torch.is_grad_enabled() else UNGRADED
-        call = self._calls[name + self._ungraded, chunk]
-        self._calls[name + self._ungraded, chunk] += 1
+        call = self._calls[name, chunk]
+        self._calls[name, chunk] += 1
         for own, parameter in module._parameters.items():  # FSDP2 swaps them during a call
             self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
         with self._lineage.call():
@@ -157,7 +153,7 @@ class Tape:
         found = []
         order = sorted(tensors, key=lambda each: getattr(each[1].grad_fn, "_sequence_nr", int)())
         for item, tensor in order:
-            line = Line(Kind.FORWARD, name, item + self._ungraded, call)
+            line = Line(Kind.FORWARD, name, item, call)
             found.append((tensor, self._record_tensor(line, tensor, unlinked)))
         return found
 
@@ -185,36 +181,27 @@ class Tape:
         return number
 
     def _follow_uses(self, line: Line, tensor: Tensor) -> None:
-        """Note a tensor's sources, and hook its nodes to record its share of their gradients."""
+        """Note a tensor's sources, and hook nodes to record its term of parameters' gradients."""
         user = line.name if line.item.startswith("out") else line.inside or ""
         lines, parameters = self._lineage.parents(tensor)
-        line.parents = list(dict.fromkeys(use.source for use in lines))
+        line.parents = list(dict.fromkeys(lines))
         if not tensor.requires_grad and line.item.startswith("out"):
             line.uses += self._parameters_of.get(line.name, [])
-        for use in lines:
-            known = self._writer.lines[use.source]
-            share = Line(Kind.SHARE, known.name, f"{known.item} {user}", known.call)
-            self._hook(use, share, None)
         for use in parameters:
             if name := self._parameters.get(id(use.source)):
                 line.uses.append(name)
-                term = Line(Kind.TERM, name, user, max(self._calls["", line.stage] - 1, 0))
-                self._hook(use, term, self._description.places.get(name))
+                if (use.node, use.place) not in self._hooked:
+                    self._hooked.add((use.node, use.place))
+                    term = Line(Kind.TERM, name, user, max(self._calls["", line.stage] - 1, 0))
+                    # Not `use` itself: the node's hook would then hold the node.
+                    use.node.register_hook(partial(self._record_term, term, use.place))
 
-    def _hook(self, use: Use, line: Line, place: Place | None) -> None:
-        if (use.node, use.place) in self._hooked:
-            return
-        self._hooked.add((use.node, use.place))
-        tensor = first_name(self._writer.lines, use.source) if line.kind == Kind.SHARE else -1
-        self._uses[tensor] += 1
-        input_of_node = use.place  # not `use` itself: the node's hook would then hold the node
-
-        def arrive(gradients: tuple[Tensor | None, ...], _: Any) -> None:
-            added = gradients[input_of_node]
-            if added is not None and self._uses[tensor] > 1:  # a single use has the whole gradient
-                self._add(replace(line), added, place)
-
-        use.node.register_hook(arrive)
+    def _record_term(
+        self, term: Line, at: int, gradients: tuple[Tensor | None, ...], _: Any
+    ) -> None:
+        added = gradients[at]
+        if added is not None:
+            self._add(replace(term), added, self._description.places.get(term.name))
 
     def _release(self) -> None:
         """Drop the graph: its hooks hold this tape, a cycle that garbage collection cannot see."""
@@ -232,8 +219,7 @@ class Tape:
 
     def _add(self, line: Line, tensor: Tensor, place: Place | None = None) -> int:
         if line.kind == Kind.LOSS and tensor.requires_grad:
-            line.parents = [use.source for use in self._lineage.parents(tensor)[0]]
-            line.parents += self._unlinked[0]
+            line.parents = self._lineage.parents(tensor)[0] + self._unlinked[0]
         local, own_place, is_term = local_shard(tensor.detach())
         line.sums |= is_term
         line.place = place if own_place is None else own_place
@@ -252,8 +238,7 @@ def _unlinked(seen: Iterable[tuple[Tensor, int]]) -> list[int]:
 @contextmanager
 def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
     """Replace every call of a module by `called(original, module, *args, **kwargs)`."""
-    kind: Any = nn.Module
-    original = kind.__call__
+    original: Callable[..., Any] = nn.Module.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Compiled code is one unit, and a rehearsal does not train.
@@ -261,11 +246,8 @@ def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
             return original(self, *args, **kwargs)
         return called(original, self, *args, **kwargs)
 
-    kind.__call__ = call
-    try:
+    with replaced(nn.Module, __call__=call):
         yield
-    finally:
-        kind.__call__ = original
 
 
 @contextmanager
@@ -284,14 +266,13 @@ def _following(tape: Tape) -> Iterator[None]:
         optimizer.register_optimizer_step_pre_hook(lambda *_: tape.gradients()),
         optimizer.register_optimizer_step_post_hook(lambda *_: steps.append(None)),
     )
-    torch.nn.utils.clip_grad_norm_ = clipped
     try:
-        yield
+        with replaced(torch.nn.utils, clip_grad_norm_=clipped):
+            yield
         tape.gradients()
         if steps:
             tape.weights()
     finally:
-        torch.nn.utils.clip_grad_norm_ = clip
         for hook in hooks:
             hook.remove()
 
