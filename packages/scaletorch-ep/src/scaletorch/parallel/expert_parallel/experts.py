@@ -22,11 +22,14 @@ _STACKED = "grouped_gemm"
 
 def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     """Return the modules that a plan names, by their first names, in the model's order."""
+    for pattern, style in () if plan is None else plan.items():
+        if style != EXPERTS:
+            raise InvalidArgumentError(
+                f"the plan gives '{pattern}' the style {style!r}; the only style is {EXPERTS!r}"
+            )
     modules = dict(model.named_modules(remove_duplicate=False))
-    patterns = own_patterns(model) if plan is None else _patterns(plan)
-    chosen: dict[nn.Module, str] = {}
-    if plan is None and not patterns:
-        chosen = {module: name for name, module in _recognised(model).items()}
+    patterns = own_patterns(model) if plan is None else [*plan]
+    chosen = _recognised(model) if plan is None and not patterns else {}
     for pattern in patterns:
         names = matching(pattern, modules)
         if not names and plan is not None:
@@ -42,15 +45,12 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     return {chosen[module]: module for module in model.modules() if module in chosen}
 
 
-def _recognised(model: nn.Module) -> dict[str, nn.Module]:
+def _recognised(model: nn.Module) -> dict[nn.Module, str]:
     """Return the innermost modules with parameters called `experts`, for a model without a plan."""
-    named = ((n, m) for n, m in model.named_modules() if n.rpartition(".")[2] == EXPERTS)
-    found = {n: m for n, m in named if next(m.parameters(), None) is not None}
-    return {
-        name: module
-        for name, module in found.items()
-        if not any(other.startswith(f"{name}.") for other in found)
-    }
+    named = {m: n for n, m in model.named_modules() if n.rpartition(".")[2] == EXPERTS}
+    found = {m: n for m, n in named.items() if any(True for _ in m.parameters())}
+    names = [*found.values()]
+    return {m: n for m, n in found.items() if not any(x.startswith(f"{n}.") for x in names)}
 
 
 def own_patterns(model: nn.Module) -> list[str]:
@@ -65,15 +65,6 @@ def own_patterns(model: nn.Module) -> list[str]:
                 if style == _STACKED:  # of its stacked parameters
                     found.setdefault(f"{name}.{pattern.rpartition('.')[0]}".strip("."))
     return list(found)
-
-
-def _patterns(plan: Plan) -> list[str]:
-    for pattern, style in plan.items():
-        if style != EXPERTS:
-            raise InvalidArgumentError(
-                f"the plan gives '{pattern}' the style {style!r}; the only style is {EXPERTS!r}"
-            )
-    return list(plan)
 
 
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
