@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
 from ..pg_manager.building import refuse_generate
 from .attention import Request, attend, cast_for_autocast, check_inputs, require_method
 from .cp_comms import connect_ring, ring_of
-from .kernels import update_out_and_lse
+from .kernels.block import update_out_and_lse
 from .layouts import Layout, layout_for_length, require_name
 from .models.override import install
 from .models.settings import Settings, mark, require_unmarked
@@ -49,9 +47,8 @@ def ring_attention(
     """Attend this rank's queries to the keys and values of the whole sequence.
 
     Equals `F.scaled_dot_product_attention` of the joined shards, forward and backward; on one rank
-    it is that function. K and V travel un-expanded. Sums over keys and over ranks are kept and sent
-    in float32 at least. Under autocast the inputs are cast as that function casts them. Every rank
-    of the group must call it, and run its backward, in the same order.
+    it is that function. K and V travel un-expanded. Under autocast the inputs are cast as that
+    function casts them. Precision, the order of calls and errors are those of `attention`.
 
     Args:
         q: This rank's queries [B, H, L, D] in float16, bfloat16, float32 or float64.
@@ -65,13 +62,6 @@ def ring_attention(
 
     Returns:
         The output [B, H, L, D] for this rank's queries, in their dtype.
-
-    Raises:
-        InvalidArgumentError: Shapes, dtypes or devices that do not fit together, or another layout
-            than that of the shards.
-        MismatchError: The ranks' shapes, dtypes or options differ; raised on every rank.
-        NotInGroupError: This rank is outside `group`.
-        StateError: Several ranks, and neither a group nor a process group manager.
     """
     ring = ring_of(group)
     if ring.size == 1:
@@ -156,7 +146,7 @@ def update_rope_for_context_parallel(
     do not need it.
 
     Args:
-        cos: Table [L, D] or [B, L, D] over global positions.
+        cos: Table [..., L, D] over global positions.
         sin: Table of the same shape.
         group: The ranks; by default the manager's cp axis.
         length: Length of the whole sequence, if the tables are longer: a longer table divided by N
@@ -164,19 +154,9 @@ def update_rope_for_context_parallel(
         layout: As in `unshard_sequence`.
 
     Returns:
-        [L / N, D] or [B, L / N, D]; views if the layout is contiguous.
+        [..., L / N, D]; views if the layout is contiguous.
     """
-    if cos.shape != sin.shape or cos.ndim not in (2, 3):
-        raise InvalidArgumentError(
-            f"{describe_rank()}: cos and sin must both be [L, D] or [B, L, D], "
-            f"and are {list(cos.shape)} and {list(sin.shape)}"
-        )
-    rows = cos.shape[-2]
-    length = rows if length is None else length
-    if not 0 < length <= rows:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: length must be 1 to {rows}, the tables' rows; it is {length}"
-        )
+    length = cos.shape[-2] if length is None else length
     ring = ring_of(group)
     layout = resolve_layout(layout, ring, "update_rope_for_context_parallel")
     found = layout_for_length(layout, length, ring.size)

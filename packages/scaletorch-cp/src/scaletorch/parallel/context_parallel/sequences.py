@@ -62,14 +62,11 @@ class ShardedSequences:
                 integers (0, a, ..., length), the same for all sequences of the batch.
             group: The ranks; by default the manager's cp axis.
         """
-        if length < 1:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: sequences need a length of at least 1; it is {length}"
-            )
         self.ring = ring_of(group)
         self.layout = named_layout(layout, length, self.ring.size)
         # First positions of packed documents, and the length: (0, a, ..., length), or None.
         self.documents = None if cu_seqlens is None else read_documents(cu_seqlens, length)
+        self._all_documents: Documents = self.documents or (0, length)
 
     def shard(self, batch: Mapping[str, Any], *, shifted: bool = False) -> dict[str, Any]:
         """Return a batch with this rank's shard of every sequence in it, [B, padded length / N].
@@ -163,10 +160,6 @@ class ShardedSequences:
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Return this rank's positions, int64 [L]; those at or beyond the length are padding."""
         return self.layout.positions(self.ring.index, device)
-
-    @property
-    def _all_documents(self) -> Documents:
-        return self.documents or (0, self.layout.length)
 
     def _require_documents(self, batch: Mapping[str, Any]) -> None:
         documents = self._all_documents

@@ -51,7 +51,6 @@ def shard_sequence(
         A new tensor of length L / N along `dim`; `x` itself on one rank.
     """
     ring = ring_of(group)
-    dim = _dim(x, dim)
     found = layout_for_length(layout, x.shape[dim], ring.size)
     if ring.size == 1:
         return x
@@ -85,7 +84,6 @@ def unshard_sequence(
             or for a name all positions of the ranks.
     """
     ring = ring_of(group)
-    dim = _dim(x, dim)
     layout = resolve_layout(layout, ring, "unshard_sequence", consume=True)
     found = layout_for_shards(layout, x.shape[dim], length, ring.size)
     whole = x if ring.size == 1 else functional.gather(x, dim, ring.group)
@@ -167,15 +165,6 @@ def local_shard(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
 def _is_contiguous(layout: Layout) -> bool:
     """Return whether the concatenated shards are the padded whole in order."""
     return layout.name == "contiguous" or layout.size == 1
-
-
-def _dim(x: Tensor, dim: int) -> int:
-    """Return `dim` counted from the first one."""
-    if not -x.ndim <= dim < x.ndim:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: no sequence dim {dim} in a tensor of {list(x.shape)}"
-        )
-    return dim % x.ndim
 
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from ..masks import CAUSAL, Band
 from . import tile
 from .block import (
+    DTYPES,
     Gradients,
     Operands,
     is_plain,
@@ -38,8 +39,6 @@ from .block import (
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Rows, keys and head dim from which on the backward is faster in bfloat16.
 LARGE = 768, 256, 64

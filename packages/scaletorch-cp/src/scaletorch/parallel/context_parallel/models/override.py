@@ -29,7 +29,7 @@ from ..masks import CU_SEQLENS, Documents, read_documents
 from .settings import Settings, note_backward, refusal, settings_of
 
 _RECOMPUTING = ("torch.utils.checkpoint", "torch.autograd.function")  # run code in backward
-_MULTIHEAD = "nn.MultiheadAttention"
+REFUSED = "_scaletorch_refused"  # why a module may not be called while attention is sharded
 _MULTIHEAD_FUNCTION = F.multi_head_attention_forward
 _MULTIHEAD_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _MULTIHEAD_FORWARD = inspect.signature(nn.MultiheadAttention.forward)
@@ -37,13 +37,10 @@ _project_packed, _project = vars(F)["_in_projection_packed"], vars(F)["_in_proje
 
 
 class _Running(threading.local):
-    """The overrides that are on in this thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.overrides: list[AttentionOverride] = []
+    overrides: tuple[AttentionOverride, ...] = ()
 
 
-_running = _Running()
+_running = _Running()  # the overrides that are on in this thread, the innermost last
 
 
 def install(model: nn.Module) -> None:
@@ -120,9 +117,6 @@ class AttentionOverride(TorchFunctionMode):
             raise refusal("attn_mask must be None: use is_causal, and no padding")
         if dropout_p > 0:
             raise refusal(f"dropout_p must be 0, and is {dropout_p}")
-        heads = [x.shape[-3] for x in (query, key) if x.ndim > 2]
-        if not enable_gqa and len(set(heads)) > 1:
-            raise refusal(f"{heads[0]} query heads and {heads[1]} key heads need enable_gqa=True")
         return self.attend(query, key, value, Request(bool(is_causal), scale))
 
     def _multihead(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -145,24 +139,20 @@ class AttentionOverride(TorchFunctionMode):
 
 def _require_supported(given: Mapping[str, Any]) -> None:
     """Refuse options of `nn.MultiheadAttention` that shards cannot compute."""
-    if given["key_padding_mask"] is not None:
-        raise refusal(
-            f"{_MULTIHEAD} is given a key_padding_mask: leave it out and give padding labels of "
-            "-100 with a causal mask, or keep sequences whole"
-        )
-    if given["attn_mask"] is not None and not given["is_causal"]:
-        raise refusal(
-            f"{_MULTIHEAD} is given an attn_mask, which is of this rank's shard: also pass "
-            "is_causal=True if it is causal, otherwise keep sequences whole"
-        )
-    dropout = given["dropout_p"] if given["training"] else 0.0
-    if dropout:
-        raise refusal(f"{_MULTIHEAD} has dropout {dropout} of attention weights: set it to 0")
-    if given["add_zero_attn"] or any(given[name] is not None for name in ("bias_k", "static_k")):
-        raise refusal(
-            f"{_MULTIHEAD} adds a key without a token: build it without add_bias_kv and "
-            "add_zero_attn"
-        )
+    added = given["add_zero_attn"] or given["bias_k"] is not None or given["static_k"] is not None
+    unfit = {
+        "a key_padding_mask: give padding labels of -100 with a causal mask": (
+            given["key_padding_mask"] is not None
+        ),
+        "an attn_mask of this rank's shard: also pass is_causal=True if it is causal": (
+            given["attn_mask"] is not None and not given["is_causal"]
+        ),
+        "dropout of attention weights: set it to 0": given["training"] and given["dropout_p"],
+        "a key without a token: build it without add_bias_kv and add_zero_attn": added,
+    }
+    for what, is_given in unfit.items():
+        if is_given:
+            raise refusal(f"nn.MultiheadAttention is given {what}, or keep sequences whole")
 
 
 def _projections(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -196,6 +186,8 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
             if settings is not None and outermost:
                 _require_documents_kept(self, kwargs)
             return inner(self, *args, **kwargs)
+        if REFUSED in vars(self):
+            raise refusal(vars(self)[REFUSED])
         running = running_override(settings)
         if running is not None:
             running.position_ids = kwargs.get("position_ids", running.position_ids)
@@ -256,13 +248,13 @@ def unbound_forward(module: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def _enabled(settings: Settings, given: Mapping[str, Any]) -> Iterator[None]:
-    override = AttentionOverride(settings, given)
-    _running.overrides.append(override)
+    before, override = _running.overrides, AttentionOverride(settings, given)
+    _running.overrides = (*before, override)
     try:
         with override:
             yield
     finally:
-        _running.overrides.pop()
+        _running.overrides = before
 
 
 def _refuse_bare_function(frame: Any) -> None:

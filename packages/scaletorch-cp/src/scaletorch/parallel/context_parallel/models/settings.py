@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,19 +35,18 @@ class ActiveBatch(NamedTuple):
     documents: Documents  # (0, length) if there is one document
 
 
+@dataclass(eq=False)
 class Settings:
     """The attention settings of one model."""
 
-    def __init__(self, requested_layout: str | None, method: str, ring: Ring) -> None:
-        """Begin without an active batch."""
-        self.requested_layout = requested_layout  # a name of `LAYOUTS`, or None
-        self.method = method
-        self.ring = ring
-        self.entered: ActiveBatch | None = None  # the batch of the innermost `inside`
-        # Whether a forward without attention is refused. Only this and a rehearsal find attention
-        # that a model computes itself.
-        self.must_attend = True
-        self._backward: tuple[int, ActiveBatch | None] | None = None
+    requested_layout: str | None  # a name of `LAYOUTS`
+    method: str
+    ring: Ring
+    entered: ActiveBatch | None = None  # the batch of the innermost `inside`
+    # Whether a forward without attention is refused. Only this and a rehearsal find attention that
+    # a model computes itself.
+    must_attend: bool = True
+    _backward: tuple[int, ActiveBatch | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         """Return the settings for a copy of the model: process groups are not copied."""
