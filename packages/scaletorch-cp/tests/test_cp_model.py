@@ -273,8 +273,8 @@ def test_inside_ends_with_its_context():
     other, apart = ShardedSequences(17, group=world), nn.Sequential(model)
     with sequences.inside(apart):
         kept = model(*args)
-        with pytest.raises(StateError, match="Model runs inside other sequences already"):
-            other.inside(model).__enter__()
+        with other.inside(model), pytest.raises(InvalidArgumentError, match="has 8, of 17"):
+            model(*args)
         assert torch.equal(model(*args), kept)
         with padding():
             copy.deepcopy(model)(*args)
@@ -387,6 +387,7 @@ REFUSED = {
     "three dims": (lambda _, q: _sdpa(q[0]), "must be [B, heads, L, D]"),
     "padding": (lambda self, q: self.attend(q, key_padding_mask=q[0, ..., 0] > 0), KEYS),
     "a mask of torch's": (lambda self, q: self.attend(q, attn_mask=torch.ones(3, 3)), MASK),
+    "no batch": (lambda self, q: self.mha(*[q[0, 0]] * 3), "sequence without a batch dim"),
     "function": (
         lambda _, q: checkpoint(_sdpa, q, use_reentrant=False),
         "let it call the module around the attention",

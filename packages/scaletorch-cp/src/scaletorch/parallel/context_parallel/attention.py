@@ -183,8 +183,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request, ring: Ring) -> Ten
         q, k, v = (cast_for_autocast(x) for x in (q, k, v))
         method, call = _checked_call(q, k, v, request, ring)
         mine = signature(q, k, v, request.sinks, call, method)
-        dim = v.shape[3]
-        q, k, v = pad_head_dims(q, k, v)
+        dim, wide = v.shape[3], max(q.shape[3], v.shape[3])
+        # Fused kernels take one head dim; zeros change no score.
+        q, k, v = (x if x.shape[3] == wide else F.pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
     except Exception as error:  # of any kind: the other ranks wait in their comparison
         require_agreement((), getattr(q, "device", torch.device("cpu")), ring, error)
         raise
@@ -292,13 +293,6 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
             f"for each of the {q.shape[1]} query heads, on {q.device}; got {list(sinks.shape)} "
             f"{sinks.dtype} on {sinks.device}"
         )
-
-
-def pad_head_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad q, k and v to the larger head dim, for fused kernels; zeros change no score."""
-    dim = max(q.shape[3], v.shape[3])
-    q, k, v = (x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in (q, k, v))
-    return q, k, v
 
 
 def signature(

@@ -1,9 +1,4 @@
-"""Context parallelism: each rank holds one shard of every sequence, and attention is exact.
-
-`ring_attention` attends to the whole sequence from the ranks' shards. `apply_context_parallel`
-puts it into a model that calls `F.scaled_dot_product_attention`, or into one of transformers.
-`shard_batch` or `shard_sequence` choose the layout; all other calls follow it.
-"""
+"""Context parallelism: each rank holds one shard of every sequence, and attention is exact."""
 
 from __future__ import annotations
 
@@ -87,16 +82,15 @@ def apply_context_parallel(
 ) -> M:
     """Make every attention inside `model` attend to the whole sequence, and return the model.
 
-    That is every `F.scaled_dot_product_attention`, whose `is_causal`, `scale` and `enable_gqa`
-    keep their meaning; every `nn.MultiheadAttention`, which returns no weights; and the attention
-    of models of `transformers`, which build no mask and keep their `sliding_window`. Their argument
+    That is every `F.scaled_dot_product_attention`, with its `is_causal` and `scale`; every
+    `nn.MultiheadAttention`, which returns no weights; and the attention of models of
+    `transformers`, which build no mask and keep their `sliding_window`. Their argument
     `cu_seq_lens_q` gives the first positions of documents in the whole sequence.
 
-    In place: modules get a wrapped `forward`; class, parameters, names and `state_dict` stay.
-    Models of `transformers` get copies of their configs. Recomputation of modules is supported.
-    With one rank nothing changes, except within `ShardedSequences.inside`. Apply it after tensor,
-    before pipeline and data parallelism. Call the model with its shard of the batch and of
-    `position_ids`: see `shard_batch`.
+    In place: modules get a wrapped `forward`, and models of `transformers` copies of their configs;
+    class, parameters, names and `state_dict` stay. With one rank nothing changes, except within
+    `ShardedSequences.inside`. Apply it after tensor, before pipeline and data parallelism. Call the
+    model with its shard of the batch and of `position_ids`: see `shard_batch`.
 
     Modules of transformers that pass a state along (depthwise convolutions, linear attention) see
     whole sequences of some rows. OTHER MODULES ARE NOT CHECKED: a module that mixes or counts

@@ -6,9 +6,6 @@ rectangle of local rows and keys in which row i sees key j if `lower <= j - i <=
 within the block. All fused kernels know two bands: FULL, and CAUSAL on squares. A band without a
 lower bound is divided into a few of those. A lower bound is the far edge of a sliding window: such
 a block stays whole, for kernels that take any window.
-
-Time grows with pairs of runs × log(documents), and by about 10 µs for each document that a rank
-holds. With stripes that is nearly every document.
 """
 
 from __future__ import annotations
@@ -63,12 +60,6 @@ class Mask:
             )
         if self.documents is not None:
             _require_ascending(self.documents)
-
-    @property
-    def band(self) -> Band:
-        """The lowest and the highest visible j - i within a document."""
-        far = None if self.window is None else self.window - 1
-        return None if far is None else -far, 0 if self.causal else far
 
 
 def _require_ascending(documents: Documents) -> None:
@@ -139,12 +130,14 @@ def blocks(mask: Mask, rows: Sequence[range], keys: Sequence[range], length: int
             f"their steps are {sorted(steps)}"
         )
     documents = (0, length) if mask.documents is None else mask.documents
+    far = None if mask.window is None else mask.window - 1
+    band = None if far is None else -far, 0 if mask.causal else far
     row_runs, key_runs = _runs(rows, length), _runs(keys, length)
     return [
         block
         for row_run in row_runs
         for key_run in key_runs
-        for whole in _blocks_of_runs(mask.band, documents, row_run, key_run)
+        for whole in _blocks_of_runs(band, documents, row_run, key_run)
         for block in _split(whole)
     ]
 

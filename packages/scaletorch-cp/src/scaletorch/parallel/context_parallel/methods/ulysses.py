@@ -94,11 +94,7 @@ class _Swap:
         return results
 
     def _messages(self, heads: Sequence[Tensor], positions: Tensor) -> tuple[Messages, Messages]:
-        """Return the views that each rank of the subgroup exchanges with this one.
-
-        The first are of this rank's positions of all `heads`, by rank; the others are of all
-        `positions` of this rank's heads.
-        """
+        """Return views of each rank's `heads` here, and of all `positions` of this rank's heads."""
         own = _places(self.shards[self.ranks.index], self.whole)
         by_heads: Messages = []
         by_positions: Messages = []

@@ -33,7 +33,7 @@ REFUSED = "_scaletorch_refused"  # why a module may not be called while attentio
 _MULTIHEAD_FUNCTION = F.multi_head_attention_forward
 _MULTIHEAD_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _MULTIHEAD_FORWARD = inspect.signature(nn.MultiheadAttention.forward)
-_project_packed, _project = vars(F)["_in_projection_packed"], vars(F)["_in_projection"]
+_project_packed = vars(F)["_in_projection_packed"]
 
 
 class _Running(threading.local):
@@ -125,16 +125,13 @@ class AttentionOverride(TorchFunctionMode):
         bound.apply_defaults()
         given = bound.arguments
         _require_supported(given)
-        batched = given["query"].dim() == 3
-        heads = []
-        for x in _projections(given):  # each [L, B, E] or [L, E]
-            x = x if batched else x[:, None]
-            heads.append(x.unflatten(-1, (given["num_heads"], -1)).permute(1, 2, 0, 3))
-        q, k, v = heads
+        inputs = (given[name] for name in ("query", "key", "value"))  # each [L, B, E]
+        projected = _project_packed(*inputs, given["in_proj_weight"], given["in_proj_bias"])
+        heads = (x.unflatten(-1, (given["num_heads"], -1)) for x in projected)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in heads)
         out = self.attend(q, k, v, Request(bool(given["is_causal"])))
         out = out.permute(2, 0, 1, 3).flatten(2)
-        out = F.linear(out, given["out_proj_weight"], given["out_proj_bias"])
-        return (out if batched else out[:, 0]), None
+        return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), None
 
 
 def _require_supported(given: Mapping[str, Any]) -> None:
@@ -149,21 +146,14 @@ def _require_supported(given: Mapping[str, Any]) -> None:
         ),
         "dropout of attention weights: set it to 0": given["training"] and given["dropout_p"],
         "a key without a token: build it without add_bias_kv and add_zero_attn": added,
+        "keys of another width than its queries: build it without kdim and vdim": (
+            given["use_separate_proj_weight"]
+        ),
+        "a sequence without a batch dim: pass [B, L, E]": given["query"].dim() != 3,
     }
     for what, is_given in unfit.items():
         if is_given:
             raise refusal(f"nn.MultiheadAttention is given {what}, or keep sequences whole")
-
-
-def _projections(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return queries, keys and values, each [L, B, E] or [L, E]."""
-    inputs = [given[name] for name in ("query", "key", "value")]
-    if not given["use_separate_proj_weight"]:
-        return tuple(_project_packed(*inputs, given["in_proj_weight"], given["in_proj_bias"]))
-    weights = [given[f"{name}_proj_weight"] for name in "qkv"]
-    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
-    projected: tuple[Tensor, ...] = _project(*inputs, *weights, *biases)
-    return projected
 
 
 def running_override(settings: Settings | None = None) -> AttentionOverride | None:
@@ -202,9 +192,8 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
                 raise StateError(
                     f"context-parallel attention on {describe_rank()}: {type(self).__name__}."
                     "forward called no F.scaled_dot_product_attention, so any attention it has saw "
-                    "this rank's shard alone: select the model's 'sdpa' attention, call "
-                    "ring_attention in it, or let parallelize compare it with one process (without "
-                    "rehearse=False)"
+                    "this rank's shard alone: select the model's 'sdpa' attention, or call "
+                    "ring_attention in it (parallelize also takes models that it can rehearse)"
                 )
             note_backward(result, settings)
         return result

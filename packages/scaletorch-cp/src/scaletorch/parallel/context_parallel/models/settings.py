@@ -104,10 +104,9 @@ class Settings:
         if full and may_be_padded(self.requested_layout, self.ring):
             raise refusal(
                 "full attention would see the padding behind a sequence's end, which shards of "
-                f"this group may have. Take a length that 2 x {self.ring.size} divides "
+                f"this group may have: take a length that 2 x {self.ring.size} divides "
                 f"({self.ring.size} unless the layout is zigzag; parallelize takes "
-                "cp_layout='contiguous'), or run the model within ShardedSequences.inside, "
-                "which knows the padding"
+                "cp_layout='contiguous'), or run the model within ShardedSequences.inside"
             )
         return self._shard_layout(documents, length), documents
 
@@ -149,7 +148,7 @@ def note_shards(model: nn.Module, layouts: Sequence[Layout]) -> None:
     settings = settings_of(model)
     if settings is not None:
         for layout in layouts:
-            record_layout(layout, settings.ring, "shard_global_batch")
+            record_layout(layout, settings.ring)
         record_padding(settings.ring, any(x.padded_length > x.length for x in layouts))
 
 
@@ -191,8 +190,6 @@ def use_batch(model: nn.Module, batch: ActiveBatch, ring: Ring) -> Iterator[None
             f"{where} is not context parallel; call apply_context_parallel(model) before"
         )
     for settings in every.values():
-        if settings.entered not in (None, batch):
-            raise StateError(f"{where} runs inside other sequences already; leave those first")
         if settings.ring.ranks != ring.ranks:
             raise InvalidArgumentError(
                 f"{where} is context parallel over ranks {settings.ring.ranks}, and the sequences "

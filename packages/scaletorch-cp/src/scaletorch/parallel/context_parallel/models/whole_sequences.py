@@ -4,10 +4,7 @@ Attention reaches the positions of other ranks by their keys and values. Such a 
 the state of the rank before it, and each kind of module has another state. But it computes each row
 of a batch from that row alone. So an all-to-all around it exchanges positions for rows: each rank
 runs the module unchanged on whole sequences of its share of the rows, and a second all-to-all
-brings the results back.
-
-With fewer rows than ranks, some ranks compute rows that are not used. A layer then takes the time
-of ceil(rows / ranks) whole sequences: the same as passing a state from rank to rank.
+brings the results back. With fewer rows than ranks, some ranks compute rows that are not used.
 """
 
 from __future__ import annotations
