@@ -12,7 +12,7 @@ from dense_attention import attended, joined, random_tensors, share, visible
 
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
 from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
-from scaletorch.parallel.context_parallel import LAYOUTS, attention, choose_method
+from scaletorch.parallel.context_parallel import LAYOUTS, attention
 from scaletorch.parallel.context_parallel.cp_comms import Ring
 
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
@@ -233,23 +233,6 @@ def test_what_does_not_fit_is_refused():
         out = attention(x, x, x, method=method, group=dist.group.WORLD)
         with pytest.raises(StateError, match="no second derivatives"):
             torch.autograd.grad(out.sum(), x, create_graph=True)
-
-
-def test_the_choice_says_why():
-    def tensors(heads, kv_heads, length):
-        return torch.empty(1, heads, length, 64), torch.empty(1, kv_heads, length, 64)
-
-    assert choose_method(*tensors(8, 8, 4096), 1)[0] == "ring"
-    assert choose_method(*tensors(8, 8, 64), 4) == (
-        "all_gather", "one message for 64 positions a rank, not one for each hop",
-    )  # fmt: skip
-    assert choose_method(*tensors(8, 8, 4096), 8)[0] == "ulysses"
-    assert choose_method(*tensors(8, 2, 4096), 4)[0] == "ring"
-    assert choose_method(*tensors(8, 4, 4096), 8) == (
-        "hybrid", "it sends 26 heads of a rank's positions, a ring 56",
-    )  # fmt: skip
-    assert choose_method(*tensors(8, 4, 4096), 4)[0] == "ulysses"
-    assert choose_method(*tensors(3, 3, 4096), 8)[0] == "ring"
 
 
 def refused_on_one():

@@ -13,13 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaletorch.parallel.context_parallel import kernels
+from scaletorch.parallel.context_parallel import kernels, update_out_and_lse
 from scaletorch.parallel.context_parallel.kernels import cpu_flash, cuda, tile
-from scaletorch.parallel.context_parallel.kernels.block import (
-    Operands,
-    merge_into,
-    update_out_and_lse,
-)
+from scaletorch.parallel.context_parallel.kernels.block import Operands, merge_into
 from scaletorch.parallel.context_parallel.masks import CAUSAL, FULL
 
 BOUNDS = st.none() | st.integers(-40, 40)

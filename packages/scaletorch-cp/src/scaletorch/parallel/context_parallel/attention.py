@@ -89,6 +89,7 @@ class ContextAttention(torch.autograd.Function):
         """Return this rank's output [B, H, L, D] in q's dtype."""
         if sinks is not None:  # a copy, so that backward uses forward's values
             call = replace(call, sinks=sinks.detach().to(statistics_dtype(q.dtype), copy=True))
+        out: Tensor
         with torch.autocast(q.device.type, enabled=False):
             out, saved = method.forward(q, k, v, call)
         ctx.save_for_backward(*saved)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import exchange, get_rank, group_ranks
+from ...dist import Work, exchange, get_rank, group_ranks
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import axis_group, describe_rank
 from ..pg_manager.building import connect
-
-if TYPE_CHECKING:
-    from ...dist import Work
 
 __all__ = ["ContextCommunicate", "Ring", "ring_of"]
 

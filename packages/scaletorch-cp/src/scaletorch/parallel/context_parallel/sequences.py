@@ -102,11 +102,11 @@ class ShardedSequences:
             whole["position_ids"] = ids.expand(shape)
         if whole.get("labels") is not None and not shifted:
             whole["labels"] = _next_labels(whole["labels"], documents)
-        padded = {
-            name: self._padded(name, value) if is_sequence(name, value, shape) else value
-            for name, value in whole.items()
-        }
-        return shard_batch(padded, self.ring.group, layout=self.layout)
+        missing = self.layout.padded_length - self.layout.length
+        for name, value in whole.items():
+            if is_sequence(name, value, shape):
+                whole[name] = F.pad(value, (0, missing), value=IGNORED if name == "labels" else 0)
+        return shard_batch(whole, self.ring.group, layout=self.layout)
 
     def shard_tensor(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's shard of one whole tensor; `unshard` is the inverse.
@@ -171,10 +171,6 @@ class ShardedSequences:
                     f"documents {documents}; pass them once, as ShardedSequences(..., "
                     f"cu_seqlens={name})"
                 )
-
-    def _padded(self, name: str, value: Tensor) -> Tensor:
-        missing = self.layout.padded_length - self.layout.length
-        return F.pad(value, (0, missing), value=IGNORED if name == "labels" else 0)
 
 
 def _positions_within(documents: Documents, device: torch.device) -> Tensor:

@@ -20,13 +20,7 @@ from torch import Tensor
 
 from ..cp_comms import Ring
 from ..kernels import backward, forward
-from ..kernels.block import (
-    Gradients,
-    Operands,
-    merge_into,
-    statistics_dtype,
-    without_empty_rows,
-)
+from ..kernels.block import Gradients, Operands, merge_into, statistics_dtype, without_empty_rows
 from ..layouts import Layout
 from ..masks import Block, Mask, blocks
 

@@ -169,7 +169,7 @@ def _require_shardable(model: Any) -> None:
         raise refusal(f"{name} pools over the sequence, of which this rank has a shard")
     rope = getattr(config, "rope_parameters", None) or {}  # of the model, or of each type of layer
     each_rope = (each for each in (rope, *rope.values()) if isinstance(each, Mapping))
-    kinds = {each.get("rope_type") for each in each_rope} & _LENGTH_DEPENDENT
+    kinds = {str(each.get("rope_type")) for each in each_rope} & _LENGTH_DEPENDENT
     if kinds:
         raise refusal(
             f"{name} has rotary embeddings of type {', '.join(sorted(kinds))}, which depend on "
