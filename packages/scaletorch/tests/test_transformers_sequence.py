@@ -135,7 +135,7 @@ def test_masks_and_positions_of_a_shard_that_is_divided_again():
     model(**given, attention_mask=ones, use_cache=False)
     for odd, words in (
         ({"position_ids": torch.arange(8)[None]}, "position_ids are not those of this rank's"),
-        ({"attention_mask": ones.tril()}, "mask with padding"),
+        ({"attention_mask": ones.tril()}, "attention_mask must hold no zeros"),
     ):
         with pytest.raises(
             (InvalidArgumentError, MismatchError), match=f"{words}|cannot take part"

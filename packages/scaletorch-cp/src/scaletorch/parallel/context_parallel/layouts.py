@@ -116,10 +116,8 @@ def layout_for_shards(layout: Layout | str, shard: int, length: int | None, size
     `length` is that of the whole sequence without padding; by default that of the given layout, or
     for a name all positions of the ranks.
     """
-    if isinstance(layout, Layout):
-        found = layout
-    else:
-        found = named_layout(layout, shard * size if length is None else length, size)
+    total = shard * size if length is None else length
+    found = layout if isinstance(layout, Layout) else named_layout(layout, total, size)
     whole = found.length if length is None else length
     if (found.size, found.local_length, found.length) != (size, shard, whole):
         raise InvalidArgumentError(

@@ -64,7 +64,6 @@ class ShardedSequences:
         """
         self.ring = ring_of(group)
         self.layout = named_layout(layout, length, self.ring.size)
-        # First positions of packed documents, and the length: (0, a, ..., length), or None.
         self.documents = None if cu_seqlens is None else read_documents(cu_seqlens, length)
         self._all_documents: Documents = self.documents or (0, length)
 

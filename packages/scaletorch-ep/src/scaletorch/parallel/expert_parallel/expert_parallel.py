@@ -16,7 +16,7 @@ from ...dist.errors import InvalidArgumentError
 from ..pg_manager import axis_group, describe_rank
 from ..pg_manager.building import class_before, mark_divided
 from .exchange.routes import counts_of, ranges_of, token_group
-from .experts import ModuleExperts, Plan, find_experts, named_experts
+from .experts import ModuleExperts, Plan, find_experts, named_experts, named_tensors
 from .module import DividedExperts, Division, owner_of
 
 __all__ = ["apply_expert_parallel"]
@@ -248,8 +248,7 @@ def _divided(model: nn.Module) -> Iterator[tuple[str, DividedExperts]]:
 def _check_rows(
     model: nn.Module, tensors: Mapping[str, Tensor], cuts: Mapping[str, ExpertCut]
 ) -> None:
-    known: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False))}
-    known |= dict(model.named_buffers(remove_duplicate=False))
+    known = dict(named_tensors(model))
     for name, tensor in tensors.items():
         if name not in known:
             raise InvalidArgumentError(f"{describe_rank()}: the model has no '{name}'")

@@ -49,8 +49,8 @@ def _recognised(model: nn.Module) -> dict[nn.Module, str]:
     """Return the innermost modules with parameters called `experts`, for a model without a plan."""
     named = {m: n for n, m in model.named_modules() if n.rpartition(".")[2] == EXPERTS}
     found = {m: n for m, n in named.items() if any(True for _ in m.parameters())}
-    names = [*found.values()]
-    return {m: n for m, n in found.items() if not any(x.startswith(f"{n}.") for x in names)}
+    outer = {n for n in found.values() if any(x.startswith(f"{n}.") for x in found.values())}
+    return {m: n for m, n in found.items() if n not in outer}
 
 
 def own_patterns(model: nn.Module) -> list[str]:
@@ -87,7 +87,7 @@ def find_experts(name: str, module: nn.Module) -> ModuleExperts:
     """Return the experts of a module, or refuse one that cannot be divided."""
     _check_lists(name, module)
     _check_call(name, module)
-    tensors = dict(_tensors(module))
+    tensors = dict(named_tensors(module))
     experts = _count(name, module, tensors)
     rows = [inner for inner, each in tensors.items() if each.dim() and len(each) == experts]
     stacked = tuple(inner for inner in rows if isinstance(tensors[inner], nn.Parameter))
@@ -108,7 +108,7 @@ def find_list(module: nn.Module) -> tuple[str, int] | None:
     """
     bare = isinstance(module, _LISTS) and not _has_forward(module)
     numbers = {number for _, number in _numbers_of(module)}
-    numbers = numbers or {len(each) for _, each in _tensors(module) if each.dim() > 2}
+    numbers = numbers or {len(each) for _, each in named_tensors(module) if each.dim() > 2}
     for inner, each in module.named_modules():
         fits = isinstance(each, _LISTS) and (bare or not numbers or len(each) in numbers)
         if fits and any(True for _ in each.parameters()):
@@ -188,6 +188,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{n} {tuple(t.shape)}" for n, t in tensors.items()) or "no parameters"
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by all of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)

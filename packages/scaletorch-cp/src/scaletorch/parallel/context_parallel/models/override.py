@@ -30,7 +30,6 @@ from .settings import Settings, note_backward, refusal, settings_of
 
 _RECOMPUTING = ("torch.utils.checkpoint", "torch.autograd.function")  # run code in backward
 REFUSED = "_scaletorch_refused"  # why a module may not be called while attention is sharded
-_MULTIHEAD_FUNCTION = F.multi_head_attention_forward
 _MULTIHEAD_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _MULTIHEAD_FORWARD = inspect.signature(nn.MultiheadAttention.forward)
 _project_packed = vars(F)["_in_projection_packed"]
@@ -79,7 +78,7 @@ class AttentionOverride(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             _refuse_bare_function(sys._getframe(1))
             return self._sdpa(*args, **kwargs)
-        if func is _MULTIHEAD_FUNCTION:
+        if func is F.multi_head_attention_forward:
             return self._multihead(*args, **kwargs)
         return func(*args, **kwargs)
 
