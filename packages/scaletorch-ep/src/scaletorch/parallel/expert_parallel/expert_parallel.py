@@ -62,8 +62,7 @@ def apply_expert_parallel(
 
     Raises:
         InvalidArgumentError: The plan matches nothing, or modules with other calls; or a module has
-            fewer experts than there are ranks, has them in a list or cannot be divided. Every
-            rank gets the same error, and the model is unchanged.
+            fewer experts than ranks, has them in a list or cannot be divided. All ranks raise it.
 
     Example:
         >>> apply_expert_parallel(model, {"**.mlp.experts": "experts"}, group)
