@@ -13,8 +13,7 @@ from torch import Tensor
 from scaletorch.dist.testing import relative_error, worst
 from scaletorch.parallel.context_parallel import attention
 from scaletorch.parallel.context_parallel import kernels as table
-from scaletorch.parallel.context_parallel.kernels import Operands
-from scaletorch.parallel.context_parallel.kernels.block import Kernel
+from scaletorch.parallel.context_parallel.kernels.block import Kernel, Operands
 from scaletorch.parallel.context_parallel.masks import CAUSAL, FULL, Band
 
 from .checks import Checks, Found, Skip

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import attention, kernels
-from scaletorch.parallel.context_parallel.kernels import Operands, cuda, flex, tile
+from scaletorch.parallel.context_parallel.kernels import cuda, flex, tile
+from scaletorch.parallel.context_parallel.kernels.block import Operands
 from scaletorch.parallel.context_parallel.masks import CAUSAL, FULL
 
 CPU = torch.device("cpu")

@@ -13,15 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaletorch.parallel.context_parallel import kernels
-from scaletorch.parallel.context_parallel.kernels import (
-    Operands,
-    cpu_flash,
-    cuda,
-    merge_into,
-    tile,
-    update_out_and_lse,
-)
+from scaletorch.parallel.context_parallel import kernels, update_out_and_lse
+from scaletorch.parallel.context_parallel.kernels import cpu_flash, cuda, tile
+from scaletorch.parallel.context_parallel.kernels.block import Operands, merge_into
 from scaletorch.parallel.context_parallel.masks import CAUSAL, FULL
 
 BOUNDS = st.none() | st.integers(-40, 40)
@@ -178,11 +172,7 @@ def test_merge_is_differentiable_with_unseen_rows():
     assert lse.grad.isfinite().all()
 
 
-FUSED = {"flash": cuda.FLASH, "efficient": cuda.EFFICIENT, "cudnn": cuda.CUDNN}
-
-
-def _of(operator):
-    return cuda.fused("stand-in", operator, lambda *_: True)
+FUSED = {kernel.name: kernel for kernel in cuda.KERNELS}
 
 
 def _half(heads, kv_heads, rows, keys, device="meta"):
@@ -206,18 +196,18 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("operator", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("kernel", FUSED.values(), ids=FUSED)
 @pytest.mark.parametrize(("band", "keys"), [(FULL, 24), (CAUSAL, 40)])
-def test_fused_operators_are_asked_for_no_dropout_and_for_this_mask(operator, band, keys):
+def test_fused_operators_are_asked_for_no_dropout_and_for_this_mask(kernel, band, keys):
     """Shapes and dtypes alone: nothing is computed on meta tensors."""
     q, k, v, grad = _half(4, 2, 40, keys)
     with Recorded() as asked:
-        out, lse, *grads = _run(_of(operator), q, k, v, grad, 0.1, band)
+        out, lse, *grads = _run(kernel, q, k, v, grad, 0.1, band)
     assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     assert len(asked.calls) == 2
-    heads = 2 if operator is cuda.FLASH else 1
+    heads = 2 if kernel is cuda.FLASH else 1
     for call in asked.calls:
         assert call["dropout_p"] == 0
         assert call["is_causal"] is (band is CAUSAL)
@@ -225,22 +215,22 @@ def test_fused_operators_are_asked_for_no_dropout_and_for_this_mask(operator, ba
         assert call.get("max_q", 40) == 40
         assert call.get("max_k", keys) == keys
         assert call.get("grad_input_mask", [True, True, True, False]) == [True, True, True, False]
-        if operator is not cuda.EFFICIENT:  # the others take grouped heads as they are
+        if kernel is not cuda.EFFICIENT:  # the others take grouped heads as they are
             assert call["key"].shape[heads] == call["value"].shape[heads] == 2
 
 
-@pytest.mark.parametrize("operator", FUSED.values(), ids=FUSED)
-def test_backwards_are_given_memory_in_the_order_that_they_read(operator):
+@pytest.mark.parametrize("kernel", FUSED.values(), ids=FUSED)
+def test_backwards_are_given_memory_in_the_order_that_they_read(kernel):
     """The efficient one reads `grad_out` and `out` as [B, L, H, D], whatever their strides."""
     q, k, v, grad = _half(4, 4, 40, 40)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device="meta")
     for x in (grad, grad.mT.contiguous().mT, torch.empty(q.shape, device="meta")):
         with Recorded() as asked:
-            _of(operator).backward(Operands(x, q, k, v, out, lse), 0.1, CAUSAL)
+            kernel.backward(Operands(x, q, k, v, out, lse), 0.1, CAUSAL)
         given = asked.calls[-1]
         for tensor in (given.get("grad_out", given.get("grad_out_")), given["out"]):
             assert tensor.dtype == torch.bfloat16
-            assert (tensor if operator is cuda.FLASH else tensor.transpose(1, 2)).is_contiguous()
+            assert (tensor if kernel is cuda.FLASH else tensor.transpose(1, 2)).is_contiguous()
 
 
 class Flash:
@@ -282,24 +272,22 @@ def test_flash_is_asked_for_windows_by_its_convention(band, rows):
         assert band not in (FULL, (None, 16)) or rows == 24
         return
     with mock.patch.object(cuda, "aten", Flash()):
-        found = _run(_of(cuda.FLASH), *inputs, 0.3, band)
+        found = _run(cuda.FLASH, *inputs, 0.3, band)
     assert_close(found, dense(*inputs, 0.3, band), 1e-12)
 
 
-def _reference_operator(lse_layout):
-    """An operator on CPU with the calling convention of the fused ones."""
+def _reference_kernel(lse_layout):
+    """An operator on CPU with the calling convention of the fused ones, as a kernel."""
 
     def backward(operands, scale, band):
-        assert operands.q.shape[1] == operands.k.shape[1]
         assert operands.lse.shape == operands.q.shape[:3]
         return cpu_flash.backward(operands, scale, band)
 
     def forward(q, k, v, scale, band):
-        assert q.shape[1] == k.shape[1]
         out, lse = cpu_flash.forward(q, k, v, scale, band)
         return out, lse_layout(lse)
 
-    return cuda.Operator(forward, backward)
+    return cuda.fused("stand-in", lambda *_: True, forward, backward)
 
 
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
@@ -309,7 +297,7 @@ def _reference_operator(lse_layout):
     ids=["flash", "cudnn", "efficient"],
 )
 def test_frame_of_fused_operators(lse_layout, band):
-    kernel, inputs = _of(_reference_operator(lse_layout)), random_tensors(6, 2, 29, 29, 8)
+    kernel, inputs = _reference_kernel(lse_layout), random_tensors(6, 2, 29, 29, 8)
     assert_close(_run(kernel, *inputs, 0.3, band), dense(*inputs, 0.3, band), 1e-12)
 
 
@@ -329,12 +317,12 @@ def test_table_falls_back_to_the_tile():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [kernel.name for kernel in cuda.KERNELS[1:]])
+@pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_kernels_of_cuda(name, band):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    kernel = next(kernel for kernel in cuda.KERNELS[1:] if kernel.name == name)
+    kernel = FUSED[name]
     tensors = [x.to("cuda") for x in random_tensors(4, 2, 200, 200, 64, dtype=torch.float16)]
     if not kernel.fits(*tensors[:3], band):
         pytest.skip(f"{name} does not fit this device")

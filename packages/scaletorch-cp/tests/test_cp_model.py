@@ -273,8 +273,8 @@ def test_inside_ends_with_its_context():
     other, apart = ShardedSequences(17, group=world), nn.Sequential(model)
     with sequences.inside(apart):
         kept = model(*args)
-        with pytest.raises(StateError, match="Model runs inside other sequences already"):
-            other.inside(model).__enter__()
+        with other.inside(model), pytest.raises(InvalidArgumentError, match="has 8, of 17"):
+            model(*args)
         assert torch.equal(model(*args), kept)
         with padding():
             copy.deepcopy(model)(*args)
@@ -378,16 +378,16 @@ def _sdpa(q, k=None, **options):
 
 
 KEYS = "nn.MultiheadAttention is given a key_padding_mask"
-MASK = "nn.MultiheadAttention is given an attn_mask, which is of this rank's shard"
+MASK = "nn.MultiheadAttention is given an attn_mask of this rank's shard"
 
 REFUSED = {
     "mask": (lambda _, q: _sdpa(q, attn_mask=torch.ones(3, 3)), "attn_mask must be None"),
     "dropout": (lambda _, q: _sdpa(q, dropout_p=0.1), "dropout_p must be 0, and is 0.1"),
-    "heads": (lambda _, q: _sdpa(q, q[:, :1]), "2 query heads and 1 key heads need enable_gqa"),
     "cache": (lambda _, q: _sdpa(q[:, :, :1], q), "neither decoding with a cache nor cross"),
     "three dims": (lambda _, q: _sdpa(q[0]), "must be [B, heads, L, D]"),
     "padding": (lambda self, q: self.attend(q, key_padding_mask=q[0, ..., 0] > 0), KEYS),
     "a mask of torch's": (lambda self, q: self.attend(q, attn_mask=torch.ones(3, 3)), MASK),
+    "no batch": (lambda self, q: self.mha(*[q[0, 0]] * 3), "sequence without a batch dim"),
     "function": (
         lambda _, q: checkpoint(_sdpa, q, use_reentrant=False),
         "let it call the module around the attention",

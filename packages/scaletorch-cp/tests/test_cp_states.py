@@ -22,11 +22,10 @@ WIDTH, LENGTH = 6, 16
 class Decaying(nn.Module):
     """A causal convolution, then a decaying sum; it returns its last state too."""
 
-    def __init__(self, counts=False):
+    def __init__(self):
         super().__init__()
         self.conv1d = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=2)
         self.decay = nn.Parameter(torch.rand(WIDTH))
-        self.counts = counts
 
     def forward(self, hidden, scale=None, kept=None):
         x = self.conv1d(hidden.mT)[..., : hidden.shape[1]].mT
@@ -38,12 +37,12 @@ class Decaying(nn.Module):
         for step in x.unbind(1):
             state = state * self.decay + step
             outputs.append(state)
-        return torch.stack(outputs, 1), state.long() if self.counts else state
+        return torch.stack(outputs, 1), state
 
 
-def build(**options):
+def build():
     torch.manual_seed(5)
-    return Decaying(**options).double()
+    return Decaying().double()
 
 
 def apply(model, layout, group=None):
@@ -93,12 +92,8 @@ def test_any_rows_in_any_layout():
 
 @distributed_test(2)
 def test_what_has_no_rows_is_refused():
-    for counts, given, words in (
-        (True, torch.randn(4, 4, WIDTH).double(), "returns torch.int64"),
-        (False, torch.zeros(4, 4).double(), "without hidden states"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=words):
-            apply(build(counts=counts), "zigzag", dist.new_group())(given)
+    with pytest.raises(InvalidArgumentError, match="without hidden states"):
+        apply(build(), "zigzag", dist.new_group())(torch.zeros(4, 4).double())
 
 
 def exchanged():
@@ -109,7 +104,7 @@ def exchanged():
         hidden = torch.empty(4, 8, WIDTH, device="cuda")
         exchange = exchange_for(settings, hidden)
         rows = exchange.to_rows(hidden)
-        back = exchange.to_positions("", rows)
+        back = exchange.to_positions(rows)
     return [(tuple(x.shape), x.device.type) for x in (rows, back)]
 
 

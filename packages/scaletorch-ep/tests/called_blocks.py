@@ -1,4 +1,4 @@
-"""Blocks whose experts take hidden states of two and of three dims, and gradients to compare."""
+"""Blocks of experts, and gradients to compare."""
 
 import torch
 import torch.distributed as c10d
@@ -42,34 +42,13 @@ class StackedBlock(nn.Module):
         return x + self.experts(x, index, weights)
 
 
-class Shaped(Stacked):
-    """Takes hidden states of three dims."""
-
-    def forward(self, hidden, top_k_index, top_k_weights):
-        results = super().forward(hidden.reshape(-1, HIDDEN), top_k_index, top_k_weights)
-        return results.view(hidden.shape)
-
-
-class ShapedBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.router, self.experts = nn.Linear(HIDDEN, EXPERTS), Shaped()
-
-    def forward(self, x):
-        weights, index = self.router(x).softmax(-1).topk(TOP_K)
-        return x + self.experts(x[None], index, weights)[0]
-
-
-BLOCKS = {"stacked": StackedBlock, "shaped": ShapedBlock}
-
-
 class TwoBlocks(nn.Module):
     """Two blocks in float64, the same on every rank; the caller writes to what they return."""
 
-    def __init__(self, make):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(4)
-        self.blocks = nn.ModuleList(make() for _ in range(2))
+        self.blocks = nn.ModuleList(StackedBlock() for _ in range(2))
         self.double()
 
     def forward(self, x, recompute=False):

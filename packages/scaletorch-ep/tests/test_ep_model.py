@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as c10d
 from called_blocks import (
-    BLOCKS,
     HIDDEN,
     TOKENS,
     TOP_K,
@@ -34,8 +33,8 @@ from scaletorch.parallel.pg_manager import (
 WORLD = c10d.group.WORLD
 
 
-def Model(kind="stacked", skewed=False, frozen="nothing"):
-    model = TwoBlocks(BLOCKS[kind])
+def Model(skewed=False, frozen="nothing"):
+    model = TwoBlocks()
     for block in model.blocks:
         block.router.requires_grad_(frozen == "nothing")
         if skewed:
@@ -43,14 +42,14 @@ def Model(kind="stacked", skewed=False, frozen="nothing"):
     return model
 
 
-def _divided(sizes, kind, skewed, recompute, frozen="nothing"):
+def _divided(sizes, skewed, recompute, frozen="nothing"):
     """Return the worst difference of this rank's loss, gradients and state to one process's."""
-    rank, plain = c10d.get_rank(), Model(kind, skewed, frozen)
+    rank, plain = c10d.get_rank(), Model(skewed, frozen)
     batch = random_tokens(TOKENS).requires_grad_(frozen != "all")
     loss = plain(batch).square().sum() / TOKENS
     loss.backward()
     expected = gradients(plain)
-    model = apply_expert_parallel(Model(kind, skewed, frozen), None, WORLD)
+    model = apply_expert_parallel(Model(skewed, frozen), None, WORLD)
     own = random_tokens(TOKENS).split(sizes)[rank].requires_grad_(frozen != "all")
     mine = model(own, recompute).square().sum() / TOKENS
     mine.backward()
@@ -71,8 +70,8 @@ def _divided(sizes, kind, skewed, recompute, frozen="nothing"):
 
 
 def _all_divided(sizes):
-    cases = [*product(BLOCKS, (False, True), (False, True))]
-    cases += product(["stacked"], [True], (False, True), ("router", "all"))
+    cases = [*product((False, True), (False, True))]
+    cases += product([True], (False, True), ("router", "all"))
     return {case: _divided(sizes, *case) for case in cases}
 
 
@@ -83,10 +82,10 @@ def test_as_one_process(sizes):
             assert error <= 1e-12, case
 
 
-def _shared(tp_group, alone, kind, tokens, divided):
+def _shared(tp_group, alone, tokens, divided):
     """Two tp ranks hold the same tokens, over all ranks divided experts or whole ones."""
-    rank, plain, group = c10d.get_rank(), Model(kind), WORLD if divided else alone
-    model = apply_expert_parallel(Model(kind), None, group, tp_group=tp_group)
+    rank, plain, group = c10d.get_rank(), Model(), WORLD if divided else alone
+    model = apply_expert_parallel(Model(), None, group, tp_group=tp_group)
     whole = random_tokens(2, tokens, seed=8).requires_grad_()
     for part in whole:
         plain(part).square().sum().backward()
@@ -106,7 +105,7 @@ def _shared(tp_group, alone, kind, tokens, divided):
 def _all_shared():
     tp_group = [c10d.new_group([0, 1]), c10d.new_group([2, 3])][c10d.get_rank() // 2]
     alone = c10d.new_group([c10d.get_rank()], use_local_synchronization=True)
-    cases = [*product(BLOCKS, (7,), (True, False)), ("stacked", 5, True), ("stacked", 1, True)]
+    cases = [(7, True), (7, False), (5, True), (1, True)]
     return {case: _shared(tp_group, alone, *case) for case in cases}
 
 

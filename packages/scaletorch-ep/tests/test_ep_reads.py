@@ -12,11 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.expert_parallel import (
-    apply_expert_parallel,
-)
+from scaletorch.parallel.expert_parallel import apply_expert_parallel
 
-TOP_K, WIDTH, TOKENS = 3, 8, 7
+TOP_K, HIDDEN, WIDTH, TOKENS = 3, 16, 8, 7
 READS = {  # operations whose result the host needs, or whose size depends on values
     "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "bincount", "masked_select",
     "_unique2", "unique_dim", "unique_consecutive",
@@ -26,11 +24,11 @@ READS = {  # operations whose result the host needs, or whose size depends on va
 class Grouped(nn.Module):
     """Experts that multiply all of their rows at once, and say on the device where each ends."""
 
-    def __init__(self, hidden=16, dtype=torch.float32):
+    def __init__(self):
         super().__init__()
         self.num_experts = EXPERTS
-        shapes = (EXPERTS, hidden, WIDTH), (EXPERTS, WIDTH, hidden)
-        self.up, self.down = (nn.Parameter(torch.randn(each).to(dtype) / 3) for each in shapes)
+        shapes = (EXPERTS, HIDDEN, WIDTH), (EXPERTS, WIDTH, HIDDEN)
+        self.up, self.down = (nn.Parameter(torch.randn(each) / 3) for each in shapes)
 
     def forward(self, hidden, top_k_index, top_k_weights):
         numbers, order = top_k_index.flatten().sort()
@@ -75,12 +73,12 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _routed(hidden, dtype=torch.float32):
+def _routed():
     """Return tokens of this rank, which expert each goes to, and weights."""
     torch.manual_seed(3 + c10d.get_rank())
     index = torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices
-    weights = torch.rand(TOKENS, TOP_K).to(dtype).requires_grad_()
-    return torch.randn(TOKENS, hidden).to(dtype).requires_grad_(), index, weights
+    weights = torch.rand(TOKENS, TOP_K).requires_grad_()
+    return torch.randn(TOKENS, HIDDEN).requires_grad_(), index, weights
 
 
 def _reads():
@@ -88,8 +86,8 @@ def _reads():
     torch.manual_seed(0)
     group = c10d.group.WORLD
     experts = apply_expert_parallel(nn.ModuleDict({"experts": Grouped()}), group=group)["experts"]
-    experts(*_routed(16))  # where ranks agree
-    given = _routed(16)
+    experts(*_routed())  # where ranks agree
+    given = _routed()
     with Counted() as forward:
         results = experts(*given)
     with Counted() as backward:

@@ -119,7 +119,7 @@ CASES = {
     "replaced": (_replaced, None, "was replaced on the instance"),
     "no stack": (Looping, None, "the number of experts of 'experts' .* is one of|is unknown"),
     "two numbers": (Two, None, re.escape("is one of [4, 6]")),
-    "too few": (lambda: Experts(1), None, "has 1 experts, fewer than the 2 ranks"),
+    "too few": (lambda: Experts(1), None, "each of 2 ranks needs at least one expert, got 1"),
     "hooks": (_hooked, None, "has gradient hooks"),
 }
 
@@ -235,6 +235,8 @@ def test_experts_that_take_or_return_something_else():
             experts(torch.ones(3, 3), torch.full((3, 1), 3), torch.ones(3, 1))
     with pytest.raises(InvalidArgumentError, match="takes three tensors"):
         _divided(Experts())(torch.ones(3, 3), None, top_k_weights=torch.ones(3, 1))
+    with pytest.raises(InvalidArgumentError, match=r"hidden states \[T, H\].*got \(1, 3, 3\)"):
+        _divided(Experts())(torch.ones(1, 3, 3), torch.ones(3, 1).long(), torch.ones(3, 1))
 
 
 class OwnError(Exception):

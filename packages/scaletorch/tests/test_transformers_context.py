@@ -307,7 +307,7 @@ REFUSED = {  # a call and what is said of it; the family and its options, if it 
         "cu_seq_lens_k must equal cu_seq_lens_q",
     ),
     "end": (_calls(cu_seq_lens_q=torch.tensor([0, 12])), "end with .* 24; it ends with 12"),
-    "2-d": (_calls(cu_seq_lens_q=TOLD[None]), r"1-d tensor of integers; it is .* \[1, 5\]"),
+    "2-d": (_calls(cu_seq_lens_q=TOLD[None]), "cu_seqlens must be integers .*'list'"),
     "twice": (_inside, r"cu_seq_lens_q are \(0, 6, 24\), and the sequences .* \(0, 5, 12"),
     "restart": (_packed, "pass the documents as cu_seq_lens_q"),
     "layout": (_other_layout, "not those of this rank's zigzag shard"),

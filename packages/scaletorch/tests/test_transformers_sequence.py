@@ -9,9 +9,14 @@ import torch.nn.functional as F
 from refused_calls import require_words, words_of
 from tiny_transformers import SIZES, tiny
 
-from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.errors import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.context_parallel import ShardedSequences, apply_context_parallel
+from scaletorch.parallel.context_parallel import (
+    ShardedSequences,
+    apply_context_parallel,
+    shard_batch,
+)
+from scaletorch.parallel.pg_manager import setup_process_group_manager
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, gather_tensors
 
 transformers = pytest.importorskip("transformers")
@@ -118,6 +123,24 @@ def test_what_would_be_wrong_is_refused():
     many(input_ids=tokens(), use_cache=True, **cache)
     with pytest.raises(InvalidArgumentError, match=r"from position \d+ on.*pass use_cache=False"):
         many(input_ids=tokens(), use_cache=True, **cache)  # its keys are of two calls
+
+
+@distributed_test(world_size=4, timeout=300)
+def test_masks_and_positions_of_a_shard_that_is_divided_again():
+    manager = setup_process_group_manager(cp_size=2, tp_size=2)
+    model = apply_tensor_parallel(build("llama"), None, manager.tp_group, sequence_parallel=True)
+    apply_context_parallel(model, manager.cp_group, layout="zigzag")
+    given = shard_batch({"input_ids": tokens()}, manager.cp_group, layout="zigzag")
+    ones = torch.ones(2, 8, dtype=torch.long)
+    model(**given, attention_mask=ones, use_cache=False)
+    for odd, words in (
+        ({"position_ids": torch.arange(8)[None]}, "position_ids are not those of this rank's"),
+        ({"attention_mask": ones.tril()}, "attention_mask must hold no zeros"),
+    ):
+        with pytest.raises(
+            (InvalidArgumentError, MismatchError), match=f"{words}|cannot take part"
+        ):
+            model(**given | odd, use_cache=False)
 
 
 LENGTH = 16

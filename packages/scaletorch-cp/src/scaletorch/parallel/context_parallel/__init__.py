@@ -8,7 +8,7 @@ from .context_parallel import (
     update_rope_for_context_parallel,
 )
 from .cp_comms import ContextCommunicate
-from .kernels import update_out_and_lse
+from .kernels.block import update_out_and_lse
 from .layouts import LAYOUTS, Layout, contiguous, stripe, zigzag
 from .methods import choose_method
 from .sequences import ShardedSequences

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from numbers import Real
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,14 +29,12 @@ from ...dist.errors import InvalidArgumentError, StateError
 from ...dist.functional import spmd_local
 from ..pg_manager import describe_rank
 from .cp_comms import Ring, ring_of
-from .kernels import statistics_dtype
+from .kernels.block import DTYPES, statistics_dtype
 from .layouts import Layout, layout_for_shards
 from .masks import Mask, chunk_documents, read_documents
-from .methods import METHODS, Method, choose_method
+from .methods import METHODS, choose_method
 from .methods.call import Call, subgroups_for
 from .sharding import resolve_layout
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Signature = tuple[str, ...]  # one rank's call, as lines of text
 
@@ -84,12 +83,13 @@ class ContextAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        method: Method,
+        method: ModuleType,
         call: Call,
     ) -> Tensor:
         """Return this rank's output [B, H, L, D] in q's dtype."""
         if sinks is not None:  # a copy, so that backward uses forward's values
             call = replace(call, sinks=sinks.detach().to(statistics_dtype(q.dtype), copy=True))
+        out: Tensor
         with torch.autocast(q.device.type, enabled=False):
             out, saved = method.forward(q, k, v, call)
         ctx.save_for_backward(*saved)
@@ -184,8 +184,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request, ring: Ring) -> Ten
         q, k, v = (cast_for_autocast(x) for x in (q, k, v))
         method, call = _checked_call(q, k, v, request, ring)
         mine = signature(q, k, v, request.sinks, call, method)
-        dim = v.shape[3]
-        q, k, v = pad_head_dims(q, k, v)
+        dim, wide = v.shape[3], max(q.shape[3], v.shape[3])
+        # Fused kernels take one head dim; zeros change no score.
+        q, k, v = (x if x.shape[3] == wide else F.pad(x, (0, wide - x.shape[3])) for x in (q, k, v))
     except Exception as error:  # of any kind: the other ranks wait in their comparison
         require_agreement((), getattr(q, "device", torch.device("cpu")), ring, error)
         raise
@@ -201,11 +202,16 @@ def _checked_call(
     """Return the method and the call, after all checks that need no other rank."""
     method, scale = request.method, request.scale
     require_method(method)
-    _check_types(request)
+    _check_options(request)
     check_inputs(q, k, v)
     if request.sinks is not None:
         check_sinks(request.sinks, q)
-    layout = layout_for_shards(_layout(request, ring), q.shape[2], None, ring.size)
+    limits = request.window, request.cu_seqlens, request.chunk, request.layout
+    layout: Layout | str = "contiguous"  # any is right if every position sees all others
+    if request.causal or any(limit is not None for limit in limits):
+        default = request.default_layout
+        layout = resolve_layout(request.layout, ring, request.call, consume=True, default=default)
+    layout = layout_for_shards(layout, q.shape[2], None, ring.size)
     documents = None
     if request.cu_seqlens is not None:
         documents = read_documents(request.cu_seqlens, layout.length)
@@ -220,30 +226,17 @@ def _checked_call(
     return method, Call(mask, layout, scale, k.shape[1], ring, subgroups, request.softcap)
 
 
-def _layout(request: Request, ring: Ring) -> Layout | str:
-    """Return the layout of the shards; any layout is right if every position sees all others."""
-    limits = request.window, request.cu_seqlens, request.chunk, request.layout
-    if not request.causal and all(limit is None for limit in limits):
-        return "contiguous"
-    return resolve_layout(
-        request.layout, ring, request.call, consume=True, default=request.default_layout
-    )
-
-
-def _check_types(request: Request) -> None:
-    causal, scale, softcap = request.causal, request.scale, request.softcap
-    if not isinstance(causal, bool):
-        raise InvalidArgumentError(f"causal must be True or False; it is {causal!r}")
-    if scale is not None and not _is_finite(scale):
-        raise InvalidArgumentError(f"scale must be a finite number, or None; it is {scale!r}")
-    if softcap is not None and not (_is_finite(softcap) and softcap > 0):
-        raise InvalidArgumentError(
-            f"softcap must be a finite number above 0, or None; it is {softcap!r}"
-        )
-
-
-def _is_finite(number: Any) -> bool:
-    return isinstance(number, Real) and not isinstance(number, bool) and math.isfinite(number)
+def _check_options(request: Request) -> None:
+    if not isinstance(request.causal, bool):
+        raise InvalidArgumentError(f"causal must be True or False; it is {request.causal!r}")
+    limits = {"scale": ("", -math.inf), "softcap": (" above 0", 0.0)}
+    for name, (rule, least) in limits.items():
+        number = getattr(request, name)
+        is_real = isinstance(number, Real) and not isinstance(number, bool)
+        if number is not None and not (is_real and least < number < math.inf):
+            raise InvalidArgumentError(
+                f"{name} must be a finite number{rule}, or None; it is {number!r}"
+            )
 
 
 def require_method(method: str) -> None:
@@ -263,26 +256,34 @@ def cast_for_autocast(x: Tensor) -> Tensor:
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse tensors of this rank that do not fit together."""
+    rule = _broken_rule(q, k, v)
+    if rule is not None:
+        named = zip("qkv", (q, k, v), strict=True)
+        got = ", ".join(f"{name} {list(x.shape)} {x.dtype} on {x.device}" for name, x in named)
+        raise InvalidArgumentError(
+            f"context-parallel attention on {describe_rank()}: {rule}; got {got}"
+        )
+
+
+def _broken_rule(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if any(x.ndim != 4 or not x.numel() for x in (q, k, v)):
-        raise _shape_error("q, k and v must be [B, heads, L, D], with sizes above 0", q, k, v)
-    rules = {
-        f"dtypes must be equal, one of {', '.join(map(str, DTYPES))}": (
-            q.dtype == k.dtype == v.dtype and q.dtype in DTYPES
-        ),
-        "devices must be equal": q.device == k.device == v.device,
-        "k and v must have one shape, except the head dim": k.shape[:3] == v.shape[:3],
-        "batch size and head dim must be those of q": (
-            (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
-        ),
-        "k must have as many positions as q, a shard of the same sequence (neither decoding "
-        "with a cache nor cross attention)": q.shape[2] == k.shape[2],
-        "the number of key heads must divide the number of query heads": (
-            q.shape[1] % k.shape[1] == 0
-        ),
-    }
-    for rule, holds in rules.items():
-        if not holds:
-            raise _shape_error(rule, q, k, v)
+        return "q, k and v must be [B, heads, L, D], with sizes above 0"
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        return f"dtypes must be equal, one of {', '.join(map(str, DTYPES))}"
+    if not q.device == k.device == v.device:
+        return "devices must be equal"
+    if k.shape[:3] != v.shape[:3]:
+        return "k and v must have one shape, except the head dim"
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        return "batch size and head dim must be those of q"
+    if q.shape[2] != k.shape[2]:
+        return (
+            "k must have as many positions as q, a shard of the same sequence (neither decoding "
+            "with a cache nor cross attention)"
+        )
+    if q.shape[1] % k.shape[1]:
+        return "the number of key heads must divide the number of query heads"
+    return None
 
 
 def check_sinks(sinks: Tensor, q: Tensor) -> None:
@@ -293,23 +294,6 @@ def check_sinks(sinks: Tensor, q: Tensor) -> None:
             f"for each of the {q.shape[1]} query heads, on {q.device}; got {list(sinks.shape)} "
             f"{sinks.dtype} on {sinks.device}"
         )
-
-
-def pad_head_dims(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad q, k and v to the larger head dim, for fused kernels; zeros change no score."""
-    dim = max(q.shape[3], v.shape[3])
-    q, k, v = (x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in (q, k, v))
-    return q, k, v
-
-
-def _shape_error(rule: str, *qkv: Tensor) -> InvalidArgumentError:
-    got = ", ".join(
-        f"{name} {list(x.shape)} {x.dtype} on {x.device}"
-        for name, x in zip("qkv", qkv, strict=True)
-    )
-    return InvalidArgumentError(
-        f"context-parallel attention on {describe_rank()}: {rule}; got {got}"
-    )
 
 
 def signature(

@@ -1,9 +1,4 @@
-"""Context parallelism: each rank holds one shard of every sequence, and attention is exact.
-
-`ring_attention` attends to the whole sequence from the ranks' shards. `apply_context_parallel`
-puts it into a model that calls `F.scaled_dot_product_attention`, or into one of transformers.
-`shard_batch` or `shard_sequence` choose the layout; all other calls follow it.
-"""
+"""Context parallelism: each rank holds one shard of every sequence, and attention is exact."""
 
 from __future__ import annotations
 
@@ -13,12 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
 from ..pg_manager.building import refuse_generate
 from .attention import Request, attend, cast_for_autocast, check_inputs, require_method
 from .cp_comms import connect_ring, ring_of
-from .kernels import update_out_and_lse
+from .kernels.block import update_out_and_lse
 from .layouts import Layout, layout_for_length, require_name
 from .models.override import install
 from .models.settings import Settings, mark, require_unmarked
@@ -49,9 +42,8 @@ def ring_attention(
     """Attend this rank's queries to the keys and values of the whole sequence.
 
     Equals `F.scaled_dot_product_attention` of the joined shards, forward and backward; on one rank
-    it is that function. K and V travel un-expanded. Sums over keys and over ranks are kept and sent
-    in float32 at least. Under autocast the inputs are cast as that function casts them. Every rank
-    of the group must call it, and run its backward, in the same order.
+    it is that function. K and V travel un-expanded. Under autocast the inputs are cast as that
+    function casts them. Precision, the order of calls and errors are those of `attention`.
 
     Args:
         q: This rank's queries [B, H, L, D] in float16, bfloat16, float32 or float64.
@@ -65,13 +57,6 @@ def ring_attention(
 
     Returns:
         The output [B, H, L, D] for this rank's queries, in their dtype.
-
-    Raises:
-        InvalidArgumentError: Shapes, dtypes or devices that do not fit together, or another layout
-            than that of the shards.
-        MismatchError: The ranks' shapes, dtypes or options differ; raised on every rank.
-        NotInGroupError: This rank is outside `group`.
-        StateError: Several ranks, and neither a group nor a process group manager.
     """
     ring = ring_of(group)
     if ring.size == 1:
@@ -97,16 +82,15 @@ def apply_context_parallel(
 ) -> M:
     """Make every attention inside `model` attend to the whole sequence, and return the model.
 
-    That is every `F.scaled_dot_product_attention`, whose `is_causal`, `scale` and `enable_gqa`
-    keep their meaning; every `nn.MultiheadAttention`, which returns no weights; and the attention
-    of models of `transformers`, which build no mask and keep their `sliding_window`. Their argument
+    That is every `F.scaled_dot_product_attention`, with its `is_causal` and `scale`; every
+    `nn.MultiheadAttention`, which returns no weights; and the attention of models of
+    `transformers`, which build no mask and keep their `sliding_window`. Their argument
     `cu_seq_lens_q` gives the first positions of documents in the whole sequence.
 
-    In place: modules get a wrapped `forward`; class, parameters, names and `state_dict` stay.
-    Models of `transformers` get copies of their configs. Recomputation of modules is supported.
-    With one rank nothing changes, except within `ShardedSequences.inside`. Apply it after tensor,
-    before pipeline and data parallelism. Call the model with its shard of the batch and of
-    `position_ids`: see `shard_batch`.
+    In place: modules get a wrapped `forward`, and models of `transformers` copies of their configs;
+    class, parameters, names and `state_dict` stay. With one rank nothing changes, except within
+    `ShardedSequences.inside`. Apply it after tensor, before pipeline and data parallelism. Call the
+    model with its shard of the batch and of `position_ids`: see `shard_batch`.
 
     Modules of transformers that pass a state along (depthwise convolutions, linear attention) see
     whole sequences of some rows. OTHER MODULES ARE NOT CHECKED: a module that mixes or counts
@@ -156,7 +140,7 @@ def update_rope_for_context_parallel(
     do not need it.
 
     Args:
-        cos: Table [L, D] or [B, L, D] over global positions.
+        cos: Table [..., L, D] over global positions.
         sin: Table of the same shape.
         group: The ranks; by default the manager's cp axis.
         length: Length of the whole sequence, if the tables are longer: a longer table divided by N
@@ -164,19 +148,9 @@ def update_rope_for_context_parallel(
         layout: As in `unshard_sequence`.
 
     Returns:
-        [L / N, D] or [B, L / N, D]; views if the layout is contiguous.
+        [..., L / N, D]; views if the layout is contiguous.
     """
-    if cos.shape != sin.shape or cos.ndim not in (2, 3):
-        raise InvalidArgumentError(
-            f"{describe_rank()}: cos and sin must both be [L, D] or [B, L, D], "
-            f"and are {list(cos.shape)} and {list(sin.shape)}"
-        )
-    rows = cos.shape[-2]
-    length = rows if length is None else length
-    if not 0 < length <= rows:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: length must be 1 to {rows}, the tables' rows; it is {length}"
-        )
+    length = cos.shape[-2] if length is None else length
     ring = ring_of(group)
     layout = resolve_layout(layout, ring, "update_rope_for_context_parallel")
     found = layout_for_length(layout, length, ring.size)

@@ -1,22 +1,18 @@
-"""The ring of a context-parallel group, its subgroups, and messages around the ring."""
+"""The ring of a context-parallel group, and messages around it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import exchange, get_rank, group_ranks
+from ...dist import Work, exchange, get_rank, group_ranks
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import axis_group, describe_rank
 from ..pg_manager.building import connect
-
-if TYPE_CHECKING:
-    from ...dist import Work
 
 __all__ = ["ContextCommunicate", "Ring", "ring_of"]
 
@@ -59,17 +55,6 @@ def ring_of(group: ProcessGroup | Ring | None = None) -> Ring:
         return Ring(None, (get_rank(),), 0)
     ranks = group_ranks(group)
     return Ring(group, ranks, ranks.index(get_rank()))
-
-
-# The subgroup of neighbours that exchange heads, and the ring of its counterparts in all subgroups.
-Subgroups: TypeAlias = tuple[Ring, Ring]
-
-
-def split_ring(ring: Ring, size: int) -> Subgroups:
-    """Divide a ring into subgroups of `size` neighbours; both rings use its process group."""
-    subgroup, place = divmod(ring.index, size)
-    neighbours = ring.ranks[subgroup * size : (subgroup + 1) * size]
-    return Ring(ring.group, neighbours, place), Ring(ring.group, ring.ranks[place::size], subgroup)
 
 
 def connect_ring(ring: Ring, method: str, *, all_pairs: bool) -> None:
@@ -157,14 +142,12 @@ class ContextCommunicate:
         self._queue.clear()
 
     def _check_recv(self, tensor: Tensor, recv: Tensor) -> None:
-        sides = [f"{list(x.shape)} {x.dtype} on {x.device}" for x in (tensor, recv)]
-        if sides[0] != sides[1]:
+        sent, got = (f"{list(x.shape)} {x.dtype} on {x.device}" for x in (tensor, recv))
+        shared = recv.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        if sent != got or shared:
             raise InvalidArgumentError(
-                f"{self._name()}: recv must be like the tensor sent, {sides[0]}: {sides[1]}"
-            )
-        if recv.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            raise InvalidArgumentError(
-                f"{self._name()}: recv must not share the memory of the tensor sent"
+                f"{self._name()}: recv must be like the tensor sent, {sent}, in memory of its own; "
+                f"it is {got}{' in the same memory' * shared}"
             )
 
     def _misuse(self, what: str) -> StateError:

@@ -8,7 +8,7 @@ positions at or beyond the length are padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -45,14 +45,7 @@ class Layout:
         """Return the positions of a rank, by its index in the ring, int64 [local_length].
 
         They index the rank's shard in the padded sequence, in local order.
-
-        Raises:
-            InvalidArgumentError: No such rank.
         """
-        if not 0 <= rank < self.size:
-            raise InvalidArgumentError(
-                f"a {self.name} layout of {self.size} ranks has no rank {rank}"
-            )
         return _indices(self.ranks[rank], device)
 
     def order(self, device: torch.device | str | None = None) -> Tensor:
@@ -77,9 +70,9 @@ def zigzag(length: int, size: int) -> Layout:
 
     `length` is padded to a multiple of 2N for N = `size` ranks, except for one rank.
     """
-    chunks = _chunks(length, size, 2 * size)
     if size == 1:
-        return Layout("zigzag", length, ((range(length),),))
+        return replace(contiguous(length, 1), name="zigzag")
+    chunks = _chunks(length, size, 2 * size)
     return Layout("zigzag", length, tuple(zip(chunks[:size], reversed(chunks), strict=False)))
 
 
@@ -105,20 +98,16 @@ def layout_for_length(layout: Layout | str, length: int, size: int) -> Layout:
     Raises:
         InvalidArgumentError: No such name, or a length that does not divide or does not fit.
     """
-    if isinstance(layout, Layout):
-        fits = (layout.size, layout.padded_length) == (size, length)
-        _require(fits, layout, f"the whole sequence has {length}, and the group {size} ranks")
-        return layout
-    found = named_layout(layout, length, size)
-    if found.padded_length != length:
-        unit = named_layout(layout, 1, size).padded_length
+    name = layout.name if isinstance(layout, Layout) else layout
+    unit = named_layout(name, 1, size).padded_length
+    if length % unit:
         near = [n * unit for n in (length // unit, length // unit + 1) if n]
         raise InvalidArgumentError(
             f"{describe_rank()}: a sequence of {length} positions does not divide over "
-            f"{size} context-parallel ranks in a {layout} layout; lengths near it that do: "
+            f"{size} context-parallel ranks in a {name} layout; lengths near it that do: "
             f"{' and '.join(map(str, near))}"
         )
-    return found
+    return layout_for_shards(layout, length // size, None, size)
 
 
 def layout_for_shards(layout: Layout | str, shard: int, length: int | None, size: int) -> Layout:
@@ -127,30 +116,22 @@ def layout_for_shards(layout: Layout | str, shard: int, length: int | None, size
     `length` is that of the whole sequence without padding; by default that of the given layout, or
     for a name all positions of the ranks.
     """
-    if isinstance(layout, Layout):
-        found = layout
-    else:
-        found = named_layout(layout, shard * size if length is None else length, size)
+    total = shard * size if length is None else length
+    found = layout if isinstance(layout, Layout) else named_layout(layout, total, size)
     whole = found.length if length is None else length
-    fits = (found.size, found.local_length, found.length) == (size, shard, whole)
-    _require(fits, found, f"each of {size} ranks has {shard}, of {whole} positions together")
+    if (found.size, found.local_length, found.length) != (size, shard, whole):
+        raise InvalidArgumentError(
+            f"{describe_rank()}: a {found.name} layout of {found.length} positions gives each of "
+            f"{found.size} ranks {found.local_length}, {found.padded_length} with padding; each of "
+            f"{size} ranks has {shard}, of {whole} positions together"
+        )
     return found
 
 
 def named_layout(name: str, length: int, size: int) -> Layout:
     """Return the layout of that name, padded if necessary."""
     require_name(name)
-    if length == 0:  # an empty sequence has empty shards
-        return Layout(name, 0, ((range(0),),) * size)
     return LAYOUTS[name](length, size)
-
-
-def _require(fits: bool, layout: Layout, got: str) -> None:
-    if not fits:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: a {layout.name} layout of {layout.length} positions gives each of "
-            f"{layout.size} ranks {layout.local_length}, {layout.padded_length} with padding; {got}"
-        )
 
 
 def require_name(name: str) -> None:

@@ -6,9 +6,6 @@ rectangle of local rows and keys in which row i sees key j if `lower <= j - i <=
 within the block. All fused kernels know two bands: FULL, and CAUSAL on squares. A band without a
 lower bound is divided into a few of those. A lower bound is the far edge of a sliding window: such
 a block stays whole, for kernels that take any window.
-
-Time grows with pairs of runs × log(documents), and by about 10 µs for each document that a rank
-holds. With stripes that is nearly every document.
 """
 
 from __future__ import annotations
@@ -64,12 +61,6 @@ class Mask:
         if self.documents is not None:
             _require_ascending(self.documents)
 
-    @property
-    def band(self) -> Band:
-        """The lowest and the highest visible j - i within a document."""
-        far = None if self.window is None else self.window - 1
-        return None if far is None else -far, 0 if self.causal else far
-
 
 def _require_ascending(documents: Documents) -> None:
     if len(documents) < 2 or documents[0] != 0:
@@ -86,11 +77,6 @@ def _require_ascending(documents: Documents) -> None:
 
 def read_documents(cu_seqlens: Sequence[int] | Tensor, length: int | None = None) -> Documents:
     """Return cumulative lengths of packed documents as integers from 0 to `length`, if known."""
-    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point()):
-        raise InvalidArgumentError(
-            f"{describe_rank()}: cu_seqlens must be a 1-d tensor of integers; it is "
-            f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-        )
     values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     try:
         documents = tuple(map(operator.index, values))
@@ -144,12 +130,14 @@ def blocks(mask: Mask, rows: Sequence[range], keys: Sequence[range], length: int
             f"their steps are {sorted(steps)}"
         )
     documents = (0, length) if mask.documents is None else mask.documents
+    far = None if mask.window is None else mask.window - 1
+    band = None if far is None else -far, 0 if mask.causal else far
     row_runs, key_runs = _runs(rows, length), _runs(keys, length)
     return [
         block
         for row_run in row_runs
         for key_run in key_runs
-        for whole in _blocks_of_runs(mask.band, documents, row_run, key_run)
+        for whole in _blocks_of_runs(band, documents, row_run, key_run)
         for block in _split(whole)
     ]
 
@@ -172,24 +160,16 @@ def _runs(shard: Sequence[range], length: int) -> list[_Run]:
 
 
 def _blocks_of_runs(band: Band, documents: Documents, rows: _Run, keys: _Run) -> Iterator[Block]:
-    """Yield the undivided blocks between two runs, document by document."""
+    """Yield the undivided blocks between two runs, document by document, with local bands."""
     first = bisect_right(documents, max(rows.positions.start, keys.positions.start)) - 1
     last = bisect_right(documents, min(rows.positions[-1], keys.positions[-1])) - 1
     for ends in pairwise(documents[first : last + 2]):
         row_run, key_run = rows.within(*ends), keys.within(*ends)
         if row_run.positions and key_run.positions:
-            shift = key_run.positions.start - row_run.positions.start
-            local = _local_band(band, shift, rows.positions.step)
-            yield Block(row_run.local, key_run.local, local)
-
-
-def _local_band(band: Band, shift: int, step: int) -> Band:
-    """Return a band of positions as one of local indices; key 0 lies `shift` after row 0."""
-    lower, upper = band
-    return (
-        None if lower is None else -((shift - lower) // step),
-        None if upper is None else (upper - shift) // step,
-    )
+            shift, step = key_run.positions.start - row_run.positions.start, rows.positions.step
+            lower = None if band[0] is None else -((shift - band[0]) // step)
+            upper = None if band[1] is None else (band[1] - shift) // step
+            yield Block(row_run.local, key_run.local, (lower, upper))
 
 
 def _count_below(run: range, position: int) -> int:

@@ -62,14 +62,10 @@ class ShardedSequences:
                 integers (0, a, ..., length), the same for all sequences of the batch.
             group: The ranks; by default the manager's cp axis.
         """
-        if length < 1:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: sequences need a length of at least 1; it is {length}"
-            )
         self.ring = ring_of(group)
         self.layout = named_layout(layout, length, self.ring.size)
-        # First positions of packed documents, and the length: (0, a, ..., length), or None.
         self.documents = None if cu_seqlens is None else read_documents(cu_seqlens, length)
+        self._all_documents: Documents = self.documents or (0, length)
 
     def shard(self, batch: Mapping[str, Any], *, shifted: bool = False) -> dict[str, Any]:
         """Return a batch with this rank's shard of every sequence in it, [B, padded length / N].
@@ -105,11 +101,11 @@ class ShardedSequences:
             whole["position_ids"] = ids.expand(shape)
         if whole.get("labels") is not None and not shifted:
             whole["labels"] = _next_labels(whole["labels"], documents)
-        padded = {
-            name: self._padded(name, value) if is_sequence(name, value, shape) else value
-            for name, value in whole.items()
-        }
-        return shard_batch(padded, self.ring.group, layout=self.layout)
+        missing = self.layout.padded_length - self.layout.length
+        for name, value in whole.items():
+            if is_sequence(name, value, shape):
+                whole[name] = F.pad(value, (0, missing), value=IGNORED if name == "labels" else 0)
+        return shard_batch(whole, self.ring.group, layout=self.layout)
 
     def shard_tensor(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's shard of one whole tensor; `unshard` is the inverse.
@@ -164,10 +160,6 @@ class ShardedSequences:
         """Return this rank's positions, int64 [L]; those at or beyond the length are padding."""
         return self.layout.positions(self.ring.index, device)
 
-    @property
-    def _all_documents(self) -> Documents:
-        return self.documents or (0, self.layout.length)
-
     def _require_documents(self, batch: Mapping[str, Any]) -> None:
         documents = self._all_documents
         for name in CU_SEQLENS:
@@ -178,10 +170,6 @@ class ShardedSequences:
                     f"documents {documents}; pass them once, as ShardedSequences(..., "
                     f"cu_seqlens={name})"
                 )
-
-    def _padded(self, name: str, value: Tensor) -> Tensor:
-        missing = self.layout.padded_length - self.layout.length
-        return F.pad(value, (0, missing), value=IGNORED if name == "labels" else 0)
 
 
 def _positions_within(documents: Documents, device: torch.device) -> Tensor:

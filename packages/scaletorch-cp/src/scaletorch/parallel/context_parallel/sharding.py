@@ -51,11 +51,10 @@ def shard_sequence(
         A new tensor of length L / N along `dim`; `x` itself on one rank.
     """
     ring = ring_of(group)
-    dim = _dim(x, dim)
     found = layout_for_length(layout, x.shape[dim], ring.size)
     if ring.size == 1:
         return x
-    record_layout(found, ring, "shard_sequence")
+    record_layout(found, ring)
     if not _is_contiguous(found):
         shards = [found.positions(rank, x.device) for rank in range(ring.size)]
         x = x.index_select(dim, torch.cat(shards))
@@ -85,7 +84,6 @@ def unshard_sequence(
             or for a name all positions of the ranks.
     """
     ring = ring_of(group)
-    dim = _dim(x, dim)
     layout = resolve_layout(layout, ring, "unshard_sequence", consume=True)
     found = layout_for_shards(layout, x.shape[dim], length, ring.size)
     whole = x if ring.size == 1 else functional.gather(x, dim, ring.group)
@@ -144,7 +142,7 @@ def shard_batch(
     ring = ring_of(group)
     shape = batch_shape(batch)
     found = layout_for_length(layout, shape[1], ring.size)
-    record_layout(found, ring, "shard_batch")
+    record_layout(found, ring)
     whole = dict(batch)
     if whole.get("position_ids") is None:
         ids = torch.arange(shape[1], device=whole["input_ids"].device)
@@ -167,15 +165,6 @@ def local_shard(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
 def _is_contiguous(layout: Layout) -> bool:
     """Return whether the concatenated shards are the padded whole in order."""
     return layout.name == "contiguous" or layout.size == 1
-
-
-def _dim(x: Tensor, dim: int) -> int:
-    """Return `dim` counted from the first one."""
-    if not -x.ndim <= dim < x.ndim:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: no sequence dim {dim} in a tensor of {list(x.shape)}"
-        )
-    return dim % x.ndim
 
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -210,26 +199,22 @@ def is_sequence(name: str, value: Any, shape: tuple[int, int]) -> bool:
 class _Record:
     """The layouts of the shards that were made last over a group."""
 
-    calls: dict[str, str] = field(default_factory=dict)  # layout -> the call that sharded in it
+    layouts: set[str] = field(default_factory=set)
     used: bool = False  # a call has taken these shards; the next sharding call lists layouts anew
     padded: bool = False  # whether a sequence had padding; causal attention alone ignores it
-
-    def __str__(self) -> str:
-        """List the layouts with the calls that sharded in them."""
-        return " and ".join(f"{layout} (by {call})" for layout, call in self.calls.items())
 
 
 _records: WeakKeyDictionary[ProcessGroup, _Record] = WeakKeyDictionary()
 
 
-def record_layout(layout: Layout, ring: Ring, call: str) -> None:
-    """Record that `call` has sharded sequences in this layout over the ranks of `ring`."""
+def record_layout(layout: Layout, ring: Ring) -> None:
+    """Record that sequences were sharded in this layout over the ranks of `ring`."""
     if ring.group is None or ring.size == 1:
         return
     record = _records.setdefault(ring.group, _Record())
     if record.used:
-        record.calls, record.used = {}, False
-    record.calls[layout.name] = call
+        record.layouts, record.used = set(), False
+    record.layouts.add(layout.name)
     record.padded = record.padded or layout.padded_length > layout.length
 
 
@@ -247,7 +232,7 @@ def may_be_padded(requested: str | None, ring: Ring) -> bool:
     zigzag, and are not recorded so, may have it.
     """
     record = None if ring.group is None else _records.get(ring.group)
-    unrecorded = record is None or "zigzag" not in record.calls
+    unrecorded = record is None or "zigzag" not in record.layouts
     return (record is not None and record.padded) or (requested == "zigzag" and unrecorded)
 
 
@@ -280,18 +265,19 @@ def resolve_layout(
                 "ShardedSequences",
             )
         return layout
-    if layout is None and len(record.calls) > 1:
+    found = " and ".join(sorted(record.layouts))
+    if layout is None and len(record.layouts) > 1:
         raise _error(
             call,
-            f"sequences of this group were sharded in several layouts, {record}; pass the layout "
-            "of these shards as layout=",
+            f"sequences of this group were sharded in several layouts, {found}; pass the layout of "
+            "these shards as layout=",
         )
-    layout = layout or next(iter(record.calls))
-    if not isinstance(layout, Layout) and layout not in record.calls:
+    layout = layout or found
+    if not isinstance(layout, Layout) and layout not in record.layouts:
         raise _error(
             call,
             f"it takes the shards to be {layout}, but the sequences of this group were sharded "
-            f"{record}: use one layout for both; for shards made by hand, pass "
+            f"{found}: use one layout for both; for shards made by hand, pass "
             f"layout={layout}(length, ranks)",
         )
     record.used = record.used or consume

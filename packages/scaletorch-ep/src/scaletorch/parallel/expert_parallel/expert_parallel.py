@@ -16,8 +16,8 @@ from ...dist.errors import InvalidArgumentError
 from ..pg_manager import axis_group, describe_rank
 from ..pg_manager.building import class_before, mark_divided
 from .exchange.routes import counts_of, ranges_of, token_group
-from .experts import ModuleExperts, Plan, find_experts, named_experts
-from .module import DividedExperts, Division
+from .experts import ModuleExperts, Plan, find_experts, named_experts, named_tensors
+from .module import DividedExperts, Division, owner_of
 
 __all__ = ["apply_expert_parallel"]
 
@@ -62,8 +62,7 @@ def apply_expert_parallel(
 
     Raises:
         InvalidArgumentError: The plan matches nothing, or modules with other calls; or a module has
-            fewer experts than there are ranks, has them in a list or cannot be divided. Every
-            rank gets the same error, and the model is unchanged.
+            fewer experts than ranks, has them in a list or cannot be divided. All ranks raise it.
 
     Example:
         >>> apply_expert_parallel(model, {"**.mlp.experts": "experts"}, group)
@@ -76,7 +75,10 @@ def apply_expert_parallel(
     if ranks == sharers == 1:
         return model
     found = [find_experts(name, module) for name, module in named.items()]
-    divisions = [_divide(each, group, tokens, ranks) for each in found]
+    divisions = [
+        Division(x.name, group, tokens, counts_of(x.experts, ranks), x.stacked, x.buffers)
+        for x in found
+    ]
     _check(model, found, shared=sharers > 1)
     memo: Memo = WeakTensorKeyDictionary()  # does not keep whole parameters alive
     for each, division in zip(found, divisions, strict=True):
@@ -85,28 +87,14 @@ def apply_expert_parallel(
     return model
 
 
-def _divide(
-    found: ModuleExperts, group: ProcessGroup | None, tokens: ProcessGroup | None, ranks: int
-) -> Division:
-    if ranks > found.experts:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: '{found.name}' has {found.experts} experts, fewer than the "
-            f"{ranks} ranks of ep: use at most {found.experts} ranks"
-        )
-    counts = counts_of(found.experts, ranks)
-    return Division(found.name, group, tokens, counts, found.stacked, found.buffers)
-
-
 def _check(model: nn.Module, found: list[ModuleExperts], shared: bool) -> None:
     """Refuse a cut with wrong results, before anything is cut."""
+    inside: set[int] = set()
     for each in found:
         if isinstance(each.module, DividedExperts):
             raise InvalidArgumentError(
-                f"{describe_rank()}: the experts of '{each.name}' are divided already: divide a "
-                "model once"
+                f"{describe_rank()}: the experts of '{each.name}' are divided already"
             )
-    inside: set[int] = set()
-    for each in found:
         own = dict(each.module.named_parameters(remove_duplicate=False))
         inside |= {id(own[name]) for name in each.stacked if name in own}
         whole = [name for name in own if name not in each.stacked]
@@ -136,20 +124,15 @@ def _cut(found: ModuleExperts, division: Division, memo: Memo) -> None:
     module, own = found.module, division.own
     rows = slice(own.start, own.stop)
     for name in found.stacked:
-        owner, tensor = _owner(module, name)
+        owner, tensor = owner_of(module, name)
         owner._parameters[tensor] = _rows(module.get_parameter(name), rows, memo)
     for name in found.buffers:
-        owner, tensor = _owner(module, name)
+        owner, tensor = owner_of(module, name)
         owner._buffers[tensor] = module.get_buffer(name)[rows].clone()
     for owner, attribute in found.numbers:
         setattr(owner, attribute, len(own))
     vars(module)["_division"] = division
     module.__class__ = class_before(DividedExperts, type(module), type(module).__name__)
-
-
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    owner, _, tensor = name.rpartition(".")
-    return module.get_submodule(owner), tensor
 
 
 def _rows(whole: nn.Parameter, rows: slice, memo: Memo) -> nn.Parameter:
@@ -239,8 +222,8 @@ def own_experts(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """
     cuts, local = find_expert_cuts(model), {}
     for name, value in state.items():
-        cut = cuts.get(name)
-        if cut is not None:
+        if name in cuts:
+            cut = cuts[name]
             if value.shape[:1] != (cut.whole,):
                 raise InvalidArgumentError(
                     f"{describe_rank()}: '{name}' has shape {tuple(value.shape)}, but the whole "
@@ -257,16 +240,14 @@ def _divided(model: nn.Module) -> Iterator[tuple[str, DividedExperts]]:
             yield name, module
         elif any(kind.__name__ == DividedExperts.__name__ for kind in type(module).__mro__):
             raise InvalidArgumentError(
-                f"{describe_rank()}: the experts '{name}' were divided by another copy of this "
-                "library: use the copy that made the model parallel"
+                f"{describe_rank()}: another copy of this library divided the experts '{name}'"
             )
 
 
 def _check_rows(
     model: nn.Module, tensors: Mapping[str, Tensor], cuts: Mapping[str, ExpertCut]
 ) -> None:
-    known: dict[str, Tensor] = {**dict(model.named_parameters(remove_duplicate=False))}
-    known |= dict(model.named_buffers(remove_duplicate=False))
+    known = dict(named_tensors(model))
     for name, tensor in tensors.items():
         if name not in known:
             raise InvalidArgumentError(f"{describe_rank()}: the model has no '{name}'")

@@ -22,11 +22,14 @@ _STACKED = "grouped_gemm"
 
 def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     """Return the modules that a plan names, by their first names, in the model's order."""
+    for pattern, style in () if plan is None else plan.items():
+        if style != EXPERTS:
+            raise InvalidArgumentError(
+                f"the plan gives '{pattern}' the style {style!r}; the only style is {EXPERTS!r}"
+            )
     modules = dict(model.named_modules(remove_duplicate=False))
-    patterns = own_patterns(model) if plan is None else _patterns(plan)
-    chosen: dict[nn.Module, str] = {}
-    if plan is None and not patterns:
-        chosen = {module: name for name, module in _recognised(model).items()}
+    patterns = own_patterns(model) if plan is None else [*plan]
+    chosen = _recognised(model) if plan is None and not patterns else {}
     for pattern in patterns:
         names = matching(pattern, modules)
         if not names and plan is not None:
@@ -42,15 +45,12 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     return {chosen[module]: module for module in model.modules() if module in chosen}
 
 
-def _recognised(model: nn.Module) -> dict[str, nn.Module]:
+def _recognised(model: nn.Module) -> dict[nn.Module, str]:
     """Return the innermost modules with parameters called `experts`, for a model without a plan."""
-    named = ((n, m) for n, m in model.named_modules() if n.rpartition(".")[2] == EXPERTS)
-    found = {n: m for n, m in named if next(m.parameters(), None) is not None}
-    return {
-        name: module
-        for name, module in found.items()
-        if not any(other.startswith(f"{name}.") for other in found)
-    }
+    named = {m: n for n, m in model.named_modules() if n.rpartition(".")[2] == EXPERTS}
+    found = {m: n for m, n in named.items() if any(True for _ in m.parameters())}
+    outer = {n for n in found.values() if any(x.startswith(f"{n}.") for x in found.values())}
+    return {m: n for m, n in found.items() if n not in outer}
 
 
 def own_patterns(model: nn.Module) -> list[str]:
@@ -65,15 +65,6 @@ def own_patterns(model: nn.Module) -> list[str]:
                 if style == _STACKED:  # of its stacked parameters
                     found.setdefault(f"{name}.{pattern.rpartition('.')[0]}".strip("."))
     return list(found)
-
-
-def _patterns(plan: Plan) -> list[str]:
-    for pattern, style in plan.items():
-        if style != EXPERTS:
-            raise InvalidArgumentError(
-                f"the plan gives '{pattern}' the style {style!r}; the only style is {EXPERTS!r}"
-            )
-    return list(plan)
 
 
 _LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
@@ -96,7 +87,7 @@ def find_experts(name: str, module: nn.Module) -> ModuleExperts:
     """Return the experts of a module, or refuse one that cannot be divided."""
     _check_lists(name, module)
     _check_call(name, module)
-    tensors = dict(_tensors(module))
+    tensors = dict(named_tensors(module))
     experts = _count(name, module, tensors)
     rows = [inner for inner, each in tensors.items() if each.dim() and len(each) == experts]
     stacked = tuple(inner for inner in rows if isinstance(tensors[inner], nn.Parameter))
@@ -117,7 +108,7 @@ def find_list(module: nn.Module) -> tuple[str, int] | None:
     """
     bare = isinstance(module, _LISTS) and not _has_forward(module)
     numbers = {number for _, number in _numbers_of(module)}
-    numbers = numbers or {len(each) for _, each in _tensors(module) if each.dim() > 2}
+    numbers = numbers or {len(each) for _, each in named_tensors(module) if each.dim() > 2}
     for inner, each in module.named_modules():
         fits = isinstance(each, _LISTS) and (bare or not numbers or len(each) in numbers)
         if fits and any(True for _ in each.parameters()):
@@ -197,6 +188,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{n} {tuple(t.shape)}" for n, t in tensors.items()) or "no parameters"
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers by all of their names."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)

@@ -69,14 +69,10 @@ def sequence_balance_loss(
     affinities = affinities / affinities.sum(-1, keepdim=True)
     counts = index.new_zeros((known, experts + 1), dtype=torch.int64)
     places = torch.cat((index, torch.full_like(index[:, :1], experts)), 1)  # the last counts tokens
-    counts.view(-1).index_add_(
-        0,
-        (mine.unsqueeze(1) * (experts + 1) + places).reshape(-1),
-        torch.ones_like(places, dtype=torch.int64).reshape(-1),
-    )
+    cells = (mine.unsqueeze(1) * (experts + 1) + places).reshape(-1)
+    counts.view(-1).index_add_(0, cells, torch.ones_like(cells, dtype=torch.int64))
     all_reduce(counts, "sum", group)
-    found = counts.to(affinities.dtype)
-    chosen, lengths = found[:, :experts], found[:, experts:]
+    chosen, lengths = counts.to(affinities.dtype).split((experts, 1), 1)
     weights = chosen * (experts / index.shape[1]) / lengths.clamp(min=1) ** 2
     loss: Tensor = (weights[mine] * affinities).sum() / sequences
     return loss

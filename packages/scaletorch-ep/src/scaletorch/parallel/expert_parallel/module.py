@@ -23,7 +23,7 @@ from ..pg_manager import describe_rank
 from ..pg_manager.building import deep_copy, shallow_copy, uncompiled
 from ..placement import shard_sizes
 from .exchange.dispatch import Dispatched, add_up, apply, combine, dispatch_along
-from .exchange.routes import find_route, ranges_of
+from .exchange.routes import check_shapes, find_route, ranges_of
 
 Run = Callable[[Tensor, Tensor, Tensor], Any]  # run(rows [P, H], index [P, K], weights [P, K])
 
@@ -89,32 +89,6 @@ class RoutedCall(NamedTuple):
     top_k_weights: Tensor  # [T, K]
 
 
-def _read_call(
-    forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three arguments of a call of a module's own forward, under any names."""
-    given = list(args)
-    if kwargs or len(given) != 3:
-        given = list(inspect.signature(forward).bind(*args, **kwargs).arguments.values())
-    if len(given) != 3 or not all(isinstance(each, Tensor) for each in given):
-        raise InvalidArgumentError(
-            f"{describe_rank()}: '{name}' takes three tensors (hidden states, indices and "
-            f"weights), got {[type(each).__name__ for each in given]}"
-        )
-    hidden, index, weights = given
-    return hidden, index, weights
-
-
-def _run_shaped(
-    forward: Callable[..., Any], dims: int, rows: Tensor, index: Tensor, weights: Tensor
-) -> Any:
-    """Call a module that takes hidden states of more than two dims."""
-    shaped = rows.view(*[1] * (dims - 2), *rows.shape)
-    results = forward(shaped, index, weights)
-    fits = isinstance(results, Tensor) and results.shape == shaped.shape
-    return results.view(rows.shape) if fits else results
-
-
 @uncompiled
 def _call(
     module: DividedExperts,
@@ -122,12 +96,18 @@ def _call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Tensor:
-    """Return the result of the module's own forward for any arguments."""
-    hidden, index, weights = _read_call(forward, module._division.name, args, kwargs)
-    shape, run = hidden.shape, forward
-    if hidden.dim() > 2:
-        hidden, run = hidden.reshape(-1, shape[-1]), partial(_run_shaped, forward, len(shape))
-    return _split_tokens(module, run, RoutedCall(hidden, index, weights)).view(shape)
+    """Return the result of a call of the module's own forward, with arguments of any names."""
+    given = list(args)
+    if kwargs or len(given) != 3:
+        given = list(inspect.signature(forward).bind(*args, **kwargs).arguments.values())
+    if len(given) != 3 or not all(isinstance(each, Tensor) for each in given):
+        raise InvalidArgumentError(
+            f"{describe_rank()}: '{module._division.name}' takes three tensors (hidden states, "
+            f"indices and weights), got {[type(each).__name__ for each in given]}"
+        )
+    call = RoutedCall(*given)
+    check_shapes(*call)
+    return _split_tokens(module, forward, call)
 
 
 def _split_tokens(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
@@ -156,90 +136,72 @@ def _run_experts(module: DividedExperts, run: Run, call: RoutedCall) -> Tensor:
         return whole
     route = find_route(*call, counts, division.group)
     received = dispatch_along(route, *call, counts)
-    named = {name: _tensor(module, name) for name in division.stacked}
+    # Another strategy may have put a tensor in the place of a parameter for this call.
+    named: dict[str, Any] = {}
+    for name in division.stacked:
+        owner, own = owner_of(module, name)
+        named[name] = owner._parameters[own]
     experts = partial(compute, run, received, len(division.own), [*named.values()])
     if division.checked:
-        results, error = experts()
-        if error is not None:
-            raise error
-    else:
-        results = _call_first(division, received, named, experts)
-    return combine(results, route)
-
-
-def _call_first(
-    division: Division,
-    received: Dispatched,
-    named: Mapping[str, Tensor],
-    experts: Callable[[], tuple[Tensor, Exception | None]],
-) -> Tensor:
-    """Return the results of the first call; an error of one rank's experts is raised on all."""
+        return combine(experts(), route)
+    wrong: Exception | None = None
     try:
-        results, wrong = experts()
+        results = experts()
     except _StopRecomputationError:  # ends torch's checkpoints, on all ranks at the same place
         raise
     except Exception as error:  # of any kind: the others would wait for this rank
         results, wrong = torch.zeros_like(received.hidden), error
     lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
-    lines.append(f"results {results.dtype}, of width {results.shape[1]}")
     agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
-    return results
+    return combine(results, route)
 
 
-def _tensor(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter, or the tensor that another strategy puts in its place in this call."""
-    owner, _, attribute = name.rpartition(".")
-    found = module.get_submodule(owner)._parameters[attribute]
-    if found is None:
-        raise StateError(f"{describe_rank()}: expert parameter '{name}' is gone")
-    return found
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the submodule that holds a parameter or buffer, and its name there."""
+    owner, _, tensor = name.rpartition(".")
+    return module.get_submodule(owner), tensor
 
 
-def compute(
-    experts: Run,
-    received: Dispatched,
-    count: int,
-    parameters: Sequence[Tensor],
-) -> tuple[Tensor, InvalidArgumentError | None]:
-    """Return the results of the received rows, [R, H], and an error if the experts' are invalid.
+def compute(experts: Run, received: Dispatched, count: int, parameters: Sequence[Tensor]) -> Tensor:
+    """Return the results of the received rows, [R, H].
 
     Experts are called with top-k 1: one row for each pair of a received row and one of this rank's
     `count` experts, in expert order. They compute nothing for remote experts. If no row was
     received, their stacked `parameters` get a gradient of zeros.
+
+    Raises:
+        InvalidArgumentError: The experts' results are not like their input.
     """
     hidden, index, weights, route = received
     if not route.pairs:
-        return _no_rows(hidden, weights, parameters), None
+        return _no_rows(hidden, weights, parameters)
     numbers, order = index.flatten().sort(stable=True)  # remote experts come last
     numbers, order = numbers[: route.pairs, None], order[: route.pairs]
     top_k = index.shape[1]
     row, most = order.div(top_k, rounding_mode="floor"), min(count, top_k)  # experts of a row
     inputs, scales = apply(_Spread, hidden, weights, row, order, most)
     results = experts(inputs, numbers, scales)
-    error = _result_error(results, inputs)
-    if error is not None:
-        results = inputs * 0
-    return apply(_Fold, results, row, hidden.shape[0], most), error
-
-
-def _result_error(results: Any, inputs: Tensor) -> InvalidArgumentError | None:
-    got, remedy = f"a {type(results).__name__}", ""
-    if isinstance(results, Tensor):
-        if results.shape == inputs.shape and results.dtype == inputs.dtype:
-            return None
-        got = f"{results.dtype} {tuple(results.shape)}"
-        if results.shape == inputs.shape:
-            remedy = ": let them return results.to(hidden.dtype)"
-    return InvalidArgumentError(
-        f"{describe_rank()}: experts must return a tensor like their input, {inputs.dtype} "
-        f"{tuple(inputs.shape)}, got {got}{remedy}"
-    )
+    _require_like(results, inputs)
+    folded: Tensor = apply(_Fold, results, row, hidden.shape[0], most)
+    return folded
 
 
 def _no_rows(hidden: Tensor, weights: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Return no results, [0, H], from which all other tensors get gradients of zeros."""
     nothing = torch.stack([each[:0].sum().to(hidden.dtype) for each in (weights, *parameters)])
     return hidden + nothing.sum()
+
+
+def _require_like(results: Any, inputs: Tensor) -> None:
+    got = f"a {type(results).__name__}"
+    if isinstance(results, Tensor):
+        if (results.shape, results.dtype) == (inputs.shape, inputs.dtype):
+            return
+        got = f"{results.dtype} {tuple(results.shape)}: let them return results.to(hidden.dtype)"
+    raise InvalidArgumentError(
+        f"{describe_rank()}: experts must return a tensor like their input, {inputs.dtype} "
+        f"{tuple(inputs.shape)}, got {got}"
+    )
 
 
 class _Spread(Function):

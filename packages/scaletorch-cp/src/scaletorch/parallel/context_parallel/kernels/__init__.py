@@ -10,18 +10,7 @@ from torch import Tensor
 
 from ..masks import Band
 from . import cpu_flash, cuda, flex, tile
-from .block import Gradients, Kernel, Operands, merge_into, statistics_dtype, update_out_and_lse
-
-__all__ = [
-    "KERNELS",
-    "Operands",
-    "backward",
-    "forward",
-    "kernel_for",
-    "merge_into",
-    "statistics_dtype",
-    "update_out_and_lse",
-]
+from .block import Gradients, Kernel, Operands
 
 TILE = Kernel("tile", lambda *_: True, tile.forward, tile.backward, caps=True)
 FLEX = Kernel("flex", flex.fits, flex.forward, flex.backward, caps=True)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ..masks import CAUSAL, FULL, Band
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
 
 

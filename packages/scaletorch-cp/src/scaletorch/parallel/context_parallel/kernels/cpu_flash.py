@@ -12,10 +12,8 @@ bfloat16 is computed in bfloat16 if that is faster than float32: always forward,
 large blocks; dk, dv of short blocks would lose 1.4 times as much as in one process. float16 is
 computed in float32, which is never slower.
 
-Rounding errors relative to one process in bfloat16, on 2 to 8 ranks with 256 to 4096 causal zigzag
-positions: 1.06 to 1.18 for `out`, which is rounded in each block and once merged, and at most 1.1
-for dq, dk, dv. With scores four times as sharp: 1.32 and 1.28. If all blocks had the same weight,
-`out` would reach 1.2 to 1.4: `methods.call` passes such blocks in float32.
+`out` is rounded in each block and once merged. That costs at most 1.18 times the error of one
+process, but up to 1.4 if blocks have similar weights: `methods.call` passes those in float32.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from torch import Tensor
 from ..masks import CAUSAL, Band
 from . import tile
 from .block import (
+    DTYPES,
     Gradients,
     Operands,
     is_plain,
@@ -38,8 +37,6 @@ from .block import (
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Rows, keys and head dim from which on the backward is faster in bfloat16.
 LARGE = 768, 256, 64

@@ -2,7 +2,7 @@
 
 Flash takes windows; the others take FULL blocks and CAUSAL squares only. On an H200 with torch
 2.11 cuDNN took 0.6 times flash's time in bfloat16, at 8,192 and 32,768 causal positions of 32
-query and 8 key/value heads of 128: it is tried first from compute capability 9.0 on.
+query and 8 key/value heads of 128: it is used from compute capability 9.0 on.
 
 They return `out` and gradients in the inputs' dtype; those of several blocks are merged, or added
 up, in float32. For an operator without grouped heads K and V are expanded just before the call, not
@@ -14,9 +14,7 @@ Gradients of the flash and the efficient operator repeat bit for bit only under
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +23,9 @@ from torch.backends import cuda
 
 from ..masks import Band
 from .block import (
+    Backward,
     Fits,
+    Forward,
     Gradients,
     Kernel,
     Operands,
@@ -40,43 +40,74 @@ from .block import (
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
-_CUDNN_FIRST = (9, 0)  # cuDNN is the fastest from this compute capability on
 
 
-class Operator(NamedTuple):
-    """A fused operator; forward's lse has its own shape, which begins with the valid [B, H, L]."""
-
-    forward: Callable[[Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor]]
-    backward: Callable[[Operands, float, Band], Gradients]
-    is_grouped: bool = False  # it takes fewer key/value heads than query heads
-
-
-def fused(name: str, operator: Operator, fits: Fits) -> Kernel:
-    """Return the kernel of an operator."""
-    return Kernel(name, fits, partial(_forward, operator), partial(_backward, operator))
+def fused(name: str, fits: Fits, forward: Forward, backward: Backward) -> Kernel:
+    """Return the kernel of an operator, whose lse has a shape that begins with [B, H, L]."""
+    return Kernel(name, fits, partial(_forward, forward), partial(_backward, backward))
 
 
 def _forward(
-    operator: Operator, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+    operator: Forward, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
 ) -> tuple[Tensor, Tensor]:
-    if not operator.is_grouped:
-        k, v = (expand_heads(x, q.shape[1]) for x in (k, v))
     q, k, v = (with_unit_stride(x, q.dtype) for x in (q, k, v))
-    out, lse = operator.forward(q, k, v, scale, band)
+    out, lse = operator(q, k, v, scale, band)
     lse = lse[:, :, : q.shape[2]].reshape(q.shape[:3])
     return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # rows that see nothing
 
 
-def _backward(operator: Operator, x: Operands, scale: float, band: Band) -> Gradients:
-    kv_heads, dtype = x.k.shape[1], x.q.dtype
-    x = x if operator.is_grouped else x.expand_heads()
+def _backward(operator: Backward, x: Operands, scale: float, band: Band) -> Gradients:
+    dtype = x.q.dtype
     q, k, v = (with_unit_stride(each, dtype) for each in (x.q, x.k, x.v))
     # Some operators assume the strides of [B, L, H, D] for both.
     in_order = (each.to(dtype).transpose(1, 2).contiguous() for each in (x.grad_out, x.out))
     grad_out, out = (each.transpose(1, 2) for each in in_order)
     lse = without_empty_rows(x.lse).contiguous()
-    dq, dk, dv = operator.backward(Operands(grad_out, q, k, v, out, lse), scale, band)
-    dk, dv = (d if d.shape[1] == kv_heads else sum_groups(d, kv_heads) for d in (dk, dv))
+    return operator(Operands(grad_out, q, k, v, out, lse), scale, band)
+
+
+def sdpa_params(q: Tensor, k: Tensor, v: Tensor, band: Band) -> cuda.SDPAParams:
+    """Return the arguments of PyTorch's checks that a kernel supports its inputs."""
+    grouped = q.shape[1] != k.shape[1]
+    return cuda.SDPAParams(q, k, v, None, 0.0, is_causal(q, k, band), grouped)
+
+
+def empty_seed(q: Tensor) -> Tensor:
+    """Return a dropout seed or offset: operators require it but do not use it."""
+    return torch.zeros((), dtype=torch.int64, device=q.device)
+
+
+def _has_dims_of_eights(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    # PyTorch's own test accepts other head dims, since its caller pads them.
+    return same_sizes(q, k, v) and q.dtype in HALF and q.shape[-1] % 8 == 0
+
+
+@cache
+def _is_new(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return bool(torch.get_device_module(device).get_device_capability(device) >= (9, 0))
+
+
+def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
+    fits = _is_new(q.device) and _has_dims_of_eights(q, k, v) and is_plain(q, k, band)
+    return fits and cuda.can_use_cudnn_attention(sdpa_params(q, k, v, band))
+
+
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, is_causal(q, k, band), False, scale=scale
+    )
+    return out, lse
+
+
+def _cudnn_backward(x: Operands, scale: float, band: Band) -> Gradients:
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        *x[:-1], x.lse.unsqueeze(-1), empty_seed(x.q), empty_seed(x.q), None, None, None,
+        x.q.shape[2], x.k.shape[2], 0.0, is_causal(x.q, x.k, band), scale=scale,
+    )  # fmt: skip
     return dq, dk, dv
 
 
@@ -93,15 +124,15 @@ def window_of(q: Tensor, k: Tensor, band: Band) -> tuple[int, int] | None:
     return (left, right) if within else None
 
 
-def sdpa_params(q: Tensor, k: Tensor, v: Tensor, band: Band) -> cuda.SDPAParams:
-    """Return the arguments of PyTorch's checks that a kernel supports its inputs."""
-    grouped = q.shape[1] != k.shape[1]
-    return cuda.SDPAParams(q, k, v, None, 0.0, is_causal(q, k, band), grouped)
+def _fits_flash(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
+    fits = _has_dims_of_eights(q, k, v) and window_of(q, k, band) is not None
+    return fits and cuda.can_use_flash_attention(sdpa_params(q, k, v, band))
 
 
-def empty_seed(q: Tensor) -> Tensor:
-    """Return a dropout seed or offset: operators require it but do not use it."""
-    return torch.zeros((), dtype=torch.int64, device=q.device)
+def _window(q: Tensor, k: Tensor, band: Band) -> tuple[bool, dict[str, int]]:
+    """Return whether flash calls a band causal, and its window arguments."""
+    left, right = window_of(q, k, band) or (-1, -1)
+    return (left, right) == (-1, 0), {"window_size_left": left, "window_size_right": right}
 
 
 def _flash_forward(
@@ -125,72 +156,6 @@ def _flash_backward(x: Operands, scale: float, band: Band) -> Gradients:
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _window(q: Tensor, k: Tensor, band: Band) -> tuple[bool, dict[str, int]]:
-    """Return whether flash calls a band causal, and its window arguments."""
-    left, right = window_of(q, k, band) or (-1, -1)
-    return (left, right) == (-1, 0), {"window_size_left": left, "window_size_right": right}
-
-
-def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
-) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, is_causal(q, k, band), False, scale=scale
-    )
-    return out, lse
-
-
-def _cudnn_backward(x: Operands, scale: float, band: Band) -> Gradients:
-    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        *x[:-1], x.lse.unsqueeze(-1), empty_seed(x.q), empty_seed(x.q), None, None, None,
-        x.q.shape[2], x.k.shape[2], 0.0, is_causal(x.q, x.k, band), scale=scale,
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-def _efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
-) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, None, True, 0.0, is_causal(q, k, band), scale=scale
-    )
-    return out, lse
-
-
-def _efficient_backward(x: Operands, scale: float, band: Band) -> Gradients:
-    # The operator's lse is padded to a multiple of 32 rows, with +inf.
-    lse = F.pad(x.lse, (0, -x.lse.shape[2] % 32), value=torch.inf)
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        x.grad_out, x.q, x.k, x.v, None, x.out, lse, empty_seed(x.q), empty_seed(x.q), 0.0,
-        [True, True, True, False], is_causal(x.q, x.k, band), scale=scale,
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-FLASH = Operator(_flash_forward, _flash_backward, is_grouped=True)
-CUDNN = Operator(_cudnn_forward, _cudnn_backward, is_grouped=True)
-EFFICIENT = Operator(_efficient_forward, _efficient_backward)
-
-
-def _fits_flash(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
-    fits = _has_dims_of_eights(q, k, v) and window_of(q, k, band) is not None
-    return fits and cuda.can_use_flash_attention(sdpa_params(q, k, v, band))
-
-
-def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
-    fits = _has_dims_of_eights(q, k, v) and is_plain(q, k, band)
-    return fits and cuda.can_use_cudnn_attention(sdpa_params(q, k, v, band))
-
-
-def _fits_cudnn_first(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
-    return _is_new(q.device) and _fits_cudnn(q, k, v, band)
-
-
-@cache
-def _is_new(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CUDNN_FIRST
-
-
 def _fits_efficient(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
     if not (same_sizes(q, k, v) and is_plain(q, k, band)):
         return False
@@ -198,14 +163,29 @@ def _fits_efficient(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
     return cuda.can_use_efficient_attention(sdpa_params(q, k, v, band))
 
 
-def _has_dims_of_eights(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    # PyTorch's own test accepts other head dims, since its caller pads them.
-    return same_sizes(q, k, v) and q.dtype in HALF and q.shape[-1] % 8 == 0
+def _efficient_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+) -> tuple[Tensor, Tensor]:
+    k, v = (expand_heads(x, q.shape[1]) for x in (k, v))
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, is_causal(q, k, band), scale=scale
+    )
+    return out, lse
 
 
-KERNELS = (
-    fused("cudnn", CUDNN, _fits_cudnn_first),
-    fused("flash", FLASH, _fits_flash),
-    fused("cudnn", CUDNN, _fits_cudnn),
-    fused("efficient", EFFICIENT, _fits_efficient),
-)
+def _efficient_backward(x: Operands, scale: float, band: Band) -> Gradients:
+    kv_heads, x = x.k.shape[1], x.expand_heads()
+    # The operator's lse is padded to a multiple of 32 rows, with +inf.
+    lse = F.pad(x.lse, (0, -x.lse.shape[2] % 32), value=torch.inf)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        x.grad_out, x.q, x.k, x.v, None, x.out, lse, empty_seed(x.q), empty_seed(x.q), 0.0,
+        [True, True, True, False], is_causal(x.q, x.k, band), scale=scale,
+    )  # fmt: skip
+    grouped = kv_heads < x.q.shape[1]
+    return dq, *(sum_groups(d, kv_heads) if grouped else d for d in (dk, dv))
+
+
+CUDNN = fused("cudnn", _fits_cudnn, _cudnn_forward, _cudnn_backward)
+FLASH = fused("flash", _fits_flash, _flash_forward, _flash_backward)
+EFFICIENT = fused("efficient", _fits_efficient, _efficient_forward, _efficient_backward)
+KERNELS = (CUDNN, FLASH, EFFICIENT)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +35,7 @@ GRAPHS = 64  # for all head dims, dtypes and numbers of heads; torch's default l
 BLOCK = 128  # rows and keys of a block, the unit in which invisible pairs are skipped
 OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}  # for short queries without gradients too
 
-_Result = TypeVar("_Result")
-_Kind = tuple[str, torch.dtype, int, int]  # device type, dtype, head dims
-_refused: set[_Kind] = set()
+_refused: set[tuple[Any, ...]] = set()  # device types, dtypes and head dims that did not compile
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
@@ -52,20 +50,20 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend `q` to one block of keys: see `forward` of the package."""
-    return _with_fallback(
-        _kind(q, v),
-        lambda: _forward(q.detach(), k.detach(), v.detach(), scale, band, cap),
-        lambda: tile.forward(q, k, v, scale, band, cap),
-    )
+    try:
+        return _forward(q.detach(), k.detach(), v.detach(), scale, band, cap)
+    except Exception as error:  # compilers fail in too many ways to list
+        _note_failure(error, q, v)
+        return tile.forward(q, k, v, scale, band, cap)
 
 
 def backward(x: Operands, scale: float, band: Band, cap: float | None = None) -> Gradients:
     """Return one block's term of the gradients: see `backward` of the package."""
-    return _with_fallback(
-        _kind(x.q, x.v),
-        lambda: _backward(x, scale, band, cap),
-        lambda: tile.backward(x, scale, band, cap),
-    )
+    try:
+        return _backward(x, scale, band, cap)
+    except Exception as error:  # as in forward
+        _note_failure(error, x.q, x.v)
+        return tile.backward(x, scale, band, cap)
 
 
 def _forward(
@@ -160,27 +158,22 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full((), value, dtype=dtype, device=device)
 
 
-def _kind(q: Tensor, v: Tensor) -> _Kind:
+def _kind(q: Tensor, v: Tensor) -> tuple[Any, ...]:
     return q.device.type, q.dtype, q.shape[-1], v.shape[-1]
 
 
-def _with_fallback(
-    kind: _Kind, call: Callable[[], _Result], last_resort: Callable[[], _Result]
-) -> _Result:
-    """Return the result of `call`, or of the tile if this kind does not compile."""
-    try:
-        return call()
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception as error:  # compilers fail in too many ways to list
-        if not isinstance(error, NotCompiledError):  # a later call may be compiled
-            _refused.add(kind)
-        device, dtype, dim, value_dim = kind
-        first, *_ = (*str(error).splitlines(), "")
-        warnings.warn(
-            f"flex_attention does not run on {device} for {dtype} and head dims {dim} and "
-            f"{value_dim}: such attention is computed by plain matrix products, which take "
-            f"hundreds of times as long ({type(error).__name__}: {first[:200]})",
-            stacklevel=2,
-        )
-        return last_resort()
+def _note_failure(error: Exception, q: Tensor, v: Tensor) -> None:
+    """Warn that the tile computes a block, and all of its kind if it does not compile."""
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        raise error
+    kind = _kind(q, v)
+    if not isinstance(error, NotCompiledError):  # a later call may be compiled
+        _refused.add(kind)
+    device, dtype, dim, value_dim = kind
+    first, *_ = (*str(error).splitlines(), "")
+    warnings.warn(
+        f"flex_attention does not run on {device} for {dtype} and head dims {dim} and "
+        f"{value_dim}: such attention is computed by plain matrix products, which take "
+        f"hundreds of times as long ({type(error).__name__}: {first[:200]})",
+        stacklevel=3,
+    )

@@ -3,9 +3,6 @@
 Simple, and fast if K and V are smaller than Q (grouped heads) or shards are short. K and V take the
 memory of the whole sequence. They are in flight while a rank attends to its own keys. Backward
 gathers them again, and reduce-scatters the gradients of K and V in float32 at least.
-
-Sent per rank and call, with M bytes of K and V on a rank and elements of e bytes: (N − 1)·M
-forward, (N − 1)·M·(1 + 4/e) backward (8/e in float64).
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from torch import Tensor
 from ....dist import all_gather
 from ....dist.building import reduce_scatter_flat
 from ..cp_comms import Ring
-from .call import Call, Saved, WithSinks, attend_all, sink_gradient, zero_gradient
+from .call import Call, Saved, WithSinks, attend_all, sink_gradient, zero_totals
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
@@ -28,7 +25,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
 def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
     """Return dq, dk, dv and dsinks of this rank's shards, in float32 at least."""
     q, k, v, out, lse = saved
-    dq, shards = zero_gradient(q), zero_gradient(k, call.ring.size, 2)
+    dq, shards = zero_totals(q), zero_totals(k, call.ring.size, 2)
     for source, keys, values in _gather(k, v, call.ring):
         totals = dq, shards[source, 0], shards[source, 1]
         call.attend_backward(source, grad_out, (q, keys, values, out, lse), totals)

@@ -18,17 +18,18 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ..cp_comms import Ring, Subgroups, split_ring
-from ..kernels import Operands, backward, forward, merge_into, statistics_dtype
-from ..kernels.block import without_empty_rows
+from ..cp_comms import Ring
+from ..kernels import backward, forward
+from ..kernels.block import Gradients, Operands, merge_into, statistics_dtype, without_empty_rows
 from ..layouts import Layout
-from ..masks import Band, Block, Mask, blocks
+from ..masks import Block, Mask, blocks
 
 # q, k, v, and the output and lse over all keys, for the heads that this rank computes.
 Saved = tuple[Tensor, ...]
-Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv in float32 at least
-WithSinks = tuple[Tensor, Tensor, Tensor, Tensor | None]  # and dsinks, if there are sinks
+WithSinks = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv, and dsinks with sinks
 KeysAndValues = Iterable[tuple[int, Tensor, Tensor]]  # of one rank after another, with its index
+# Neighbours that exchange heads, and the ring of this rank's counterparts in all such subgroups.
+Subgroups = tuple[Ring, Ring]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,14 @@ class Call:
             return None
         found, whole = self.blocks(self.ring.index), slice(0, q.shape[2])
         return found[0] if [each[:2] for each in found] == [(whole, whole)] else None
+
+    def single_backward(self, grad_out: Tensor, saved: Saved) -> WithSinks | None:
+        """Return the gradients of q, k and v for the only block, or None if there are several."""
+        single = self.single_block(saved[0])
+        if single is None:
+            return None
+        grads = backward(Operands(grad_out, *saved), self.scale, single.band, self.softcap)
+        return *grads, None
 
     def attend(
         self, source: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
@@ -103,7 +112,7 @@ def sink_gradient(grad_out: Tensor, saved: Saved, call: Call) -> Tensor | None:
     return (weights * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).neg_()
 
 
-def zero_gradient(x: Tensor, *leading: int) -> Tensor:
+def zero_totals(x: Tensor, *leading: int) -> Tensor:
     """Return zeros of shape `(*leading, *x.shape)`, in float32 at least."""
     return torch.zeros((*leading, *x.shape), dtype=statistics_dtype(x.dtype), device=x.device)
 
@@ -112,32 +121,19 @@ def attend_all(
     arriving: KeysAndValues, q: Tensor, k: Tensor, v: Tensor, call: Call
 ) -> tuple[Tensor, Saved]:
     """Attend to the keys and values of all ranks as they arrive; results as of `forward`."""
-    dtype = statistics_dtype(q.dtype)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
+    single = call.single_block(q)
+    if single is not None:
+        out, lse = forward(q, k, v, call.scale, single.band, call.softcap)
+        out = out.to(q.dtype)
+        return out, (q, k, v, out, lse)
+    out = zero_totals(q)
+    lse = out.new_full(q.shape[:-1], -torch.inf)
     if call.sinks is not None:  # every row begins with its sink, a score without a value
         lse.copy_(call.sinks.unsqueeze(-1))
     for source, keys, values in arriving:
         call.attend(source, q, keys, values, out, lse)
     out = out.to(q.dtype)
     return out, (q, k, v, out, lse)
-
-
-def attend_single(q: Tensor, k: Tensor, v: Tensor, band: Band, call: Call) -> tuple[Tensor, Saved]:
-    """Attend to the only block; results as of `attend_all`."""
-    out, lse = forward(q, k, v, call.scale, band, call.softcap)
-    out = out.to(q.dtype)
-    return out, (q, k, v, out, lse)
-
-
-def attend_single_backward(grad_out: Tensor, saved: Saved, band: Band, call: Call) -> WithSinks:
-    """Return the gradients of q, k and v for the only block."""
-    return *backward(Operands(grad_out, *saved), call.scale, band, call.softcap), None
-
-
-def ulysses_size(kv_heads: int, size: int) -> int:
-    """Return the number of ranks, of `size`, over which "hybrid" divides heads without replicas."""
-    return gcd(kv_heads, size)
 
 
 def subgroups_for(method: str, q: Tensor, k: Tensor, ring: Ring) -> Subgroups:
@@ -147,7 +143,9 @@ def subgroups_for(method: str, q: Tensor, k: Tensor, ring: Ring) -> Subgroups:
     """
     heads, kv_heads, size = q.shape[1], k.shape[1], 1
     if method in ("ulysses", "hybrid"):
-        size = ulysses_size(kv_heads, ring.size)
+        size = gcd(kv_heads, ring.size)
     if method == "ulysses" and heads % ring.size == 0 == ring.size % kv_heads:
         size = ring.size  # fewer key/value heads than ranks: each goes to several ranks
-    return split_ring(ring, size)
+    subgroup, place = divmod(ring.index, size)
+    neighbours = ring.ranks[subgroup * size : (subgroup + 1) * size]
+    return Ring(ring.group, neighbours, place), Ring(ring.group, ring.ranks[place::size], subgroup)

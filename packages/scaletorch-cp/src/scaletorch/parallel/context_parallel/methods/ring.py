@@ -4,9 +4,6 @@ In step s rank r holds the keys and values of rank r − s, and the next ones ar
 computes. The results of the blocks are merged by their log-sum-exp. In backward keys and values
 travel again, and each block's gradients travel one step behind them. They start on the rank after
 the owner and reach the owner after N − 1 hops; the owner adds its own contribution at the end.
-
-Sent per rank and call, with M bytes of K and V on a rank and elements of e bytes: (N − 1)·M
-forward, (N − 1)·M·(1 + 4/e) backward (8/e in float64).
 See https://arxiv.org/abs/2310.01889.
 """
 
@@ -18,33 +15,21 @@ import torch
 from torch import Tensor
 
 from ..cp_comms import ContextCommunicate, Ring
-from .call import (
-    Call,
-    Saved,
-    WithSinks,
-    attend_all,
-    attend_single,
-    attend_single_backward,
-    sink_gradient,
-    zero_gradient,
-)
+from .call import Call, Saved, WithSinks, attend_all, sink_gradient, zero_totals
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
     """Return this rank's output [B, H, L, D] in q's dtype, and the tensors for backward."""
-    single = call.single_block(q)
-    if single is not None:
-        return attend_single(q, k, v, single.band, call)
     return attend_all(_rotate(k, v, call.ring), q, k, v, call)
 
 
 def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
     """Return this rank's dq, dk, dv and dsinks, in float32 at least if there are several blocks."""
-    q, k, v, out, lse = saved
-    single = call.single_block(q)
+    single = call.single_backward(grad_out, saved)
     if single is not None:
-        return attend_single_backward(grad_out, saved, single.band, call)
-    dq, dkv = zero_gradient(q), zero_gradient(k, 2)
+        return single
+    q, k, v, out, lse = saved
+    dq, dkv = zero_totals(q), zero_totals(k, 2)
     block: Tensor | None = None
     sent: Tensor | None = None
     arriving: Tensor | None = None

@@ -5,18 +5,13 @@ the key/value heads that they use, and sends the output back the same way. If th
 ranks, each attends to whole sequences, with any kernel. Otherwise ("hybrid") a ring
 across the N / U subgroups continues with the positions of each, and fewer heads than ranks suffice.
 If there are fewer key/value heads than ranks in a subgroup, each goes to several ranks, whose
-gradients are summed.
-
-Sent per rank and call, with Q and O bytes of queries and output and M of K and V on a rank:
-(Q + O + M) · (U − 1) / U forward and again backward; M counts as often as a key/value head is
-replicated, and dQ, dK and dV travel in float32 at least. A ring across N / U subgroups sends M once
-for each of its N / U − 1 hops, as in `ring`. See https://arxiv.org/abs/2309.14509 and, for the
-two together, https://arxiv.org/abs/2405.07719.
+gradients are summed. Gradients travel in float32 at least.
+See https://arxiv.org/abs/2309.14509 and, for the two together, https://arxiv.org/abs/2405.07719.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +24,7 @@ from . import ring
 from .call import Call, Saved, WithSinks
 
 Shard = tuple[range, ...]  # runs of positions in local order
+Messages = list[tuple[Tensor, int]]  # views, each with the global rank of the other side
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
@@ -71,14 +67,12 @@ class _Swap:
         """
         sends, recvs, results = [], [], []
         for x in tensors:
-            batch, heads, length, dim = x.shape
-            heads = max(1, heads // self.ranks.size)
-            out = x.new_empty(batch, heads, self.ranks.size * length, dim)
-            results.append(out)
-            for peer, (rank, shard) in enumerate(self._peers()):
-                peer_heads = self._heads_of(x, peer)
-                sends += [(peer_heads[:, :, local], rank) for local, _ in self._own_runs()]
-                recvs += [(out[:, :, place], rank) for _, place in _places(shard, self.whole)]
+            heads = [self._heads_of(x, peer) for peer in range(self.ranks.size)]
+            batch, count, length, dim = heads[0].shape
+            results.append(x.new_empty(batch, count, self.ranks.size * length, dim))
+            messages = self._messages(heads, results[-1])
+            sends += messages[0]
+            recvs += messages[1]
         exchange(sends, recvs, self.ranks.group)
         return results
 
@@ -93,11 +87,21 @@ class _Swap:
             size = self.ranks.size
             out = x.new_empty(batch, size, heads, length // size, dim)
             results.append(out.flatten(1, 2))
-            for peer, (rank, shard) in enumerate(self._peers()):
-                sends += [(x[:, :, place], rank) for _, place in _places(shard, self.whole)]
-                recvs += [(out[:, peer, :, local], rank) for local, _ in self._own_runs()]
+            messages = self._messages(out.unbind(1), x)
+            recvs += messages[0]
+            sends += messages[1]
         exchange(sends, recvs, self.ranks.group)
         return results
+
+    def _messages(self, heads: Sequence[Tensor], positions: Tensor) -> tuple[Messages, Messages]:
+        """Return views of each rank's `heads` here, and of all `positions` of this rank's heads."""
+        own = _places(self.shards[self.ranks.index], self.whole)
+        by_heads: Messages = []
+        by_positions: Messages = []
+        for rank, shard, x in zip(self.ranks.ranks, self.shards, heads, strict=True):
+            by_heads += [(x[:, :, local], rank) for local, _ in own]
+            by_positions += [(positions[:, :, at], rank) for _, at in _places(shard, self.whole)]
+        return by_heads, by_positions
 
     def own_heads(self, x: Tensor) -> Tensor:
         """Return this rank's heads of x [H], as a view."""
@@ -107,12 +111,6 @@ class _Swap:
         """Return the heads of one rank of the subgroup, as a view."""
         heads = x.shape[1]
         return x.narrow(1, peer * heads // self.ranks.size, max(1, heads // self.ranks.size))
-
-    def _peers(self) -> Iterator[tuple[int, Shard]]:
-        return zip(self.ranks.ranks, self.shards, strict=True)
-
-    def _own_runs(self) -> list[tuple[slice, slice]]:
-        return _places(self.shards[self.ranks.index], self.whole)
 
 
 def _places(shard: Shard, whole: Shard) -> list[tuple[slice, slice]]:

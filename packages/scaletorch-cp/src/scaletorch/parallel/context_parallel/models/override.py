@@ -29,21 +29,17 @@ from ..masks import CU_SEQLENS, Documents, read_documents
 from .settings import Settings, note_backward, refusal, settings_of
 
 _RECOMPUTING = ("torch.utils.checkpoint", "torch.autograd.function")  # run code in backward
-_MULTIHEAD = "nn.MultiheadAttention"
-_MULTIHEAD_FUNCTION = F.multi_head_attention_forward
+REFUSED = "_scaletorch_refused"  # why a module may not be called while attention is sharded
 _MULTIHEAD_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _MULTIHEAD_FORWARD = inspect.signature(nn.MultiheadAttention.forward)
-_project_packed, _project = vars(F)["_in_projection_packed"], vars(F)["_in_projection"]
+_project_packed = vars(F)["_in_projection_packed"]
 
 
 class _Running(threading.local):
-    """The overrides that are on in this thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.overrides: list[AttentionOverride] = []
+    overrides: tuple[AttentionOverride, ...] = ()
 
 
-_running = _Running()
+_running = _Running()  # the overrides that are on in this thread, the innermost last
 
 
 def install(model: nn.Module) -> None:
@@ -82,7 +78,7 @@ class AttentionOverride(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             _refuse_bare_function(sys._getframe(1))
             return self._sdpa(*args, **kwargs)
-        if func is _MULTIHEAD_FUNCTION:
+        if func is F.multi_head_attention_forward:
             return self._multihead(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -120,9 +116,6 @@ class AttentionOverride(TorchFunctionMode):
             raise refusal("attn_mask must be None: use is_causal, and no padding")
         if dropout_p > 0:
             raise refusal(f"dropout_p must be 0, and is {dropout_p}")
-        heads = [x.shape[-3] for x in (query, key) if x.ndim > 2]
-        if not enable_gqa and len(set(heads)) > 1:
-            raise refusal(f"{heads[0]} query heads and {heads[1]} key heads need enable_gqa=True")
         return self.attend(query, key, value, Request(bool(is_causal), scale))
 
     def _multihead(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -131,49 +124,35 @@ class AttentionOverride(TorchFunctionMode):
         bound.apply_defaults()
         given = bound.arguments
         _require_supported(given)
-        batched = given["query"].dim() == 3
-        heads = []
-        for x in _projections(given):  # each [L, B, E] or [L, E]
-            x = x if batched else x[:, None]
-            heads.append(x.unflatten(-1, (given["num_heads"], -1)).permute(1, 2, 0, 3))
-        q, k, v = heads
+        inputs = (given[name] for name in ("query", "key", "value"))  # each [L, B, E]
+        projected = _project_packed(*inputs, given["in_proj_weight"], given["in_proj_bias"])
+        heads = (x.unflatten(-1, (given["num_heads"], -1)) for x in projected)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in heads)
         out = self.attend(q, k, v, Request(bool(given["is_causal"])))
         out = out.permute(2, 0, 1, 3).flatten(2)
-        out = F.linear(out, given["out_proj_weight"], given["out_proj_bias"])
-        return (out if batched else out[:, 0]), None
+        return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), None
 
 
 def _require_supported(given: Mapping[str, Any]) -> None:
     """Refuse options of `nn.MultiheadAttention` that shards cannot compute."""
-    if given["key_padding_mask"] is not None:
-        raise refusal(
-            f"{_MULTIHEAD} is given a key_padding_mask: leave it out and give padding labels of "
-            "-100 with a causal mask, or keep sequences whole"
-        )
-    if given["attn_mask"] is not None and not given["is_causal"]:
-        raise refusal(
-            f"{_MULTIHEAD} is given an attn_mask, which is of this rank's shard: also pass "
-            "is_causal=True if it is causal, otherwise keep sequences whole"
-        )
-    dropout = given["dropout_p"] if given["training"] else 0.0
-    if dropout:
-        raise refusal(f"{_MULTIHEAD} has dropout {dropout} of attention weights: set it to 0")
-    if given["add_zero_attn"] or any(given[name] is not None for name in ("bias_k", "static_k")):
-        raise refusal(
-            f"{_MULTIHEAD} adds a key without a token: build it without add_bias_kv and "
-            "add_zero_attn"
-        )
-
-
-def _projections(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return queries, keys and values, each [L, B, E] or [L, E]."""
-    inputs = [given[name] for name in ("query", "key", "value")]
-    if not given["use_separate_proj_weight"]:
-        return tuple(_project_packed(*inputs, given["in_proj_weight"], given["in_proj_bias"]))
-    weights = [given[f"{name}_proj_weight"] for name in "qkv"]
-    biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
-    projected: tuple[Tensor, ...] = _project(*inputs, *weights, *biases)
-    return projected
+    added = given["add_zero_attn"] or given["bias_k"] is not None or given["static_k"] is not None
+    unfit = {
+        "a key_padding_mask: give padding labels of -100 with a causal mask": (
+            given["key_padding_mask"] is not None
+        ),
+        "an attn_mask of this rank's shard: also pass is_causal=True if it is causal": (
+            given["attn_mask"] is not None and not given["is_causal"]
+        ),
+        "dropout of attention weights: set it to 0": given["training"] and given["dropout_p"],
+        "a key without a token: build it without add_bias_kv and add_zero_attn": added,
+        "keys of another width than its queries: build it without kdim and vdim": (
+            given["use_separate_proj_weight"]
+        ),
+        "a sequence without a batch dim: pass [B, L, E]": given["query"].dim() != 3,
+    }
+    for what, is_given in unfit.items():
+        if is_given:
+            raise refusal(f"nn.MultiheadAttention is given {what}, or keep sequences whole")
 
 
 def running_override(settings: Settings | None = None) -> AttentionOverride | None:
@@ -196,6 +175,8 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
             if settings is not None and outermost:
                 _require_documents_kept(self, kwargs)
             return inner(self, *args, **kwargs)
+        if REFUSED in vars(self):
+            raise refusal(vars(self)[REFUSED])
         running = running_override(settings)
         if running is not None:
             running.position_ids = kwargs.get("position_ids", running.position_ids)
@@ -210,9 +191,8 @@ def _wrap_forward(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
                 raise StateError(
                     f"context-parallel attention on {describe_rank()}: {type(self).__name__}."
                     "forward called no F.scaled_dot_product_attention, so any attention it has saw "
-                    "this rank's shard alone: select the model's 'sdpa' attention, call "
-                    "ring_attention in it, or let parallelize compare it with one process (without "
-                    "rehearse=False)"
+                    "this rank's shard alone: select the model's 'sdpa' attention, or call "
+                    "ring_attention in it (parallelize also takes models that it can rehearse)"
                 )
             note_backward(result, settings)
         return result
@@ -256,13 +236,13 @@ def unbound_forward(module: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def _enabled(settings: Settings, given: Mapping[str, Any]) -> Iterator[None]:
-    override = AttentionOverride(settings, given)
-    _running.overrides.append(override)
+    before, override = _running.overrides, AttentionOverride(settings, given)
+    _running.overrides = (*before, override)
     try:
         with override:
             yield
     finally:
-        _running.overrides.pop()
+        _running.overrides = before
 
 
 def _refuse_bare_function(frame: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,19 +35,18 @@ class ActiveBatch(NamedTuple):
     documents: Documents  # (0, length) if there is one document
 
 
+@dataclass(eq=False)
 class Settings:
     """The attention settings of one model."""
 
-    def __init__(self, requested_layout: str | None, method: str, ring: Ring) -> None:
-        """Begin without an active batch."""
-        self.requested_layout = requested_layout  # a name of `LAYOUTS`, or None
-        self.method = method
-        self.ring = ring
-        self.entered: ActiveBatch | None = None  # the batch of the innermost `inside`
-        # Whether a forward without attention is refused. Only this and a rehearsal find attention
-        # that a model computes itself.
-        self.must_attend = True
-        self._backward: tuple[int, ActiveBatch | None] | None = None
+    requested_layout: str | None  # a name of `LAYOUTS`
+    method: str
+    ring: Ring
+    entered: ActiveBatch | None = None  # the batch of the innermost `inside`
+    # Whether a forward without attention is refused. Only this and a rehearsal find attention that
+    # a model computes itself.
+    must_attend: bool = True
+    _backward: tuple[int, ActiveBatch | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         """Return the settings for a copy of the model: process groups are not copied."""
@@ -104,10 +104,9 @@ class Settings:
         if full and may_be_padded(self.requested_layout, self.ring):
             raise refusal(
                 "full attention would see the padding behind a sequence's end, which shards of "
-                f"this group may have. Take a length that 2 x {self.ring.size} divides "
+                f"this group may have: take a length that 2 x {self.ring.size} divides "
                 f"({self.ring.size} unless the layout is zigzag; parallelize takes "
-                "cp_layout='contiguous'), or run the model within ShardedSequences.inside, "
-                "which knows the padding"
+                "cp_layout='contiguous'), or run the model within ShardedSequences.inside"
             )
         return self._shard_layout(documents, length), documents
 
@@ -149,7 +148,7 @@ def note_shards(model: nn.Module, layouts: Sequence[Layout]) -> None:
     settings = settings_of(model)
     if settings is not None:
         for layout in layouts:
-            record_layout(layout, settings.ring, "shard_global_batch")
+            record_layout(layout, settings.ring)
         record_padding(settings.ring, any(x.padded_length > x.length for x in layouts))
 
 
@@ -191,8 +190,6 @@ def use_batch(model: nn.Module, batch: ActiveBatch, ring: Ring) -> Iterator[None
             f"{where} is not context parallel; call apply_context_parallel(model) before"
         )
     for settings in every.values():
-        if settings.entered not in (None, batch):
-            raise StateError(f"{where} runs inside other sequences already; leave those first")
         if settings.ring.ranks != ring.ranks:
             raise InvalidArgumentError(
                 f"{where} is context parallel over ranks {settings.ring.ranks}, and the sequences "

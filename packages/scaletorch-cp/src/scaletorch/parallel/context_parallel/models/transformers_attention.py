@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
 from ..attention import Request
-from .override import AttentionOverride, is_pretrained, running_override
+from .override import REFUSED, AttentionOverride, is_pretrained, running_override
 from .settings import refusal, settings_of
 from .transformers_mask import Pattern, context_mask, foreign_model_error
 from .whole_sequences import find_whole
@@ -30,15 +30,13 @@ _WITHOUT_EFFECT = frozenset({
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings",
     "position_ids", "return_dict", "shift_labels", "use_cache",
 })  # fmt: skip
-_LENGTH_DEPENDENT = ("dynamic", "longrope")  # types of rotary embeddings
+_LENGTH_DEPENDENT = {"dynamic", "longrope"}  # types of rotary embeddings
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _POOLING = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering")
 _TEXT = ("input_ids", "inputs_embeds")
 
-Previous = list[tuple[Any, str | None]]  # each config, and the name of its attention
 
-
-def replace_attention(model: nn.Module) -> Previous:
+def replace_attention(model: nn.Module) -> list[tuple[Any, str | None]]:
     """Make the models of transformers in `model` attend by `context_attention`.
 
     Their configs become copies, as other models may share them. A vision or audio tower that cannot
@@ -50,20 +48,23 @@ def replace_attention(model: nn.Module) -> Previous:
     pretrained: list[Any] = [each for each in model.modules() if is_pretrained(each)]
     if library is None or masks is None or not pretrained:  # without registries they call F.sdpa
         return []
-    library.ALL_ATTENTION_FUNCTIONS.register(NAME, context_attention)
-    masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, context_mask)
-    previous = [(config, config._attn_implementation) for config in _copy_configs(model)]
     inside = {inner for outer in pretrained for inner in outer.modules() if inner is not outer}
     for each in pretrained:
-        if each._can_set_attn_implementation() and each.config._attn_implementation != NAME:
-            each.set_attn_implementation(NAME)
         try:
             _require_shardable(each)
         except InvalidArgumentError as error:
             if each not in inside or _takes(each, *_TEXT):
-                _restore(previous)
                 raise
-            each.register_forward_pre_hook(_refuse_tower(str(error)))
+            vars(each)[REFUSED] = (
+                f"{type(each).__name__} is run, and text alone can be divided in this model: pass "
+                f"no other inputs, or keep sequences whole ({error})"
+            )
+    library.ALL_ATTENTION_FUNCTIONS.register(NAME, context_attention)
+    masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, context_mask)
+    previous = [(config, config._attn_implementation) for config in _copy_configs(model)]
+    for each in pretrained:
+        if each._can_set_attn_implementation() and each.config._attn_implementation != NAME:
+            each.set_attn_implementation(NAME)
     return previous
 
 
@@ -74,19 +75,8 @@ def temporary_attention(model: nn.Module, *, enabled: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(previous)
-
-
-def _refuse_tower(why: str) -> Callable[[nn.Module, Any], None]:
-    def refuse(tower: nn.Module, _: Any) -> None:
-        settings = settings_of(tower)
-        if settings is not None and settings.active:
-            raise refusal(
-                f"{type(tower).__name__} is run, and text alone can be divided in this model: pass "
-                f"no other inputs, or keep sequences whole ({why})"
-            )
-
-    return refuse
+        for config, name in previous:
+            config._attn_implementation_internal = name
 
 
 def context_attention(
@@ -155,28 +145,19 @@ def _require_known_positions(module: nn.Module, length: int) -> None:
 
 
 def _copy_configs(model: nn.Module) -> list[Any]:
-    """Replace the configs in `model` by copies, and return these."""
+    """Replace the configs in `model` by copies, and return these and the configs inside them."""
     base = sys.modules["transformers.configuration_utils"].PretrainedConfig
     memo: dict[int, Any] = {}
-    found: dict[int, Any] = {}
+    found: list[Any] = []
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, base):
                 vars(module)[name] = copy.deepcopy(value, memo)
-                _collect(vars(module)[name], found)
-    return list(found.values())
-
-
-def _collect(config: Any, found: dict[int, Any]) -> None:
-    found[id(config)] = config
-    for name in config.sub_configs:
-        if getattr(config, name, None) is not None:
-            _collect(getattr(config, name), found)
-
-
-def _restore(previous: Previous) -> None:
-    for config, name in previous:
-        config._attn_implementation_internal = name
+                found.append(vars(module)[name])
+    for config in found:  # grows
+        inner = (getattr(config, name, None) for name in config.sub_configs)
+        found += [each for each in inner if each is not None]
+    return found
 
 
 def _require_shardable(model: Any) -> None:
@@ -186,7 +167,9 @@ def _require_shardable(model: Any) -> None:
         return
     if name.endswith(_POOLING):
         raise refusal(f"{name} pools over the sequence, of which this rank has a shard")
-    kinds = set(_rope_types(getattr(config, "rope_parameters", None))) & set(_LENGTH_DEPENDENT)
+    rope = getattr(config, "rope_parameters", None) or {}  # of the model, or of each type of layer
+    each_rope = (each for each in (rope, *rope.values()) if isinstance(each, Mapping))
+    kinds = {str(each.get("rope_type")) for each in each_rope} & _LENGTH_DEPENDENT
     if kinds:
         raise refusal(
             f"{name} has rotary embeddings of type {', '.join(sorted(kinds))}, which depend on "
@@ -201,18 +184,13 @@ def _require_shardable(model: Any) -> None:
     inner = [each for each in model.modules() if is_pretrained(each) and each is not model]
     if not any(_takes(each, "position_ids") for each in (model, *inner)):
         taken = getattr(model, "main_input_name", _TEXT[0])
-        if taken != _TEXT[0]:
-            raise refusal(
-                f"{name} takes {taken}, and cp divides the positions of tokens: take cp_size=1, "
-                "and the ranks for dp, tp or pp"
-            )
-        raise refusal(
-            f"{name} takes no position_ids and would count its positions from 0 on every rank: "
-            "take cp_size=1, and the ranks for dp, tp or pp"
-        )
+        why = f"takes {taken}, and cp divides the positions of tokens"
+        if taken == _TEXT[0]:
+            why = "takes no position_ids and would count its positions from 0 on every rank"
+        raise refusal(f"{name} {why}: take cp_size=1, and the ranks for dp, tp or pp")
     if inner and not _has_attention(model, inner):
         return  # the inner models are checked too
-    if config._attn_implementation not in (NAME, "sdpa"):
+    if not (model._can_set_attn_implementation() or config._attn_implementation in (NAME, "sdpa")):
         raise refusal(
             f"{name} computes its attention itself ({config._attn_implementation!r}), and it would "
             "see this rank's shard alone: take a model that uses the attention registry of "
@@ -239,12 +217,3 @@ def _has_attention(model: nn.Module, outside: Iterable[nn.Module]) -> bool:
     """Return whether a model has attention outside of some of its modules."""
     excluded = {inner for outer in outside for inner in outer.modules()}
     return any("Attention" in type(each).__name__ for each in {*model.modules()} - excluded)
-
-
-def _rope_types(parameters: Any) -> Iterator[str]:
-    """Yield the types of rotary embeddings in a config, of the model or of each type of layer."""
-    if isinstance(parameters, Mapping):
-        if isinstance(parameters.get("rope_type"), str):
-            yield parameters["rope_type"]
-        for value in parameters.values():
-            yield from _rope_types(value)

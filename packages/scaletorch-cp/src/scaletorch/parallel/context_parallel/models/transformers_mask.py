@@ -39,10 +39,6 @@ class Pattern:
             raise AttributeError(name)
         raise _mask_change_error(name)
 
-    def __getitem__(self, _: Any) -> Any:
-        """Refuse to be indexed."""
-        raise _mask_change_error("an index")
-
 
 def _mask_change_error(by: str) -> InvalidArgumentError:
     return refusal(
@@ -71,7 +67,11 @@ def context_mask(
     try:
         if attention_mask is not None:
             _require_no_padding(attention_mask, q_length, settings)
-        _require_one_sequence(q_length, kv_length, int(q_offset), kv_offset)
+        if int(q_offset) or kv_offset or kv_length != q_length:
+            raise refusal(
+                f"{q_length} queries from position {int(q_offset)} on and {kv_length} keys: "
+                "neither decoding with a cache nor cross attention can be computed; use_cache=False"
+            )
         _require_positions(override.position_ids, q_length, settings, override.given)
         pattern = _pattern(mask_function)
     except InvalidArgumentError as error:  # one rank's shard may be refused; the others continue
@@ -97,14 +97,6 @@ def require_computable(model: nn.Module, given: Mapping[str, Any]) -> None:
         _require_no_padding(given["attention_mask"], length, settings)
     if given.get("position_ids") is not None:
         _require_positions(given["position_ids"], length, settings, given)
-
-
-def _require_one_sequence(queries: int, keys: int, first: int, first_key: int) -> None:
-    if first or first_key or keys != queries:
-        raise refusal(
-            f"{queries} queries from position {first} on and {keys} keys: neither decoding with a "
-            "cache nor cross attention can be computed; use_cache=False"
-        )
 
 
 def _require_no_padding(attention_mask: Tensor, length: int, settings: Settings) -> None:

@@ -4,10 +4,7 @@ Attention reaches the positions of other ranks by their keys and values. Such a 
 the state of the rank before it, and each kind of module has another state. But it computes each row
 of a batch from that row alone. So an all-to-all around it exchanges positions for rows: each rank
 runs the module unchanged on whole sequences of its share of the rows, and a second all-to-all
-brings the results back.
-
-With fewer rows than ranks, some ranks compute rows that are not used. A layer then takes the time
-of ceil(rows / ranks) whole sequences: the same as passing a state from rank to rank.
+brings the results back. With fewer rows than ranks, some ranks compute rows that are not used.
 """
 
 from __future__ import annotations
@@ -74,8 +71,7 @@ def _on_whole_sequences(inner: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
         exchange = exchange_for(settings, hidden)
         args, kwargs = map_tensors(exchange.to_rows, (args, kwargs))
-        back = functools.partial(exchange.to_positions, type(self).__name__)
-        return map_tensors(back, run(*args, **kwargs))
+        return map_tensors(exchange.to_positions, run(*args, **kwargs))
 
     return forward
 
@@ -104,15 +100,10 @@ class Exchange:
         whole = functional.all_to_all(x.contiguous(), 0, 1, self.ring.group)
         return whole.index_select(1, self.places)
 
-    def to_positions(self, name: str, x: Tensor) -> Tensor:
+    def to_positions(self, x: Tensor) -> Tensor:
         """Exchange results of this rank's rows for results of this rank's positions."""
         rows = -(-self.rows // self.ring.size)
         if x.shape[:2] != (rows, self.order.numel()):
-            if not x.is_floating_point():  # integers have no NaN
-                raise refusal(
-                    f"{name} returns {x.dtype} {list(x.shape)} in addition to its hidden states, "
-                    "which belongs to other rows than this rank's"
-                )
             return torch.full_like(x, float("nan"))  # a final state, of other rows
         shards = x.index_select(1, self.order)
         return functional.all_to_all(shards, 1, 0, self.ring.group).narrow(0, 0, self.rows)

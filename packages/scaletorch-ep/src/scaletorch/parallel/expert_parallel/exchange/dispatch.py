@@ -16,7 +16,7 @@ from ....dist.building import all_to_all_flat, sum_dtype
 from ....dist.errors import InvalidArgumentError
 from ....dist.functional import spmd_local
 from ...pg_manager import axis_group, describe_rank
-from .routes import Route, counts_of, find_route, numbers_of
+from .routes import Route, check_shapes, counts_of, find_route, numbers_of
 
 # Weights and indices travel as integers of the weights' width.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -67,6 +67,7 @@ def dispatch(
     """
     group = axis_group("ep", group)
     counts = counts_of(experts, get_world_size(group))
+    check_shapes(hidden, top_k_index, top_k_weights)
     route = find_route(hidden, top_k_index, top_k_weights, counts, group)
     return dispatch_along(route, hidden, top_k_index, top_k_weights, counts)
 
@@ -160,7 +161,7 @@ class _Dispatch(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients of hidden states and weights: all ranks send both."""
         gradients = grads[0].contiguous(), grads[1].masked_fill(ctx.remote, 0).contiguous()
-        works = [_send_back(each, ctx.route) for each in gradients]
+        works = [_send(each, ctx.route, back=True) for each in gradients]
         received = [
             work.wait().view(-1, each.shape[1]) for work, each in zip(works, gradients, strict=True)
         ]
@@ -174,7 +175,7 @@ class _Combine(Function):
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         """Return [T, H]."""
         ctx.route = route
-        back = _send_back(rows.contiguous(), route).wait()
+        back = _send(rows.contiguous(), route, back=True).wait()
         return _add_up(back.view(-1, rows.shape[1]), route)
 
     @staticmethod
@@ -217,22 +218,13 @@ class _Synchronise(Function):
         return grads[0]
 
 
-def _send(rows: Tensor, route: Route) -> Work[Tensor]:
-    """Send rows [S, …] to the ranks of the experts; the work returns [R, …], flat."""
-    return _exchange(rows, route.sends, route.receives, route.group)
-
-
-def _send_back(rows: Tensor, route: Route) -> Work[Tensor]:
-    """Send rows [R, …] to the ranks they came from; the work returns [S, …], flat."""
-    return _exchange(rows, route.receives, route.sends, route.group)
-
-
-def _exchange(
-    rows: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup | None
-) -> Work[Tensor]:
+def _send(rows: Tensor, route: Route, *, back: bool = False) -> Work[Tensor]:
+    """Send rows [S, …] to the ranks of the experts, or [R, …] back; the work returns them flat."""
     width = rows.shape[1:].numel()
-    counts = [[count * width for count in each] for each in (sends, receives)]
-    return all_to_all_flat(rows.view(-1), counts[0], counts[1], group)
+    sends, receives = ([count * width for count in each] for each in (route.sends, route.receives))
+    if back:
+        sends, receives = receives, sends
+    return all_to_all_flat(rows.view(-1), sends, receives, route.group)
 
 
 def _add_up(rows: Tensor, route: Route) -> Tensor:

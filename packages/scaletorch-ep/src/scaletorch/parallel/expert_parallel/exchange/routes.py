@@ -85,7 +85,6 @@ def find_route(
     Takes hidden states [T, H], integers [T, K], weights [T, K] and the number of experts of each
     rank. The host reads once, for this exchange, its way back and backward.
     """
-    _check_shapes(hidden, index, weights)
     call = _Call(hidden.shape[1], hidden.dtype, weights.shape[1], weights.dtype, counts,
                  torch.is_grad_enabled())  # fmt: skip
     ranks, experts = len(counts), sum(counts)
@@ -137,7 +136,8 @@ def _fixed_fields(call: int, needs: bool, ranks: int, device: torch.device) -> T
     return torch.tensor([[call] * ranks, [needs] * ranks], device=device)
 
 
-def _check_shapes(hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+def check_shapes(hidden: Tensor, index: Tensor, weights: Tensor) -> None:
+    """Refuse arguments of experts of other shapes, or indices that are no integers."""
     fits = hidden.dim() == 2 and index.dim() == 2 and weights.shape == index.shape
     if not fits or index.shape[0] != hidden.shape[0] or index.is_floating_point():
         raise InvalidArgumentError(

@@ -74,22 +74,21 @@ def _split_hidden(name: str, out: Any, length: int, shares: SequenceShares) -> A
 
 @contextmanager
 @around_compiled
-def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None]:
+def whole_masks(shares: SequenceShares) -> Iterator[None]:
     """Replace transformers' mask functions, which read a shard's length, by ones for sequences."""
     library = sys.modules.get(_LIBRARY)
-    if library is None or not configs or shares.length is None:
+    if library is None or shares.length is None:
         yield
         return
     table = library.ALL_MASK_ATTENTION_FUNCTIONS
-    names = {config._attn_implementation for config in configs} & set(table)
-    before = {name: table[name] for name in names}
+    before = {name: table[name] for name in table}
     table.update({name: partial(_whole_mask, make, shares) for name, make in before.items()})
     try:
         yield
     finally:
         for name, make in before.items():
             del table[name]  # drop our local entry; the global one shows again
-            if table[name] is not make:
+            if table.get(name) is not make:
                 table[name] = make
 
 
@@ -218,7 +217,6 @@ class SequenceRoot(Surrounded):
     """Mixin of the model: records sequence lengths and uses this rank's random stream."""
 
     _sequence: SequenceShares | None = None  # a slice of an nn.Sequential has none
-    _configs: Sequence[Any] = ()  # configs of transformers models
     _layered: bool = False  # sequences are full before and after the layers
 
     @around_compiled
@@ -238,9 +236,10 @@ class SequenceRoot(Surrounded):
             kwargs["position_ids"] = torch.arange(ids.shape[-1], device=ids.device)[None]
         with ExitStack() as stack:
             stack.enter_context(shapes_explained(own_class(self).__name__, self._sequence))
-            stack.enter_context(whole_masks(self._configs, self._sequence))
-            if self.training and not self._layered:  # else the layers do this
-                stack.enter_context(sharded_random(self._tp_group))
+            if not self._layered:  # else the layers see whole sequences' masks, and do the latter
+                stack.enter_context(whole_masks(self._sequence))
+                if self.training:
+                    stack.enter_context(sharded_random(self._tp_group))
             return super().forward(*args, **kwargs)
 
 
@@ -284,11 +283,7 @@ def share_sequences(
             vars(module)["_sequence"] = shares
         elif isinstance(module, TensorParallelLayer) and not isinstance(module, HeadParameters):
             vars(module)["sequence"] = shares
-    found = [] if layers else [getattr(module, "config", None) for module in view.names]
-    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
-    vars(surround(model, SequenceRoot, group)).update(
-        _sequence=shares, _configs=[*configs.values()], _layered=bool(layers)
-    )
+    vars(surround(model, SequenceRoot, group)).update(_sequence=shares, _layered=bool(layers))
     for layer in layers:
         vars(layer).update(_first=layer is layers[0], _last=layer is layers[-1])
 
