@@ -62,12 +62,17 @@ class Replay:
                 output = self.plain.model(batch["input_ids"], **entries)
             self._run_own()
             found = loss_of(output)
-            if found is None:
-                found = self._stand_for_loss(output)
-                if found is None:
-                    return
-            else:
+            if found is not None:
                 self.judge.compare("the loss", loss, found.detach())
+            else:  # units need only the ranks' gradients, but those that the root makes are lost
+                self.has_loss = False
+                self.unasked.append(
+                    "the loss, which communicates itself, and gradients outside of layers"
+                )
+                outputs = [x.real.sum() * 0 for x in tensors_in(output) if x.requires_grad]
+                if not outputs:
+                    return
+                found = torch.stack(outputs).sum()
             trained = [weight for weight in weights.values() if weight.requires_grad]
             penalised = self._add_penalties(found)
             self._add_beside(found)
@@ -78,31 +83,18 @@ class Replay:
         for owner in ("", *self.plain.units):
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
 
-    def _stand_for_loss(self, output: Any) -> Tensor | None:
-        """Return a zero for a loss that communicates, since units need only the ranks' gradients.
-
-        Gradients that the root itself makes of the loss are not known then. None if the output
-        has no gradient.
-        """
-        self.has_loss = False
-        self.unasked.append("the loss, which communicates itself, and gradients outside of layers")
-        trained = [x for x in tensors_in(output) if x.requires_grad]
-        return torch.stack([x.real.sum() * 0 for x in trained]).sum() if trained else None
-
     def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
         """Return the whole weights of a unit or the root, cached for one owner."""
         if self._held is None or self._held[0] != owner:
             self._held = None  # free these before others are gathered
             self._held = owner, self.ranks.weights(self.plain.owners[owner])
-        found = self._held[1]
-        parameters = {
-            name: nn.Parameter(
-                weight if wide is None or not weight.is_floating_point() else weight.to(wide),
-                requires_grad=self.ranks.trains(name)
-                and (weight.is_floating_point() or weight.is_complex()),
+        parameters = {}
+        for name, weight in self._held[1].items():
+            floats = weight.is_floating_point()
+            parameters[name] = nn.Parameter(
+                weight.to(wide) if wide is not None and floats else weight,
+                requires_grad=self.ranks.trains(name) and (floats or weight.is_complex()),
             )
-            for name, weight in found.items()
-        }
         for name, hooks in self.plain.hooks.items():
             for hook in hooks if name in parameters and parameters[name].requires_grad else ():
                 parameters[name].register_hook(hook)
@@ -121,14 +113,12 @@ class Replay:
 
     def _add_beside(self, loss: Tensor) -> None:
         """Add gradients that reach units by other ways than the results of their calls."""
-        held = [
-            (call, index, name) for call, index, name, leaf in self._leaves if leaf() is not None
-        ]
-        leaves = [leaf for *_, held_leaf in self._leaves if (leaf := held_leaf()) is not None]
-        if not leaves:
+        held = [(c, i, n, leaf) for c, i, n, each in self._leaves if (leaf := each()) is not None]
+        if not held:
             return
+        leaves = [leaf for *_, leaf in held]
         found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-        for (call, index, name), gradient in zip(held, found, strict=True):
+        for (call, index, name, _), gradient in zip(held, found, strict=True):
             if gradient is None:
                 continue
             if not self.has_loss:  # this part of the unit's gradients is not known
@@ -178,9 +168,8 @@ class Replay:
         call.handed = [y.detach() if ours is None else ours.to(y.dtype), *unit_run.outputs[1:]]
         if not any(each.requires_grad for each in unit_run.outputs):
             return map_tensors(lambda t: call.handed[0] if t is y else t, unit_run.result)
-        given = [x, *call._inputs()[1:]] if x is not None else call._inputs()
-        trained = [each for each in given if each is not None and each.requires_grad]
-        handed = Handover.apply(call, self._anchor, *trained)  # type: ignore[no-untyped-call]
+        given = [x if each is call.hidden else each for each in call.trained_inputs()]
+        handed = Handover.apply(call, self._anchor, *given)  # type: ignore[no-untyped-call]
         swapped = dict(zip(map(id, unit_run.outputs), handed, strict=True))
         leaves = [(index, "", leaf) for index, leaf in enumerate(unit_run.inputs)]
         leaves += [(0, n, weight) for n, weight in unit_run.weights.items() if weight.requires_grad]
