@@ -210,7 +210,7 @@ REFUSED = [
     ({"tp_size": 2}, {"plan": {n: style for n, style in PLAN.items() if n != "blocks.*"}, **SHARED},
      None, r"sequence_parallel divides .* of input_ids.* style the layers 'sequence_layer'"),
     ({"cp_size": 2}, {}, {"latents": 1},
-     r"cp divides 8 positions, and loss_noise is \[7, 8, 4\].*{'loss_noise': 1} or .*: None}"),
+     r"loss_noise has shape \[7, 8, 4\].* 8 positions that cp .*{'loss_noise': 1} or .*: None}"),
     ({"cp_size": 2}, {}, {"x": 1}, "sequence_dims names x, and the batch has only latents"),
     ({"cp_size": 2}, {}, {"latents": 3}, r"'latents': 3} does not fit: latents has shape \[7, 8"),
     ({"cp_size": 2}, {}, {"latents": 1, "loss_noise": 2}, "dims of 8 of latents, 4 of loss_noise"),
