@@ -43,26 +43,19 @@ class Plain:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             self.names.setdefault(first.setdefault(id(parameter), name), []).append(name)
         self._within: set[str] = set()  # units that are running
-        self._places: dict[str, list[tuple[nn.Module, str, str]]] = {}
-        within = {module for unit in self.units.values() for module in unit.modules()}
-        own = [("", [m for m in self.model.modules() if m not in within])]
-        own += [(name, [*unit.modules()]) for name, unit in self.units.items()]
-        for name, modules in own:
-            self._places[name] = [
+        own = {name: [*unit.modules()] for name, unit in self.units.items()}
+        within = {module for modules in own.values() for module in modules}
+        own = {"": [m for m in self.model.modules() if m not in within], **own}
+        self._places = {
+            name: [
                 (module, attribute, first[id(parameter)])
                 for module in modules
                 for attribute, parameter in module._parameters.items()
                 if parameter is not None
             ]
-        self.owners = {n: list(dict.fromkeys(p for *_, p in at)) for n, at in self._places.items()}
-
-    def names_of_units(self) -> dict[str, list[str]]:
-        """Return all names of each unit."""
-        named = [*self.model.named_modules(remove_duplicate=False)]
-        return {
-            unit: [name for name, module in named if module is wanted]
-            for unit, wanted in self.units.items()
+            for name, modules in own.items()
         }
+        self.owners = {n: list(dict.fromkeys(p for *_, p in at)) for n, at in self._places.items()}
 
     def follow(self, stage: nn.Module, device: torch.device) -> None:
         """Move buffers to a device, and copy `training` flags from this rank's stage."""

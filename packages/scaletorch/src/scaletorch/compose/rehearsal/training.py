@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +56,7 @@ def trained(
     def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records, list[str] | None]:
         pipeline = pipeline_of(model)
         before, begun = Attributes(pipeline.module.modules()), list[Attributes]()
-        with recorded(pipeline, plain.names_of_units(), begun) as records, eagerly():
+        with recorded(pipeline, plain, begun) as records, eagerly():
             loss = step(small.micro_batches)
         for record in (each for held in records.values() for each in held):
             record.scale_gradients(terms_of(model).correction)
@@ -139,26 +139,25 @@ def in_float32(model: DataParallelBucket, plain: nn.Module) -> Iterator[None]:
 
 
 _DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
-_OWNERS: tuple[Any, ...] = (torch._VF, torch)
+_ATTENDING = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # arguments, in order
 
 
 class _AttendWithoutDropout(TorchFunctionMode):
     """A mode that turns dropout of attention off, except in a backward that recomputes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs |= {"dropout_p": 0.0} if len(args) < 5 else {}
-        return func(*args, **kwargs)
+            named = dict(zip(_ATTENDING, args, strict=False))
+            return func(**named | (kwargs or {}) | {"dropout_p": 0.0})
+        return func(*args, **kwargs or {})
 
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
     """Turn dropout off for a while, in modules, functions and attention."""
     # Kernels are replaced, since torch's function modes are off while a backward recomputes.
-    names = [each for name in _DROPPING for each in (name, f"{name}_")]
-    places = [(place, each) for each in names for place in _OWNERS]
+    owners: tuple[Any, ...] = (torch._VF, torch)
+    places = [(o, each) for name in _DROPPING for each in (name, f"{name}_") for o in owners]
     own = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
     for place, name, _ in own:
         setattr(place, name, lambda x, *_args, **_kwargs: x)
@@ -284,24 +283,21 @@ class Recorder:
 
 @contextmanager
 def recorded(
-    pipeline: PipelineParallel, units: Mapping[str, Iterable[str]], begun: list[Attributes]
+    pipeline: PipelineParallel, plain: Plain, begun: list[Attributes]
 ) -> Iterator[Records]:
-    """Record all calls of units, given with all their names by first name."""
+    """Record all calls of this rank's units, which may have several names."""
     records: Records = {}
-    placed: list[tuple[nn.Module, Recorder]] = []
-    modules = dict(pipeline.module.named_modules(remove_duplicate=False))
-    try:
-        for first, names in units.items():
-            found = dict.fromkeys(modules[name] for name in names if name in modules)
-            for module in found:
-                if not isinstance(module, PassThrough):
-                    recorder = Recorder(first, pipeline, records, begun)
-                    surround(module, recorder, innermost=True)
-                    placed.append((module, recorder))
+    here = dict(pipeline.module.named_modules(remove_duplicate=False))
+    units = {unit: name for name, unit in plain.units.items()}
+    named = plain.model.named_modules(remove_duplicate=False)
+    placed = {here[n]: units[unit] for n, unit in named if unit in units and n in here}
+    with ExitStack() as undo:
+        for module, unit in placed.items():
+            if not isinstance(module, PassThrough):
+                recorder = Recorder(unit, pipeline, records, begun)
+                surround(module, recorder, innermost=True)
+                undo.callback(release, module, recorder)
         yield records
-    finally:
-        for module, recorder in placed:
-            release(module, recorder)
 
 
 def hidden_states_of(value: Any) -> Tensor | None:
