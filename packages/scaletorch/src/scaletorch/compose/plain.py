@@ -15,9 +15,6 @@ from torch import nn
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel.building import PassThrough
 
-_LIBRARY = f"{__name__.partition('.compose.')[0]}."
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
 
 class Plain:
     """A plain model that gets the weights of one unit at a time; its parameters have no memory."""
@@ -142,15 +139,6 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
 
     visit("", model)
     return {name: module for module, name in found.items()}
-
-
-def is_of_library(hook: Any) -> bool:
-    """Return whether a hook is one of this library's."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    hook = getattr(hook, "__self__", hook)
-    kind = hook if hasattr(hook, "__module__") else type(hook)
-    return str(kind.__module__).startswith(_LIBRARY)
 
 
 def _holds_module(value: Any) -> bool:

@@ -19,6 +19,7 @@ from .batch import SmallBatch
 from .training import Record, Records
 
 _KINDS = ("input", "output", "input_gradient", "output_gradient")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class DivergedError(Exception):
@@ -107,11 +108,12 @@ class Ranks:
                 self._turns.setdefault(name, []).append(_Turn(stage, index, kinds))
 
     def returns_alone(self, name: str) -> bool:
-        """Return whether a unit, called once, returned hidden states and did nothing else."""
+        """Return whether a unit, called once, returns hidden states and does nothing else."""
         weights, owners = {*self.plain.owners[name]}, self.plain.owners.items()
         shares = any(weights & {*theirs} for other, theirs in owners if other != name)
+        hooked = any(getattr(m, k) for m in self.plain.units[name].modules() for k in _HOOKS)
         called_once = not shares and self.turns(name) == 1 and name not in self.unjoined
-        return called_once and self._alone.get(name, False)
+        return called_once and not hooked and self._alone.get(name, False)
 
     def meet(self, where: str, *, failed: bool = False) -> None:
         """Check that all ranks are at the same place before they communicate; all raise if not."""

@@ -21,7 +21,7 @@ from ...parallel.pg_manager.building import Attributes, eagerly, restored
 from ...parallel.pipeline_parallel import PipelineParallel
 from ...parallel.pipeline_parallel.building import PassThrough, forms_cast, release, surround
 from ..forward import Terms, pipeline_of, rehearsing, terms_of, wait_for_parameters
-from ..plain import HOOKS, Plain, is_of_library
+from ..plain import Plain
 from .batch import SmallBatch, is_narrow
 
 Step = Callable[..., Tensor]
@@ -206,7 +206,7 @@ class Record:
     input_gradient: Tensor | None = None  # of `input`, through the unit alone
     output_gradient: Tensor | None = None  # of `output`, from everything that used it
     again: bool = False  # the graph is built in backward, when the unit runs again
-    alone: bool = False  # it returned hidden states alone, set nothing and has no users' hooks
+    alone: bool = False  # it returned hidden states alone, and set nothing
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply gradients that were divided by an estimate of the count."""
@@ -226,7 +226,7 @@ class Recorder:
     ) -> None:
         self._name, self._pipeline, self._records = name, pipeline, records
         self._begun = begun  # the attributes of all modules at the first gradient
-        self._open: list[tuple[Record | None, set[Any]]] = []
+        self._open: list[tuple[Record | None, Attributes]] = []
 
     def takes_forward(self) -> bool:
         """Return whether to record direct calls of the module's `forward` too."""
@@ -236,7 +236,7 @@ class Recorder:
         """Record the input, and its gradient by a hook on a view that only this call uses."""
         x = hidden_states_of((args, kwargs))
         record = self._record(x)
-        self._open.append((record, _traces(module)))
+        self._open.append((record, Attributes(module.modules())))
         if record is None or x is None or type(x) is not Tensor:
             return args, kwargs
         record.input = x.detach().clone()
@@ -248,12 +248,11 @@ class Recorder:
 
     def after(self, module: nn.Module, output: Any) -> Any:
         """Record the output, and its gradient by a hook on a copy that only the caller uses."""
-        (record, traces), y = self._open.pop(), hidden_states_of(output)
+        (record, attributes), y = self._open.pop(), hidden_states_of(output)
         if record is None or y is None:
             return output
         shaped = output is y and record.input is not None and record.input.shape == y.shape
-        hooks = (h for m in module.modules() for kind in HOOKS for h in getattr(m, kind).values())
-        record.alone = shaped and _traces(module) <= traces and all(map(is_of_library, hooks))
+        record.alone = shaped and not attributes.changed()
         if record.output is None:  # keep the first run's: a layer may count its runs
             record.output = y.detach().clone()
         if not (torch.is_grad_enabled() and y.requires_grad):
@@ -308,15 +307,6 @@ def hidden_states_of(value: Any) -> Tensor | None:
         return hidden_states_of([*tensors_in(kwargs)]) if found is None else found
     tensors = [x for x in tensors_in(value) if x.is_floating_point() and x.ndim > 1]
     return next((x for x in tensors if x.requires_grad), next(iter(tensors), None))
-
-
-def _traces(module: nn.Module) -> set[Any]:
-    """Return a fingerprint of modules' attributes that shows what a call set, or added to lists."""
-    return {
-        (each, name, id(value), len(value) if isinstance(value, list | dict | set) else 0)
-        for each in module.modules()
-        for name, value in vars(each).items()
-    }
 
 
 def is_same(given: Tensor | None, x: Tensor | None) -> bool:
