@@ -55,7 +55,6 @@ class Call:
     """One call of a unit by the plain root, on the ranks' hidden states."""
 
     replay: Any  # the `Replay` that runs the root
-    done: Callable[[Call, Mapping[str, Tensor | None]], None]  # takes the weights' gradients
     name: str
     run: Callable[..., Any]  # the unit's own call
     args: tuple[Any, ...]
@@ -135,7 +134,7 @@ class Call:
         found, weights = self.gradients(unit_run)
         pairs = zip_longest(found, self.beside)
         inputs = [b if a is None else a if b is None else a + b for a, b in pairs]
-        self.done(self, weights)
+        self.replay.add_call(self, weights)
         if self.hidden is not None and self.hidden.requires_grad:
             other = None if any(g is not None for g in self.beside) else self.other_input
             inputs[0] = self._compare_gradient("input", inputs[0], other=other)

@@ -135,7 +135,7 @@ class Replay:
         x = hidden_states_of((args, kwargs))
         turn = self._turn_of(name, x)
         before = ModuleState(self.plain.units[name].modules())
-        call = Call(self, self._add_call, name, run, args, kwargs, x, turn, before)
+        call = Call(self, name, run, args, kwargs, x, turn, before)
         if x is not None:
             ours, _ = self.ranks.join(name, turn, "input", x.shape)
             if ours is not None:
@@ -252,7 +252,7 @@ class Replay:
             self._earlier.append((name, x.detach().clone(), turn))
         return turn
 
-    def _add_call(self, call: Call, gradients: Mapping[str, Tensor | None]) -> None:
+    def add_call(self, call: Call, gradients: Mapping[str, Tensor | None]) -> None:
         """Add a call's gradients of weights; compare them after the unit's last call."""
         for name, gradient in gradients.items():
             if gradient is not None:
