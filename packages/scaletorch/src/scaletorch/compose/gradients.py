@@ -216,8 +216,12 @@ def sum_partial_gradients(
     if first:
         state.sums.look_again()
         earlier = any(each.grad is not None for each in state.whole.values())
-    elif not state.pending:
-        _share_earlier(state, model, manager)
+    elif not state.pending:  # gradients of earlier steps will be summed once more
+        named = [name for name in state.names if state.whole[name].grad is not None]
+        found = (shard.tensor.grad for shard in _shards_of(state, model, named))
+        gradients = {id(each): each for each in found if each is not None}
+        if gradients:
+            torch._foreach_div_([*gradients.values()], manager.tp_size)
     with state.sums.summed_later(), eagerly() if first else nullcontext():
         yield
     if first or model.optimizer_shards is not state.shards:
@@ -237,17 +241,6 @@ def _shards_of(state: _Partial, model: DataParallelBucket, names: Iterable[str])
     order = {name: index for index, name in enumerate(names)}
     found = [each for each in model.optimizer_shards if each.name in order]
     return sorted(found, key=lambda shard: (order[shard.name], shard.start))
-
-
-def _share_earlier(
-    state: _Partial, model: DataParallelBucket, manager: ProcessGroupManager
-) -> None:
-    """Divide gradients of earlier steps by tp_size, since they will be summed once more."""
-    held = (name for name in state.names if state.whole[name].grad is not None)
-    found = (shard.tensor.grad for shard in _shards_of(state, model, held))
-    gradients = {id(each): each for each in found if each is not None}
-    if gradients:
-        torch._foreach_div_([*gradients.values()], manager.tp_size)
 
 
 def _compare(

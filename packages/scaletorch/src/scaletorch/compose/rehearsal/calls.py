@@ -122,8 +122,8 @@ class Call:
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the unit backward, compare, and return the ranks' gradient of its hidden states."""
         self.came = [*gradients]
-        if not self.replay.has_loss and len(self.handed) > 1:  # others' gradients are not known
-            self.replay.random.add(self.name)
+        if len(self.handed) > 1:  # others' gradients are those of the loss
+            self.replay.need_loss(self.name)
         self.came[0] = self._compare_gradient("output", self.came[0])
         if self.given_out:
             hidden = self.handed[0]  # the unit's input has the same shape
@@ -147,12 +147,12 @@ class Call:
         like = self.handed[0] if side == "output" or self.hidden is None else self.hidden
         ours, known = self.replay.ranks.join(self.name, self.turn, f"{side}_gradient", like.shape)
         if not known:
-            if not self.replay.has_loss:  # then theirs is not known either
-                self.replay.random.add(self.name)
+            if side == "output":
+                self.replay.need_loss(self.name)
             return theirs
         # Without a loss the root may hand on too little.
         looks = side == "input" or self.replay.has_loss
-        if looks and self.replay.ranks.runs(self.name) and self.name not in self.replay.random:
+        if looks and self.replay.ranks.runs(self.name) and self.name not in self.replay.left_out:
             what = f"gradient of the {side} of {self.name}"
             self.replay.judge.compare(what, ours, theirs, is_hidden=True, other=other)
         return theirs if ours is None else ours.to(like.dtype)

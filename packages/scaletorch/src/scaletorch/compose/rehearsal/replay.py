@@ -39,7 +39,7 @@ class Replay:
     gives_out: bool = False
     has_loss: bool = True  # the plain model's loss is known
     unasked: list[str] = field(default_factory=list)  # failed comparisons, with reasons
-    random: set[str] = field(default_factory=set)  # units with another result in each run
+    left_out: set[str] = field(default_factory=set)  # units whose gradients are not compared
     _held: tuple[str, dict[str, Tensor]] | None = None  # the last owner and its whole weights
     _given_out: int = 0
     _own: Callable[[], None] | None = None
@@ -121,8 +121,7 @@ class Replay:
         for (call, index, name, _), gradient in zip(held, found, strict=True):
             if gradient is None:
                 continue
-            if not self.has_loss:  # this part of the unit's gradients is not known
-                self.random.add(call.name)
+            self.need_loss(call.name)
             if name:
                 self._add(name, gradient)
                 self._beside.add(name)
@@ -163,7 +162,7 @@ class Replay:
                 is_hidden=True, other=call.other_output, again=call.other_output,
             )  # fmt: skip
             if not same:
-                self.random.add(name)
+                self.left_out.add(name)
                 self.unasked.append(f"{name}, which gives another answer each time")
         call.handed = [y.detach() if ours is None else ours.to(y.dtype), *unit_run.outputs[1:]]
         if not any(each.requires_grad for each in unit_run.outputs):
@@ -239,6 +238,12 @@ class Replay:
             what = f"gradient of {each}"
             compare(what, theirs.get(each), gradient, typical=typical, other=other)
 
+    def need_loss(self, name: str) -> None:
+        """Compare no gradients of a unit if they follow from a loss that is not known."""
+        if not self.has_loss and name not in self.left_out:
+            self.left_out.add(name)
+            self.unasked.append(f"gradients of {name}, which follow from the loss")
+
     def _turn_of(self, name: str, x: Tensor | None) -> int:
         """Return the index of this call of a unit; a second run in backward keeps its index."""
         if torch._C._current_graph_task_id() != -1:
@@ -285,7 +290,7 @@ class Replay:
                 other = partial(sum_of, name, calls)
             self.ranks.compared.add(name)
             theirs = self._found.pop(name, None)
-            if not owner or (owner not in self.random and self.ranks.runs(owner)):
+            if not owner or (owner not in self.left_out and self.ranks.runs(owner)):
                 self.judge.compare(
                     f"gradient of {name}", ours.get(name), theirs, typical=typical, other=other
                 )
