@@ -187,9 +187,8 @@ _BUFFER = (
     "values of all ranks, or leave the module in eval mode"
 )
 _PARAMETER = (
-    "Micro-batches, recomputation and a rehearsal would change it again, and ranks with other rows "
-    "differently. Change it after optimizer.step(), in the same way on all ranks, or let forward "
-    "compute another tensor from it (weight.clamp(...), torch.nn.utils.parametrize)"
+    "Change it after optimizer.step(), in the same way on all ranks, or let forward compute "
+    "another tensor from it (weight.clamp(...), torch.nn.utils.parametrize)"
 )
 _AGAIN = "micro-batches, stages or recomputation run it several times for one batch"
 # Axes whose ranks should hold the same values -> the difference between these ranks.
