@@ -146,7 +146,11 @@ def _short(
     """Return a batch cut to its first positions; the whole batch if an entry is unclear."""
     unit = 2 * manager.cp_size * manager.tp_size
     wanted = max(min(LENGTH, tokens // len(whole["input_ids"])), _FEW)
-    most = _most(length, max(wanted // unit, 2), unit)
+    units = max(wanted // unit, 2)
+    # If possible, divide the length: then a model's blocks of positions end at ranks' borders only
+    # if those of the step do.
+    fits = (n for n in range(units, max(units // 2, 2) - 1, -1) if length % (n * unit) == 0)
+    most = next(fits, units) * unit
     if length <= most:
         return whole
     short, shape = dict(whole), whole["input_ids"].shape
@@ -160,13 +164,6 @@ def _short(
         elif length in x.shape:
             return whole  # this entry, perhaps a mask, may have positions in any dim
     return short
-
-
-def _most(length: int, units: int, unit: int) -> int:
-    """Return the positions to take: up to `units` units, if possible dividing the length."""
-    # Then a model's blocks of positions end at ranks' borders only if those of the step do.
-    whole = (n for n in range(units, max(units // 2, 2) - 1, -1) if length % (n * unit) == 0)
-    return next(whole, units) * unit
 
 
 def _group_of_one(manager: ProcessGroupManager) -> ProcessGroup | None:

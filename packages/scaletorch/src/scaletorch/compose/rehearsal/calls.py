@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...dist.building import map_tensors, tensors_in
 from ...parallel.pg_manager.building import ModuleState
-from .judge import WIDER
+from .judge import WIDER, Watch
 from .training import buffers_in, hidden_states_of, without_autocast
 
 
@@ -101,7 +101,7 @@ class Call:
             self.replay.plain.lent(self.name, weights),
             buffers_in(unit, wide),
             saved_tensors_hooks(_itself, _itself),  # override hooks of a checkpoint around the call
-            self.replay.judge.casts(),
+            Watch(self.replay.judge),
         ):
             result = self.run(*args, **kwargs)
         y = hidden_states_of(result)

@@ -42,10 +42,6 @@ class Judge:
     worst: float = 0.0  # the largest error within its bound
     coarsest: torch.dtype = torch.float64  # the narrowest that the plain model's code casts to
 
-    def casts(self) -> TorchDispatchMode:
-        """Record the dtypes that code in this context casts to, as norms in float32 do."""
-        return _Casts(self)
-
     def compare(
         self,
         what: str,
@@ -110,15 +106,22 @@ class Judge:
             self.first = Finding(self.compared, what, error, note)
 
 
-class _Casts(TorchDispatchMode):
-    """A dispatch mode that records casts to a narrower dtype in a judge."""
+class Watch(TorchDispatchMode):
+    """A dispatch mode that records collectives, and in a judge casts to a narrower dtype.
 
-    def __init__(self, judge: Judge) -> None:
+    Norms that compute in float32 cast, for example.
+    """
+
+    def __init__(self, judge: Judge | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._judge = judge
+        self.communicates = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.communicates |= func.namespace in ("c10d", "_c10d_functional")
         found = func(*args, **(kwargs or {}))
+        if self._judge is None:
+            return found
         if func is torch.ops.aten._to_copy.default and found.is_floating_point():
             eps = torch.finfo(found.dtype).eps
             from_floats = args[0].is_floating_point() and torch.finfo(args[0].dtype).eps < eps

@@ -69,7 +69,7 @@ class Ranks:
     _first: dict[str, str] = field(default_factory=dict)
     _alone: dict[str, bool] = field(default_factory=dict)
 
-    def exchange(self) -> None:
+    def __post_init__(self) -> None:
         """Exchange between all ranks which calls, tensors and gradients they have."""
         self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self._first = {n: first for first, names in self.plain.names.items() for n in names}
@@ -112,8 +112,8 @@ class Ranks:
         weights, owners = {*self.plain.owners[name]}, self.plain.owners.items()
         shares = any(weights & {*theirs} for other, theirs in owners if other != name)
         hooked = any(getattr(m, k) for m in self.plain.units[name].modules() for k in _HOOKS)
-        called_once = not shares and self.turns(name) == 1 and name not in self.unjoined
-        return called_once and not hooked and self._alone.get(name, False)
+        alone = self._alone.get(name, False) and name not in self.unjoined
+        return alone and len(self._turns.get(name, ())) == 1 and not shares and not hooked
 
     def meet(self, where: str, *, failed: bool = False) -> None:
         """Check that all ranks are at the same place before they communicate; all raise if not."""
@@ -124,10 +124,6 @@ class Ranks:
         stopped, most, least = told.tolist()
         if stopped or most != -least:
             raise DivergedError("it ran otherwise on other ranks")
-
-    def turns(self, name: str) -> int:
-        """Return the number of calls of a unit in one forward of the layout."""
-        return len(self._turns.get(name, ()))
 
     def runs(self, name: str) -> bool:
         """Return whether this rank compares a unit: it runs the unit, or no rank does."""

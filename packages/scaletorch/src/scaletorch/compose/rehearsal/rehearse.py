@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dist import all_gather_object, get_rank
 from ...dist.errors import RehearsalError
@@ -101,7 +100,6 @@ def rehearse_step(
             for _ in range(steps):
                 small, loss, records, kept = trained(partial(cut, wide=wide), model, plain, step)
                 ranks = Ranks(model, manager, plain, small, records, device)
-                ranks.exchange()
                 batch = {n: on_device(x, device) for n, x in small.called.items()}
                 run = partial(_loss, small, terms, loss_fn)
                 found = _replay(plain, ranks, batch, run, loss, kept=kept, shares=steps == 1)
@@ -150,7 +148,7 @@ def _replay(
     plain: Plain,
     ranks: Ranks,
     batch: Mapping[str, Any],
-    loss_of: Callable[[Any], Tensor | None],
+    loss_of: Callable[[Any], Tensor],
     loss: Tensor,
     *,
     kept: list[str] | None,
@@ -206,31 +204,16 @@ def _gather_findings(replay: Replay, problem: str | None, kept: list[str] | None
     return _Found(replay, first, next(filter(None, problems), None), max(errors), names)
 
 
-class _Watch(TorchDispatchMode):
-    """A dispatch mode that records whether any collective runs."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.communicates = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.communicates |= func.namespace in ("c10d", "_c10d_functional")
-        return func(*args, **kwargs or {})
-
-
 def _loss(
     small: SmallBatch, terms: Terms, loss_fn: Callable[[Any, Any], Any] | None, output: Any
-) -> Tensor | None:
-    """Return the loss of one process; None if loss_fn runs a collective."""
+) -> Tensor:
+    """Return the loss of one process."""
     batch, one = small.called.micro_batch, cast(Any, small.alone)
     if loss_fn is None:
         labels = batch["labels"].to(getattr(output, "logits", output).device)
         loss = token_loss_sum(output, labels) / max(int((labels != -100).sum()), 1)
     else:
-        with _Watch() as watch:
-            total, count = loss_fn(output, LossBatch(batch, None, one))
-        if watch.communicates:
-            return None
+        total, count = loss_fn(output, LossBatch(batch, None, one))
         loss = total / count
     if terms.router_loss is not None:
         real = real_tokens(batch, real_positions(batch))

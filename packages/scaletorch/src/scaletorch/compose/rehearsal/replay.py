@@ -24,7 +24,7 @@ from ...parallel.pg_manager.building import ModuleState
 from ..plain import Plain
 from ..summation import root_mean_square
 from .calls import Call, Handover, sum_of
-from .judge import Judge
+from .judge import Judge, Watch
 from .ranks import Ranks
 from .training import hidden_states_of, is_same
 
@@ -51,18 +51,17 @@ class Replay:
     _leaves: list[tuple[Call, int, str, ref[Tensor]]] = field(default_factory=list)
     _anchor: Tensor = field(default_factory=lambda: torch.zeros(1, requires_grad=True))
 
-    def run(
-        self, batch: Mapping[str, Any], loss_of: Callable[[Any], Tensor | None], loss: Tensor
-    ) -> None:
-        """Run the model both ways, and compare; `loss_of` returns None if it communicates."""
+    def run(self, batch: Mapping[str, Any], loss_of: Callable[[Any], Tensor], loss: Tensor) -> None:
+        """Run the model both ways, and compare; a loss that communicates is not known."""
         entries = {n: x for n, x in batch.items() if n not in ("input_ids", "labels")}
         weights = self.weights("")
         with self.plain.lent("", weights), self.plain.replaced(self._answer):
-            with self.judge.casts():
+            with Watch(self.judge):
                 output = self.plain.model(batch["input_ids"], **entries)
             self._run_own()
-            found = loss_of(output)
-            if found is not None:
+            with Watch() as watch:
+                found = loss_of(output)
+            if not watch.communicates:
                 self.judge.compare("the loss", loss, found.detach())
             else:  # units need only the ranks' gradients, but those that the root makes are lost
                 self.has_loss = False

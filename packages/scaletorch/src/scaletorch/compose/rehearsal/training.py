@@ -59,7 +59,9 @@ def trained(
         with recorded(pipeline, plain, begun) as records, eagerly():
             loss = step(small.micro_batches)
         for record in (each for held in records.values() for each in held):
-            record.scale_gradients(terms_of(model).correction)
+            for gradient in (record.input_gradient, record.output_gradient):
+                if gradient is not None and terms_of(model).correction != 1:
+                    gradient.mul_(terms_of(model).correction)  # it was divided by an estimate
         late = any(each.changed() for each in begun)
         return small, loss, records, None if late else before.changed()
 
@@ -207,12 +209,6 @@ class Record:
     output_gradient: Tensor | None = None  # of `output`, from everything that used it
     again: bool = False  # the graph is built in backward, when the unit runs again
     alone: bool = False  # it returned hidden states alone, and set nothing
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply gradients that were divided by an estimate of the count."""
-        for gradient in (self.input_gradient, self.output_gradient):
-            if gradient is not None and factor != 1:
-                gradient.mul_(factor)
 
 
 Records = dict[tuple[str, int], list[Record]]  # unit and stage -> its calls in turn
