@@ -178,11 +178,6 @@ def _owned(
     return owned
 
 
-_APART = (
-    "Use one parameter inside of parallel regions, or on shares of sequences, and another outside"
-)
-
-
 @dataclass(slots=True)
 class _Partial:
     """The partial gradients of one model."""
@@ -266,12 +261,7 @@ def _compare(
         for name in names:
             together |= found.get(name, Reach.NOT)
         found |= dict.fromkeys(found.keys() & {*names}, together)
-    both = [name for name, reach in found.items() if reach is Reach.BOTH]
-    if both:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: {', '.join(both[:4])}: the gradient is whole on some stages or "
-            f"ranks, and a term of a sum over the tensor-parallel ranks on others. {_APART}"
-        )
+    _refuse_both([name for name, reach in found.items() if reach is Reach.BOTH])
     for name, each in state.whole.items():
         state.sums.note(each, found[name])
     _sort(state)
@@ -283,6 +273,16 @@ def _compare(
     spans = {(at, tuple(their)) for _, _, at, their, _ in told}
     state.compared, state.shards = True, model.optimizer_shards
     state.same = len(spans) == len({at for at, _ in spans})
+
+
+def _refuse_both(names: Sequence[str]) -> None:
+    """Refuse parameters whose gradients are whole on some ranks, and partial on others."""
+    if names:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {', '.join(names[:4])}: the gradient is whole on some stages or "
+            "ranks, and a term of a sum over the tensor-parallel ranks on others. Use one parameter "
+            "inside of parallel regions, or on shares of sequences, and another outside"
+        )
 
 
 def _hidden(state: _Partial) -> list[str]:
@@ -300,12 +300,9 @@ def _compare_late(state: _Partial, manager: ProcessGroupManager) -> None:
     found = torch.tensor(codes, dtype=torch.int32, device=state.whole[late[0]].device)
     for group in (manager.cp_dp_group, manager.tp_group):
         all_reduce(found, "max", group=group)
-    for name, (whole, partial) in zip(late, found.tolist(), strict=True):
-        if whole and partial:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: {name} was used both inside of parallel regions and outside. "
-                f"{_APART}"
-            )
+    kinds = dict(zip(late, found.tolist(), strict=True))
+    _refuse_both([name for name, each in kinds.items() if all(each)])
+    for name, (whole, partial) in kinds.items():
         if not partial and not whole:
             state.sums.refuse_hidden(name)
         state.sums.note(state.whole[name], Reach.PARTIAL if partial else Reach.WHOLE)
