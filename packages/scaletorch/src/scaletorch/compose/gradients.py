@@ -280,8 +280,8 @@ def _refuse_both(names: Sequence[str]) -> None:
     if names:
         raise InvalidArgumentError(
             f"{describe_rank()}: {', '.join(names[:4])}: the gradient is whole on some stages or "
-            "ranks, and a term of a sum over the tensor-parallel ranks on others. Use one parameter "
-            "inside of parallel regions, or on shares of sequences, and another outside"
+            "ranks, and a term of a sum over the tensor-parallel ranks on others. Use one "
+            "parameter inside of parallel regions, or on shares of sequences, and another outside"
         )
 
 
