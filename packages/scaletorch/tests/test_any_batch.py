@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from training import grid, in_one_process, train_and_compare
 
 from scaletorch.compose import count_routing, parallelize, shard_global_batch, train_step
-from scaletorch.dist.errors import InvalidArgumentError, RehearsalError, ScaletorchError
+from scaletorch.dist.errors import InvalidArgumentError, ScaletorchError
 from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.tensor_parallel import Divide
 
@@ -210,7 +209,7 @@ REFUSED = [
     ({"tp_size": 2}, {"plan": {n: style for n, style in PLAN.items() if n != "blocks.*"}, **SHARED},
      None, r"sequence_parallel divides .* of input_ids.* style the layers 'sequence_layer'"),
     ({"cp_size": 2}, {}, {"latents": 1},
-     r"cp divides 8 positions, and loss_noise is \[7, 8, 4\].*{'loss_noise': 1} or .*: None}"),
+     r"loss_noise has shape \[7, 8, 4\].* 8 positions that cp .*{'loss_noise': 1} or .*: None}"),
     ({"cp_size": 2}, {}, {"x": 1}, "sequence_dims names x, and the batch has only latents"),
     ({"cp_size": 2}, {}, {"latents": 3}, r"'latents': 3} does not fit: latents has shape \[7, 8"),
     ({"cp_size": 2}, {}, {"latents": 1, "loss_noise": 2}, "dims of 8 of latents, 4 of loss_noise"),
@@ -252,22 +251,6 @@ def test_batches_that_do_not_fit_are_named(alone):
     ):
         with pytest.raises(InvalidArgumentError, match=words):
             shard_global_batch(given, 1, model=model)
-
-
-class Centred(Recurrent):
-    """Mixes the rows of a batch."""
-
-    def forward(self, series):
-        return super().forward(series - series.mean(0, keepdim=True))
-
-
-def test_micro_batches_of_one_process_are_rehearsed(alone):
-    refused = pytest.raises(RehearsalError, match=r"Centred .* micro-batches divide rows")
-    for make, how in ((Recurrent, nullcontext()), (Centred, refused)):
-        model = parallelize(make().double(), alone)
-        cut = shard_global_batch(series(0), 2, model=model)
-        with how:
-            train_step(model, cut, loss_fn=of_class)
 
 
 class Encoder(nn.Module):

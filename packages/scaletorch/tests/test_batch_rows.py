@@ -100,7 +100,7 @@ IDS_3, IDS_4, IDS_8 = ({"input_ids": torch.zeros(n, 8, dtype=torch.int64)} for n
 REFUSED = [
     (IDS_4, {"bias": table(8, 8)}, None, r"bias has shape \[8, 8\].* 4 rows.*row_dims={'bias': No"),
     (IDS_4, {"pixels": table(3, 4)}, None, r"row_dims={'pixels': 1} or row_dims={'pixels': None}"),
-    (IDS_4, {"images": table(8, 3)}, None, "images has .* None passes it whole to every micro-b"),
+    (IDS_4, {"images": table(8, 3)}, None, "images has .* None leaves it whole"),
     (IDS_4, {"names": ["a"] * 4}, None, "names is a list, and it is not clear .* 4 rows of the"),
     (IDS_8, {"bias": table(8, 8)}, None, "not clear .* 8 rows.*: 0} or .*'bias': None}"),
     (IDS_8, {"weights": table(8)}, None, "weights has shape .* not clear whether"),

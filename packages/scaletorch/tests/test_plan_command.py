@@ -140,7 +140,7 @@ def test_a_config_of_transformers(run):
 
 WRONG = {
     f"{ONE} nowhere/Llama-3-8B": "nothing is downloaded: get its config.json first",
-    f"{ONE} {__name__}:nothing": f"{__name__}:nothing' is not package.module:name",
+    f"{ONE} {__name__}:nothing": f"{__name__}:nothing' cannot be imported as package.module:name",
     f"{ONE} {__name__}:NUMBER": "must be a function of the model, got int",
     f"{ONE} {__name__}:text": "must return a plain nn.Module, got str",
     f"{ONE} {__name__}:flat": "expected one nn.ModuleList",
@@ -148,7 +148,7 @@ WRONG = {
     f"{ONE} {__name__}:Own --batch {__name__}:of_images": "has pixels, and the forward of Own",
     f"{ONE} {__name__}:Own --batch {__name__}:without_ids": "has pixels: give an entry that name",
     f"{ONE} {__name__}:broken": "the model cannot run on the batch: RuntimeError: ",
-    f"{ONE} failing:model": "'failing:model' cannot be imported: ZeroDivisionError",
+    f"{ONE} failing:model": "'failing:model' cannot be imported as package.module:name: ZeroDiv",
     f"{ONE} odd": "has no config of transformers: Validation error for field 'hidden_size':",
     f"{ONE} seeing": "ValueError: Unrecognized configuration class",
     f"{SMALL} --memory 80GiBi": "with a unit of B, kB, ",

@@ -23,7 +23,7 @@ from refusals.rows import batch
 from sweeps import today
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import FOUR, grid, in_one_process, tokens, train_and_compare
+from training import FOUR, in_one_process, tokens, train_and_compare
 
 from scaletorch.compose import (
     full_state_dict,
@@ -121,9 +121,9 @@ FAULTS = {
 }
 
 
-def prepared(kind, layout, dtype=torch.float64, **options):
+def prepared(kind, layout, dtype=torch.float64, whole=None, seed=0, **options):
     manager = setup_process_group_manager(**layout.sizes)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     net = kind(layout.depth).to(dtype)
     for layer in net.layers if layout.compiled else ():
         layer.compile(backend="eager")
@@ -131,16 +131,16 @@ def prepared(kind, layout, dtype=torch.float64, **options):
     model = parallelize(net, manager, **{**plan, **layout.options, **options, "rehearse": True})
     if layout.zero:
         shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, stage=layout.zero)
-    return model, shard_global_batch(batch(0), layout.micro_batches, model=model)
+    return model, shard_global_batch(whole or batch(0), layout.micro_batches, model=model)
 
 
-def told(kind, layout, dtype=torch.float64, fault=None):
+def told(kind, layout, dtype=torch.float64, fault=None, whole=None, seed=0, **own):
     """Return what a rehearsal raises on this rank."""
     torch._dynamo.reset() if layout.compiled else None
     try:
         with patched(*fault) if fault else nullcontext():
-            model, micro_batches = prepared(kind, layout, dtype)
-            rehearse(model, micro_batches)
+            model, micro_batches = prepared(kind, layout, dtype, whole, seed)
+            rehearse(model, micro_batches, **own)
         return None
     except RehearsalError as error:
         return str(error)
@@ -207,32 +207,15 @@ def test_nothing_hides_behind_zeros():
             assert re.search(where, said or ""), (layout, said)
 
 
-def long_sequences(kind, length, sizes):
-    """Return whether a model is refused in a first step of long sequences."""
-    manager = setup_process_group_manager(**sizes)
-    whole = tokens(0, 4, length, models.VOCAB)
-    try:
-        model = parallelize(kind(2).double(), manager)
-        rehearse(model, shard_global_batch(whole, 1, model=model))
-        return False
-    except RehearsalError:
-        return True
-    finally:
-        destroy_process_group_manager()
-
-
 def turned_in_blocks(size):
-    return models.mixing(lambda x: x + x.unflatten(1, (-1, size)).flip(2).flatten(1, 2))
-
-
-def turned(size):
-    return long_sequences(turned_in_blocks(size), 1040, {"cp_size": 2})
+    mixing = models.mixing(lambda x: x + x.unflatten(1, (-1, size)).flip(2).flatten(1, 2))
+    return told(mixing, Layout({"cp": 2}), whole=tokens(0, 4, 1040, models.VOCAB))
 
 
 @pytest.mark.parametrize("size", [13, 20])
 def test_few_positions_are_divided_as_many_are(size):
     """Each rank has two blocks of 260 positions, and in a rehearsal of 65."""
-    assert run_ranks(turned, 2, size, timeout=200) == [False] * 2
+    assert run_ranks(turned_in_blocks, 2, size, timeout=200) == [None] * 2
 
 
 class OfOneLength(models.Plain):
@@ -247,8 +230,9 @@ class OfOneLength(models.Plain):
 
 
 def test_a_model_of_one_length_is_rehearsed_in_that():
-    torch.manual_seed(0)
-    assert not any(run_ranks(long_sequences, 2, OfOneLength, 200, {"dp_size": 2}, timeout=200))
+    whole = tokens(0, 4, 200, models.VOCAB)
+    said = run_ranks(told, 2, OfOneLength, Layout({"dp": 2}), whole=whole, timeout=200)
+    assert said == [None] * 2
 
 
 class ChoosingLayer(models.Layer):
@@ -270,22 +254,11 @@ class Choosing(models.Plain):
     layer = ChoosingLayer
 
 
-def choices(seeds):
-    layout, found = Layout({"tp": 2}, SHARED), []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        with grid(layout.sizes) as manager:
-            net = Choosing(4).to(torch.bfloat16)
-            model = parallelize(net, manager, plan=models.PLAN, sequence_parallel=True)
-            try:
-                rehearse(model, shard_global_batch(batch(seed), 1, model=model))
-            except RehearsalError as error:
-                found.append(str(error))
-    return found
-
-
 def test_choices_that_rounding_decides_are_no_alarm():
-    assert not any(run_ranks(choices, 2, today(range(8), 4), timeout=200))
+    layout = Layout({"tp": 2}, SHARED)
+    for seed in today(range(8), 4):
+        given, how = (Choosing, layout, torch.bfloat16), {"whole": batch(seed), "seed": seed}
+        assert run_ranks(told, 2, *given, **how, timeout=200) == [None] * 2, seed
 
 
 class SlightlyOffMLP(models.MLP):
@@ -798,30 +771,50 @@ def gathered_loss(output, micro_batch):
     return losses_of(output, micro_batch)
 
 
-def first_step(layout, kind, where, make, **own):
-    """Return what a first step says if a function of the library has a fault."""
-    manager = setup_process_group_manager(**FOUR[layout])
-    try:
-        with patched(where, make) if where else nullcontext():
-            model = parallelize(kind(4).double(), manager, plan=models.PLAN)
-            train_step(model, shard_global_batch(batch(0), 2, model=model), **own)
-            return None
-    except RehearsalError as error:
-        return str(error)
-    finally:
-        destroy_process_group_manager()
+def on_four(sizes):
+    axes = {name.removesuffix("_size"): size for name, size in sizes.items()}
+    return Layout(axes, micro_batches=2)
+
+
+class FlatLayer(models.Layer):
+    attention = models.NormedAttention
+
+    def forward(self, x, rows):
+        return super().forward(x.unflatten(0, (rows, -1))).flatten(0, 1)
+
+
+class Flat(models.Plain):
+    """Its layers take tokens [B * L, H], of which ranks' shards cannot be joined."""
+
+    layer = FlatLayer
+
+    def forward(self, input_ids):
+        rows, x = len(input_ids), self.embed_tokens(input_ids).flatten(0, 1)
+        for layer in self.layers:
+            x = layer(x, rows)
+        return self.lm_head(self.norm(x.unflatten(0, (rows, -1))))
+
+
+def line_of(*given, **own):
+    with redirect_stderr(io.StringIO()) as said:
+        assert told(*given, **own) is None
+    return said.getvalue()
 
 
 @pytest.mark.parametrize("layout", FOUR)
-def test_gradients_of_layers_are_compared_where_the_loss_communicates(four, layout):
+def test_gradients_of_layers_are_compared_if_losses_communicate_or_tokens_are_flat(four, layout):
     faults = {"tp": (SUMS, without)} | dict.fromkeys(
         ("dp", "cp"), ("compose.parallelize:DataParallelBucket", averaging)
     )
-    given, own = (layout, models.Normed), {"loss_fn": gathered_loss}
-    for where, make in (faults[axis] for axis in faults if axis in layout):
-        for said in four.run(first_step, *given, where, make, **own):
-            assert re.search(r"gradient of layers\.\d.* is off by", said or "")
-    assert four.run(first_step, *given, "", None, **own) == [None] * 4
+    communicating = {"loss_fn": gathered_loss}
+    for kind, own in ((models.Normed, communicating), (Flat, {})):
+        given = kind, on_four(FOUR[layout])
+        for fault in (faults[axis] for axis in faults if axis in layout):
+            for said in four.run(told, *given, fault=fault, **own):
+                assert re.search(r"(gradient of layers\.\d|the loss).* is off by", said or "")
+        line, *_ = four.run(line_of, *given, **communicating)
+        left_out = kind is Flat and layout != "pp 4"  # where no group of the loss has two ranks
+        assert ("gradients of layers.0, which follow from the loss" in line) == left_out
 
 
 def times_nan(call):
@@ -832,6 +825,7 @@ def times_nan(call):
 def test_nan_on_the_layout_alone_is_refused(four, layout):
     """That of the loss, and of all gradients with it; what one process gives too is right."""
     for where in ("compose.step:_summed", "compose.loss:token_loss_sum"):
-        for said in four.run(first_step, layout, models.Plain, where, times_nan):
+        fault = where, times_nan
+        for said in four.run(told, models.Plain, on_four(FOUR[layout]), fault=fault):
             assert re.search("than in one process: .* is off by nan of its size", said or "")
-    assert four.run(first_step, layout, NaNs, "", None) == [None] * 4
+    assert four.run(told, NaNs, on_four(FOUR[layout])) == [None] * 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import itertools
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType, TracebackType
 from typing import Any
@@ -57,11 +57,15 @@ def require_one_model(
     if manager.tp_size * manager.pp_size == 1 or init_sync == "none":
         return
     # A model may be built from sharded layers, whose weights already differ between tp ranks.
-    sharded = divided_modules(model)
-    sharded |= {m for m in model.modules() if isinstance(m, TensorParallelLayer)}
-    tp = caught(agree, _SUBJECT, _values(model, sharded), manager.tp_group)
+    tp = caught(agree, _SUBJECT, _values(model, _sharded(model)), manager.tp_group)
     pp = caught(agree, _SUBJECT, _values(model, set()), manager.pp_group)
     agree(_SUBJECT, [], manager.world_group, error=tp or pp)
+
+
+def _sharded(model: nn.Module) -> set[nn.Module]:
+    """Return the modules whose tensors are shards of a tp rank."""
+    layers = {m for m in model.modules() if isinstance(m, TensorParallelLayer)}
+    return layers | {*divided_modules(model)}
 
 
 def _values(model: nn.Module, without: Container[nn.Module]) -> list[str]:
@@ -122,17 +126,15 @@ _OF_CODE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, As
 _NOT_OF_CODE = (ScaletorchError, torch.OutOfMemoryError, NotImplementedError, RecursionError)
 _COMMUNICATION = ("torch.distributed", ".dist.")  # substrings of Python module names
 _WAYS_OUT = {
-    "dp": "dp and micro-batches leave each forward some of the batch's rows, and a number of rows "
-    "that the module has fixed does not fit that: take it of the input",
-    "tp": "tp leaves each rank its share of the heads and features, and a size that the module "
-    "takes from its config, an attribute or its whole input does not fit that: write -1 for the "
-    "size, or let the plan divide the attribute (Divide('num_heads')), gather what is needed "
-    "together ('column_gather'), split what is not ('row_split', PerHead('name')), or leave the "
-    "module out; or use tp_size=1",
-    "cp": "cp leaves each rank its shard of every sequence, and what the module makes of the whole "
-    "length (a mask, positions, blocks) does not fit that: use cp_size=1",
-    "ep": "each rank has some of the experts, and the module wants all of them: use ep_size=1, "
-    "name the experts in a plan, or let them keep their number in an attribute such as num_experts",
+    "dp": "dp and micro-batches leave each forward some of the batch's rows: take the number of "
+    "rows from the input",
+    "tp": "tp leaves each rank its share of the heads and features: write -1 for the size, let the "
+    "plan divide the attribute (Divide('num_heads')), gather what is needed together "
+    "('column_gather'), or leave the module out of the plan",
+    "cp": "cp leaves each rank its shard of every sequence, which does not fit what the module "
+    "makes of the whole length (a mask, positions, blocks): use cp_size=1",
+    "ep": "each rank has some of the experts: name them in a plan, let them keep their number in "
+    "an attribute such as num_experts, or use ep_size=1",
 }
 
 
@@ -143,32 +145,25 @@ def explain_failures(
     """Replace an error of the model's own code by one that names the module and likely reasons."""
     sizes = {axis: getattr(manager, f"{axis}_size") for axis in _WAYS_OUT}
     sizes["dp"] *= num_micro_batches
-
-    def ways_out(error: Exception) -> list[str]:
+    try:
+        yield
+    except _OF_CODE as error:
         # Fewer rows lead to a misfit of sizes; any other error has nothing to do with dp.
         of_sizes = names_sizes(error)
         axes = [axis for axis in _WAYS_OUT if sizes[axis] > 1 and (axis != "dp" or of_sizes)]
-        return [_WAYS_OUT[axis] for axis in axes]
-
-    try:
-        yield
-    except StageError as error:
-        ways = ways_out(error)
-        kind = getattr(builtins, error.kind, None)
-        if not ways or not isinstance(kind, type) or not issubclass(kind, _OF_CODE):
-            raise
-        why = f"{error}; if it runs in one process, then {'; or '.join(ways)}"
-        raise StageError(why, error.kind) from error
-    except _OF_CODE as error:
-        ways = ways_out(error)
+        ways = f"if it runs in one process, then {'; or '.join(_WAYS_OUT[axis] for axis in axes)}"
+        if isinstance(error, StageError):
+            kind = getattr(builtins, error.kind, None)
+            if not axes or not isinstance(kind, type) or not issubclass(kind, _OF_CODE):
+                raise
+            raise StageError(f"{error}; {ways}", error.kind) from error
         found = _innermost(pipeline_of(model).module, error.__traceback__)
-        if isinstance(error, _NOT_OF_CODE) or not ways or found is None:
+        if isinstance(error, _NOT_OF_CODE) or not axes or found is None:
             raise
         line = (str(error).strip() or "no message").splitlines()[0]
         raise InvalidArgumentError(
             f"{describe_rank()}: {found} failed in its first step on this layout with "
-            f"{type(error).__name__} {line!r}; if it runs in one process, then "
-            f"{'; or '.join(ways)}"
+            f"{type(error).__name__} {line!r}; {ways}"
         ) from error
 
 
@@ -192,9 +187,8 @@ _BUFFER = (
     "values of all ranks, or leave the module in eval mode"
 )
 _PARAMETER = (
-    "Micro-batches, recomputation and a rehearsal would change it again, and ranks with other rows "
-    "differently. Change it after optimizer.step(), in the same way on all ranks, or let forward "
-    "compute another tensor from it (weight.clamp(...), torch.nn.utils.parametrize)"
+    "Change it after optimizer.step(), in the same way on all ranks, or let forward compute "
+    "another tensor from it (weight.clamp(...), torch.nn.utils.parametrize)"
 )
 _AGAIN = "micro-batches, stages or recomputation run it several times for one batch"
 # Axes whose ranks should hold the same values -> the difference between these ranks.
@@ -245,14 +239,7 @@ def refuse_changes(model: nn.Module, manager: ProcessGroupManager) -> Iterator[N
             stacklevel=4,
         )
     looks, again = _changed([*buffers, _looks(model.named_buffers())])
-    divided = {*divided_modules(model)}
-    shards = {
-        f"{name}.{own}"
-        for name, module in model.named_modules()
-        if isinstance(module, TensorParallelLayer) or module in divided
-        for own in module._buffers
-    }
-    unlike = _differing_buffers(looks, shards, expert_names(model), manager)
+    unlike = _differing_buffers(looks, model, manager)
     after = _looks(model.named_parameters())
     wrong = [f"parameter {n}. {_PARAMETER}" for n, x in after.items() if before.get(n) != x]
     wrong += [
@@ -294,9 +281,11 @@ def _changed(looks: Sequence[Looks]) -> tuple[Looks, list[str]]:
 
 
 def _differing_buffers(
-    looks: Looks, shards: Set[str], experts: Set[str], manager: ProcessGroupManager
+    looks: Looks, model: nn.Module, manager: ProcessGroupManager
 ) -> dict[str, str]:
     """Return the buffers that differ between ranks that should agree, and these ranks as text."""
+    experts, sharded = expert_names(model), _sharded(model)
+    shards = {f"{n}.{own}" for n, m in model.named_modules() if m in sharded for own in m._buffers}
     own = manager.grid.coordinates(manager.global_rank)
     changed = all_gather_object([*looks], manager.world_group)
     names = dict.fromkeys(name for theirs in changed for name in theirs)
@@ -353,7 +342,7 @@ def _of_batch(norm: _BatchNorm) -> bool:
     return norm.training or norm.running_mean is None
 
 
-def _forward(self: _BatchNorm, x: Tensor) -> Tensor:
+def _forward(self: Any, x: Tensor) -> Tensor:
     """Normalise as `torch.nn.functional.batch_norm` would on the rows of all ranks."""
     self._check_input_dim(x)
     if not _of_batch(self):
@@ -363,9 +352,13 @@ def _forward(self: _BatchNorm, x: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     shape = (1, -1, *[1] * (x.ndim - 2))
     mean, variance, count = _statistics(wide, group)
-    if self.training and self.running_mean is not None:
-        _follow(self, mean.detach(), variance.detach(), count)
-    y = (wide - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
+    if self.training and self.running_mean is not None:  # with the unbiased variance, as in torch
+        batches = self.num_batches_tracked.add_(1)
+        momentum = 1.0 / float(batches) if self.momentum is None else self.momentum
+        unbiased = variance.detach() * count / (count - 1)
+        self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+    y: Tensor = (wide - mean.view(shape)) * (variance + self.eps).rsqrt().view(shape)
     if self.weight is not None:
         y = y * self.weight.to(y.dtype).view(shape) + self.bias.to(y.dtype).view(shape)
     return y.to(x.dtype)
@@ -381,13 +374,3 @@ def _statistics(x: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor, 
     centred = x - mean.view(1, -1, *[1] * (x.ndim - 2))
     variance = functional.all_reduce(centred.square().sum(dims), group) / count
     return mean, variance, count
-
-
-def _follow(norm: _BatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-    """Update running statistics as torch does, with the unbiased variance."""
-    held: Any = norm.num_batches_tracked, norm.running_mean, norm.running_var
-    batches, running_mean, running_var = held
-    batches.add_(1)
-    momentum = 1.0 / float(batches) if norm.momentum is None else norm.momentum
-    running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-    running_var.lerp_((variance * count / (count - 1)).to(running_var.dtype), momentum)

@@ -83,14 +83,12 @@ def check_replicas(
         for name, each in (values or {}).items()
     }
     digests = [*tensor_digests(model, manager), *((k, text_hash(t)) for k, t in texts.items())]
-    infinite = all_gather_object(nonfinite_parameters(model), manager.world_group)
+    finite = {n: p.isfinite().all() for n, p in model.named_parameters() if p.numel()}
+    own = [n for n, holds in zip(finite, as_numbers(finite.values()), strict=True) if not holds]
+    told = enumerate(all_gather_object(own, manager.world_group))
+    places = [f"{name} on {_named([rank], manager)}" for rank, names in told for name in names]
     at_step = "" if step is None else f"step {step}: "
-    if any(infinite):
-        places = [
-            f"{name} on {_named([rank], manager)}"
-            for rank, names in enumerate(infinite)
-            for name in names
-        ]
+    if places:
         raise NonFiniteError(
             f"{describe_rank()}: {at_step}parameters are not finite: {some(places, '; ')}; go back "
             "to a checkpoint from before, and look at these ranks' batches and the learning rate"
@@ -208,12 +206,6 @@ def tensor_digests(
             # Others are caches that may depend on this rank's batches.
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield Key("buffer", f"{prefix}.{name}", place), digest(buffer)
-
-
-def nonfinite_parameters(model: nn.Module) -> list[str]:
-    """Return the names of this rank's parameters that are not all finite."""
-    held = {n: p.isfinite().all() for n, p in model.named_parameters() if p.numel()}
-    return [n for n, finite in zip(held, as_numbers(held.values()), strict=True) if not finite]
 
 
 def _group_line(group: Mapping[str, Any]) -> str:

@@ -139,7 +139,7 @@ def _row_dim(name: str, entry: Any, tokens: Shape) -> int | None:
     if name in CU_SEQLENS or isinstance(entry, _NUMBERS):
         return None
     if not isinstance(entry, Tensor):
-        raise _unclear(name, entry, tokens, None)
+        raise _unclear("row_dims", name, entry, tokens[0], None)
     shape, rows = tuple(entry.shape), tokens[0]
     if name == LABELS and len(tokens) > 1 and shape != tokens:
         raise InvalidArgumentError(
@@ -154,10 +154,10 @@ def _row_dim(name: str, entry: Any, tokens: Shape) -> int | None:
         return None
     if shape[:1] != (rows,):
         dims = [dim for dim, size in enumerate(shape) if size == rows]
-        raise _unclear(name, entry, tokens, *dims, None)
+        raise _unclear("row_dims", name, entry, rows, *dims, None)
     square = tokens[1:] == (rows,) and rows > 1 and (len(shape) <= 2 or shape[1] == rows)
     if square and name not in _TOKENS and not name.startswith(OF_LOSS):
-        raise _unclear(name, entry, tokens, 0, None)
+        raise _unclear("row_dims", name, entry, rows, 0, None)
     return 0
 
 
@@ -172,17 +172,19 @@ def _row_dim_of_positions(entry: Tensor, tokens: Shape) -> int | None:
             f"[1, {tokens[1]}], or for positions of several axes [axes, {rows}, {tokens[1]}]"
         )
     if len(shape) == 3 and shape[0] == shape[1] == rows > 1:
-        raise _unclear(POSITIONS, entry, tokens, 1, 0)
+        raise _unclear("row_dims", POSITIONS, entry, rows, 1, 0)
     return None if shape[-2] == 1 else len(shape) - 2
 
 
-def _unclear(name: str, entry: Any, tokens: Shape, *dims: int | None) -> InvalidArgumentError:
-    """Return an error that asks the caller to choose the dim of rows."""
-    ways = " or ".join(f"row_dims={{{name!r}: {dim}}}" for dim in dims)
+def _unclear(
+    argument: str, name: str, entry: Any, size: int, *dims: int | None
+) -> InvalidArgumentError:
+    """Return an error that asks the caller to choose the dim of rows or positions."""
+    what = "rows of the batch" if argument == "row_dims" else "positions that cp divides"
+    ways = " or ".join(f"{argument}={{{name!r}: {dim}}}" for dim in dims)
     return InvalidArgumentError(
-        f"{name} {_came(entry)}, and it is not clear whether, or in which dim, it has the "
-        f"{tokens[0]} rows of the batch: call shard_global_batch(..., {ways}); None passes it "
-        "whole to every micro-batch"
+        f"{name} {_came(entry)}, and it is not clear whether, or in which dim, it has the {size} "
+        f"{what}: call shard_global_batch(..., {ways}); None leaves it whole"
     )
 
 
@@ -245,9 +247,4 @@ def require_all_told(entries: Mapping[str, Any], found: Positions) -> None:
             continue
         dims = [dim for dim in range(1, x.ndim) if x.shape[dim] == found.length]
         if dims:
-            raise InvalidArgumentError(
-                f"cp divides {found.length} positions, and {name} is {list(x.shape)}: it is not "
-                "clear whether it has them; pass shard_global_batch(..., sequence_dims="
-                + " or ".join(f"{{{name!r}: {way}}}" for way in (*dims, None))
-                + "); None leaves it whole"
-            )
+            raise _unclear("sequence_dims", name, x, found.length, *dims, None)

@@ -178,11 +178,6 @@ def _owned(
     return owned
 
 
-_APART = (
-    "Use one parameter inside of parallel regions, or on shares of sequences, and another outside"
-)
-
-
 @dataclass(slots=True)
 class _Partial:
     """The partial gradients of one model."""
@@ -216,8 +211,12 @@ def sum_partial_gradients(
     if first:
         state.sums.look_again()
         earlier = any(each.grad is not None for each in state.whole.values())
-    elif not state.pending:
-        _share_earlier(state, model, manager)
+    elif not state.pending:  # gradients of earlier steps will be summed once more
+        named = [name for name in state.names if state.whole[name].grad is not None]
+        found = (shard.tensor.grad for shard in _shards_of(state, model, named))
+        gradients = {id(each): each for each in found if each is not None}
+        if gradients:
+            torch._foreach_div_([*gradients.values()], manager.tp_size)
     with state.sums.summed_later(), eagerly() if first else nullcontext():
         yield
     if first or model.optimizer_shards is not state.shards:
@@ -237,17 +236,6 @@ def _shards_of(state: _Partial, model: DataParallelBucket, names: Iterable[str])
     order = {name: index for index, name in enumerate(names)}
     found = [each for each in model.optimizer_shards if each.name in order]
     return sorted(found, key=lambda shard: (order[shard.name], shard.start))
-
-
-def _share_earlier(
-    state: _Partial, model: DataParallelBucket, manager: ProcessGroupManager
-) -> None:
-    """Divide gradients of earlier steps by tp_size, since they will be summed once more."""
-    held = (name for name in state.names if state.whole[name].grad is not None)
-    found = (shard.tensor.grad for shard in _shards_of(state, model, held))
-    gradients = {id(each): each for each in found if each is not None}
-    if gradients:
-        torch._foreach_div_([*gradients.values()], manager.tp_size)
 
 
 def _compare(
@@ -273,12 +261,7 @@ def _compare(
         for name in names:
             together |= found.get(name, Reach.NOT)
         found |= dict.fromkeys(found.keys() & {*names}, together)
-    both = [name for name, reach in found.items() if reach is Reach.BOTH]
-    if both:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: {', '.join(both[:4])}: the gradient is whole on some stages or "
-            f"ranks, and a term of a sum over the tensor-parallel ranks on others. {_APART}"
-        )
+    _refuse_both([name for name, reach in found.items() if reach is Reach.BOTH])
     for name, each in state.whole.items():
         state.sums.note(each, found[name])
     _sort(state)
@@ -290,6 +273,16 @@ def _compare(
     spans = {(at, tuple(their)) for _, _, at, their, _ in told}
     state.compared, state.shards = True, model.optimizer_shards
     state.same = len(spans) == len({at for at, _ in spans})
+
+
+def _refuse_both(names: Sequence[str]) -> None:
+    """Refuse parameters whose gradients are whole on some ranks, and partial on others."""
+    if names:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {', '.join(names[:4])}: the gradient is whole on some stages or "
+            "ranks, and a term of a sum over the tensor-parallel ranks on others. Use one "
+            "parameter inside of parallel regions, or on shares of sequences, and another outside"
+        )
 
 
 def _hidden(state: _Partial) -> list[str]:
@@ -307,12 +300,9 @@ def _compare_late(state: _Partial, manager: ProcessGroupManager) -> None:
     found = torch.tensor(codes, dtype=torch.int32, device=state.whole[late[0]].device)
     for group in (manager.cp_dp_group, manager.tp_group):
         all_reduce(found, "max", group=group)
-    for name, (whole, partial) in zip(late, found.tolist(), strict=True):
-        if whole and partial:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: {name} was used both inside of parallel regions and outside. "
-                f"{_APART}"
-            )
+    kinds = dict(zip(late, found.tolist(), strict=True))
+    _refuse_both([name for name, each in kinds.items() if all(each)])
+    for name, (whole, partial) in kinds.items():
         if not partial and not whole:
             state.sums.refuse_hidden(name)
         state.sums.note(state.whole[name], Reach.PARTIAL if partial else Reach.WHOLE)

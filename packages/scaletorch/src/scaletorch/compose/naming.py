@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 from ..dist.errors import InvalidArgumentError
@@ -25,11 +24,11 @@ def load(name: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidArgumentError(f"{name!r} is not package.module:name: {error}") from error
-    except Exception as error:  # the module's own code fails, or the name is relative
+    except Exception as error:  # there is none of that name, or the module's own code fails
         told = f"{type(error).__name__}: {error}"
-        raise InvalidArgumentError(f"{name!r} cannot be imported: {told}") from error
+        raise InvalidArgumentError(
+            f"{name!r} cannot be imported as package.module:name: {told}"
+        ) from error
 
 
 def read_argument(text: str) -> tuple[str, Any]:
@@ -47,23 +46,21 @@ def listed(items: Sequence[str]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Write numbers as '3', '0 and 1', '0-3, 6 and 8-11' or '0, 2 ... 14'; shorten long lists."""
-    ordered = sorted(set(numbers))
-    steps = {b - a for a, b in pairwise(ordered)}
-    if len(ordered) > 3 and len(steps) == 1 and steps != {1}:
-        return f"{ordered[0]}, {ordered[1]} ... {ordered[-1]}"
+    """Write numbers as '3', '0 and 1' or '0-3, 6 and 8-11'; shorten long lists."""
     runs: list[list[int]] = []
-    for number in ordered:
+    for number in sorted(set(numbers)):
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    shown = [str(n) for n in ordered] if len(ordered) <= 3 and len(runs) != 1 else []
-    if len(ordered) == 2:
-        shown = [str(n) for n in ordered]
-    shown = shown or [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    shown = [
+        text
+        for run in runs
+        for text in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))
+    ]
     if len(shown) > RUNS:
-        return f"{', '.join(shown[: RUNS - 1])} ... {shown[-1]} ({len(ordered)} of them)"
+        count = sum(map(len, runs))
+        return f"{', '.join(shown[: RUNS - 1])} ... {shown[-1]} ({count} of them)"
     return listed(shown)
 
 

@@ -15,9 +15,6 @@ from torch import nn
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel.building import PassThrough
 
-_LIBRARY = f"{__name__.partition('.compose.')[0]}."
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
 
 class Plain:
     """A plain model that gets the weights of one unit at a time; its parameters have no memory."""
@@ -43,26 +40,19 @@ class Plain:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             self.names.setdefault(first.setdefault(id(parameter), name), []).append(name)
         self._within: set[str] = set()  # units that are running
-        self._places: dict[str, list[tuple[nn.Module, str, str]]] = {}
-        within = {module for unit in self.units.values() for module in unit.modules()}
-        own = [("", [m for m in self.model.modules() if m not in within])]
-        own += [(name, [*unit.modules()]) for name, unit in self.units.items()]
-        for name, modules in own:
-            self._places[name] = [
+        own = {name: [*unit.modules()] for name, unit in self.units.items()}
+        within = {module for modules in own.values() for module in modules}
+        own = {"": [m for m in self.model.modules() if m not in within], **own}
+        self._places = {
+            name: [
                 (module, attribute, first[id(parameter)])
                 for module in modules
                 for attribute, parameter in module._parameters.items()
                 if parameter is not None
             ]
-        self.owners = {n: list(dict.fromkeys(p for *_, p in at)) for n, at in self._places.items()}
-
-    def names_of_units(self) -> dict[str, list[str]]:
-        """Return all names of each unit."""
-        named = [*self.model.named_modules(remove_duplicate=False)]
-        return {
-            unit: [name for name, module in named if module is wanted]
-            for unit, wanted in self.units.items()
+            for name, modules in own.items()
         }
+        self.owners = {n: list(dict.fromkeys(p for *_, p in at)) for n, at in self._places.items()}
 
     def follow(self, stage: nn.Module, device: torch.device) -> None:
         """Move buffers to a device, and copy `training` flags from this rank's stage."""
@@ -149,15 +139,6 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
 
     visit("", model)
     return {name: module for module, name in found.items()}
-
-
-def is_of_library(hook: Any) -> bool:
-    """Return whether a hook is one of this library's."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    hook = getattr(hook, "__self__", hook)
-    kind = hook if hasattr(hook, "__module__") else type(hook)
-    return str(kind.__module__).startswith(_LIBRARY)
 
 
 def _holds_module(value: Any) -> bool:

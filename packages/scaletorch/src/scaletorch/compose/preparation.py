@@ -21,7 +21,7 @@ from .entries import LABELS, OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_s
 from .experts import require_one_micro_batch
 from .forward import Terms, pipeline_of
 from .own_loss import Number, OwnLoss
-from .samples import FACTS, Samples, samples_of
+from .samples import FACTS, samples_of
 
 _ASKS = 2**20  # a rank that wants a rehearsal adds this to the count of ranks with a loss_fn
 _OTHERWISE = (
@@ -51,9 +51,16 @@ def prepare_step(
         MismatchError: Another rank cannot go on, or ranks differ.
     """
     samples = samples_of(model, manager) if trains else None
-    called, count, failed = _prepare_rank(
-        model, micro_batches, manager, terms, own_loss, samples, trains
-    )
+    called: list[Called] = []
+    count: float | Tensor = 0.0
+    failed: list[Exception] = []
+    try:
+        called = _called(model, micro_batches, manager, terms, own_loss, trains)
+        count = _counted(called, model, own_loss) if trains else 0.0
+        if samples is not None:
+            samples.look()
+    except Exception as error:  # raised after the all-reduce, in which the other ranks wait
+        failed.append(error)
     counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
     alone, on_device = not model.require_backward_grad_sync, isinstance(count, Tensor)
     facts = {
@@ -83,35 +90,7 @@ def prepare_step(
         note_padding(pipeline_of(model).module)
     if samples is not None:
         samples.compare(sums)
-    total: Number = int(sums["count"]) if sums["count"].is_integer() else sums["count"]
-    if sums["on device"]:
-        total = _add_device_counts(total, count if counts else 0, manager)
-    return called, total
-
-
-def _prepare_rank(
-    model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
-    manager: ProcessGroupManager,
-    terms: Terms,
-    own_loss: OwnLoss | None,
-    samples: Samples | None,
-    trains: bool,
-) -> tuple[list[Called], float | Tensor, list[Exception]]:
-    """Return the micro-batches, this rank's count, and a list with this rank's error, if any."""
-    called: list[Called] = []
-    count: float | Tensor = 0.0
-    try:
-        called = _called(model, micro_batches, manager, terms, own_loss, trains)
-        if trains:
-            if own_loss is not None and own_loss.counts_later and has_gradients(model):
-                own_loss.counts_later = False  # a later correction would scale older gradients too
-            count = _counted(called, own_loss, pipeline_of(model).is_last_stage)
-        if samples is not None:
-            samples.look()
-    except Exception as error:  # raised after the all-reduce, in which the other ranks wait
-        return called, count, [error]
-    return called, count, []
+    return called, _total(sums, count if counts else 0, manager)
 
 
 def _called(
@@ -207,20 +186,27 @@ def as_called(batch: Batch, terms: Terms) -> Called:
     return Called(entries, batch)
 
 
-def _add_device_counts(
-    total: Number, count: float | Tensor, manager: ProcessGroupManager
-) -> Tensor:
-    """Return `total` plus the counts of all ranks' accelerators, a 0-d tensor."""
-    device = get_comm_device(manager.world_group)
-    counts = torch.zeros((), dtype=torch.int64, device=device)
+def _total(
+    sums: Mapping[str, float], count: float | Tensor, manager: ProcessGroupManager
+) -> Number:
+    """Return the count of all ranks; a 0-d tensor if any of them counts on an accelerator."""
+    total = int(sums["count"]) if sums["count"].is_integer() else sums["count"]
+    if not sums["on device"]:
+        return total
+    counts = torch.zeros((), dtype=torch.int64, device=get_comm_device(manager.world_group))
     if isinstance(count, Tensor):
         counts += count
     all_reduce(counts, group=manager.world_group)
     return counts + total
 
 
-def _counted(called: Sequence[Called], own_loss: OwnLoss | None, computes: bool) -> float | Tensor:
+def _counted(
+    called: Sequence[Called], model: DataParallelBucket, own_loss: OwnLoss | None
+) -> float | Tensor:
     """Return the count of all micro-batches, and record each; 0 on ranks that compute no loss."""
+    if own_loss is not None and own_loss.counts_later and has_gradients(model):
+        own_loss.counts_later = False  # a later correction would scale older gradients too
+    computes = pipeline_of(model).is_last_stage
     for batch in called if own_loss is None or computes else ():
         if own_loss is None:
             batch.count = token_count(batch)

@@ -74,7 +74,7 @@ def small_batch(
         labels = short.get("labels")
         if isinstance(labels, Tensor) and not bool((labels != IGNORED).any()):
             short = whole  # no position would count in the loss
-    told = {name: dim for name, dim in cut.row_dims.items() if name in short}
+    told = cut.row_dims
     again = partial(shard_global_batch, short, row_dims=told, sequence_dims=cut.sequence_dims)
     own = again(kept, model=model)
     alone = OneProcess(_group_of_one(manager))
@@ -82,11 +82,9 @@ def small_batch(
     of_one = replace(
         terms, cp_layout=None, shares_sequences=False, counts_of_ids=False, counting=None
     )
-    now = sequence_shape(short)
-    is_short = shape is not None and now is not None and now[1] < shape[1]
     sequences = cast(MicroBatch, own[0]).cut.sequences
     called, rows = as_called(plain, of_one), row_count(short, told)
-    return SmallBatch(own, called, alone, is_short, rows, sequences)
+    return SmallBatch(own, called, alone, short is not whole, rows, sequences)
 
 
 def _unequal(few: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,34 +141,29 @@ def on_device(x: Any, device: torch.device | str) -> Any:
 
 
 def _short(
-    whole: Mapping[str, Any], length: int, tokens: int, manager: ProcessGroupManager
+    whole: dict[str, Any], length: int, tokens: int, manager: ProcessGroupManager
 ) -> dict[str, Any]:
     """Return a batch cut to its first positions; the whole batch if an entry is unclear."""
     unit = 2 * manager.cp_size * manager.tp_size
     wanted = max(min(LENGTH, tokens // len(whole["input_ids"])), _FEW)
-    most = _most(length, max(wanted // unit, 2), unit)
+    units = max(wanted // unit, 2)
+    # If possible, divide the length: then a model's blocks of positions end at ranks' borders only
+    # if those of the step do.
+    fits = (n for n in range(units, max(units // 2, 2) - 1, -1) if length % (n * unit) == 0)
+    most = next(fits, units) * unit
     if length <= most:
-        return dict(whole)
-    shape = whole["input_ids"].shape
-    short: dict[str, Any] = {}
+        return whole
+    short, shape = dict(whole), whole["input_ids"].shape
     for name, x in whole.items():
-        sequences = isinstance(x, Tensor) and x.ndim > 1 and x.shape[-1] == length
-        if name in CU_SEQLENS and isinstance(x, Tensor):
+        if not isinstance(x, Tensor):
+            continue
+        if name in CU_SEQLENS:
             short[name] = torch.cat([x[x < most], x.new_tensor([most])])
-        elif sequences and (x.shape == shape or name == POSITIONS):
+        elif x.ndim > 1 and x.shape[-1] == length and (x.shape == shape or name == POSITIONS):
             short[name] = x[..., :most]
-        elif isinstance(x, Tensor) and length in x.shape:
-            return dict(whole)  # this entry, perhaps a mask, may have positions in any dim
-        else:
-            short[name] = x
+        elif length in x.shape:
+            return whole  # this entry, perhaps a mask, may have positions in any dim
     return short
-
-
-def _most(length: int, units: int, unit: int) -> int:
-    """Return the positions to take: up to `units` units, if possible dividing the length."""
-    # Then a model's blocks of positions end at ranks' borders only if those of the step do.
-    whole = (n for n in range(units, max(units // 2, 2) - 1, -1) if length % (n * unit) == 0)
-    return next(whole, units) * unit
 
 
 def _group_of_one(manager: ProcessGroupManager) -> ProcessGroup | None:

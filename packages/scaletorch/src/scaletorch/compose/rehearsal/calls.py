@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...dist.building import map_tensors, tensors_in
 from ...parallel.pg_manager.building import ModuleState
-from .judge import WIDER
+from .judge import WIDER, Watch
 from .training import buffers_in, hidden_states_of, without_autocast
 
 
@@ -55,7 +55,6 @@ class Call:
     """One call of a unit by the plain root, on the ranks' hidden states."""
 
     replay: Any  # the `Replay` that runs the root
-    done: Callable[[Call, Mapping[str, Tensor | None]], None]  # takes the weights' gradients
     name: str
     run: Callable[..., Any]  # the unit's own call
     args: tuple[Any, ...]
@@ -102,7 +101,7 @@ class Call:
             self.replay.plain.lent(self.name, weights),
             buffers_in(unit, wide),
             saved_tensors_hooks(_itself, _itself),  # override hooks of a checkpoint around the call
-            self.replay.judge.casts(),
+            Watch(self.replay.judge),
         ):
             result = self.run(*args, **kwargs)
         y = hidden_states_of(result)
@@ -114,25 +113,18 @@ class Call:
             result,
         )
 
-    def _inputs(self) -> list[Tensor]:
-        """Return the arguments' tensors that may require gradients, the hidden states first."""
-        found = {id(x): x for x in tensors_in((self.args, self.kwargs))}
-        first = [] if self.hidden is None else [self.hidden]
-        return [*first, *(x for x in found.values() if x is not self.hidden)]
-
     def trained_inputs(self) -> list[Tensor]:
         """Return the arguments' tensors that require gradients, the hidden states first."""
-        return [x for x in self._inputs() if x.requires_grad]
+        first = [] if self.hidden is None else [self.hidden]
+        found = {id(x): x for x in [*first, *tensors_in((self.args, self.kwargs))]}
+        return [x for x in found.values() if x.requires_grad]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the unit backward, compare, and return the ranks' gradient of its hidden states."""
         self.came = [*gradients]
-        if not self.replay.has_loss and len(self.handed) > 1:  # others' gradients are not known
-            self.replay.random.add(self.name)
-        theirs = self.came[0]
-        self.came[0] = self._compare_gradient(
-            "output_gradient", f"gradient of the output of {self.name}", theirs
-        )
+        if len(self.handed) > 1:  # others' gradients are those of the loss
+            self.replay.need_loss(self.name)
+        self.came[0] = self._compare_gradient("output", self.came[0])
         if self.given_out:
             hidden = self.handed[0]  # the unit's input has the same shape
             ranks = self.replay.ranks
@@ -142,29 +134,26 @@ class Call:
         found, weights = self.gradients(unit_run)
         pairs = zip_longest(found, self.beside)
         inputs = [b if a is None else a if b is None else a + b for a, b in pairs]
-        self.done(self, weights)
+        self.replay.add_call(self, weights)
         if self.hidden is not None and self.hidden.requires_grad:
-            what = f"gradient of the input of {self.name}"
             other = None if any(g is not None for g in self.beside) else self.other_input
-            inputs[0] = self._compare_gradient("input_gradient", what, inputs[0], other=other)
+            inputs[0] = self._compare_gradient("input", inputs[0], other=other)
         return inputs
 
     def _compare_gradient(
-        self,
-        kind: str,
-        what: str,
-        theirs: Tensor | None,
-        *,
-        other: Callable[[int], Tensor] | None = None,
+        self, side: str, theirs: Tensor | None, other: Callable[[int], Tensor] | None = None
     ) -> Tensor | None:
-        """Compare the ranks' tensor with `theirs`; return the ranks', or `theirs` if not known."""
-        like = self.handed[0] if kind.startswith("out") or self.hidden is None else self.hidden
-        ours, known = self.replay.ranks.join(self.name, self.turn, kind, like.shape)
+        """Compare the ranks' gradient with `theirs`; return the ranks', or `theirs` if unknown."""
+        like = self.handed[0] if side == "output" or self.hidden is None else self.hidden
+        ours, known = self.replay.ranks.join(self.name, self.turn, f"{side}_gradient", like.shape)
         if not known:
+            if side == "output":
+                self.replay.need_loss(self.name)
             return theirs
         # Without a loss the root may hand on too little.
-        looks = kind == "input_gradient" or self.replay.has_loss
-        if looks and self.replay.ranks.runs(self.name) and self.name not in self.replay.random:
+        looks = side == "input" or self.replay.has_loss
+        if looks and self.replay.ranks.runs(self.name) and self.name not in self.replay.left_out:
+            what = f"gradient of the {side} of {self.name}"
             self.replay.judge.compare(what, ours, theirs, is_hidden=True, other=other)
         return theirs if ours is None else ours.to(like.dtype)
 

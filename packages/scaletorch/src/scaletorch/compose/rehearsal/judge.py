@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,22 +29,18 @@ class Finding:
     order: int  # place in the run; the first difference causes the later ones
     what: str  # the tensor and its unit, in words
     error: float  # 2-norm of the difference / the tensor's scale; infinite if one is missing
-    note: str = ""  # the form of the difference
+    note: str  # the place or form of the difference
 
 
 @dataclass(slots=True)
 class Judge:
-    """A comparison of tensors that records the differences."""
+    """A comparison of tensors that records the first difference."""
 
     chain: int  # upper bound of the additions between the inputs and any tensor
-    findings: list[Finding] = field(default_factory=list)
+    first: Finding | None = None
     compared: int = 0
     worst: float = 0.0  # the largest error within its bound
     coarsest: torch.dtype = torch.float64  # the narrowest that the plain model's code casts to
-
-    def casts(self) -> TorchDispatchMode:
-        """Record the dtypes that code in this context casts to, as norms in float32 do."""
-        return _Casts(self)
 
     def compare(
         self,
@@ -74,8 +70,8 @@ class Judge:
             return True
         dtype = ours.dtype if ours.dtype in WIDER else theirs.dtype
         error = relative(ours, theirs, typical)
-        limit, doubtful = self.limit(dtype), False
-        base = limit
+        base = limit = self.limit(dtype)
+        doubtful = False
         if not error <= limit and other is not None and dtype in WIDER:
             wide = other(0)
             error, own = relative(ours, wide, typical), relative(theirs, wide, typical)
@@ -84,14 +80,13 @@ class Judge:
                 if not error <= limit:
                     own = relative(other(way), theirs, typical)
                     limit = max(limit, ROOM * own)
-        asked = again is not None and (doubtful or not error <= limit)
-        if asked and again is not None and not relative(again(), theirs, typical) <= base:
+        asks = doubtful or not error <= limit
+        if asks and again is not None and not relative(again(), theirs, typical) <= base:
             return False
         if error <= limit:
             self.worst = max(self.worst, error)
         else:
-            notes = _ratio(ours, theirs), _where(ours, theirs) if is_hidden else ""
-            self._find(what, error, "; ".join(filter(None, notes)))
+            self._find(what, error, _where(ours, theirs) if is_hidden else "")
         return True
 
     def missing(self, why: str) -> None:
@@ -107,18 +102,26 @@ class Judge:
         return max(eps * ROOM * math.sqrt(self.chain), _FINEST)
 
     def _find(self, what: str, error: float, note: str) -> None:
-        self.findings.append(Finding(self.compared, what, error, note))
+        if self.first is None:
+            self.first = Finding(self.compared, what, error, note)
 
 
-class _Casts(TorchDispatchMode):
-    """A dispatch mode that records casts to a narrower dtype in a judge."""
+class Watch(TorchDispatchMode):
+    """A dispatch mode that records collectives, and in a judge casts to a narrower dtype.
 
-    def __init__(self, judge: Judge) -> None:
+    Norms that compute in float32 cast, for example.
+    """
+
+    def __init__(self, judge: Judge | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._judge = judge
+        self.communicates = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.communicates |= func.namespace in ("c10d", "_c10d_functional")
         found = func(*args, **(kwargs or {}))
+        if self._judge is None:
+            return found
         if func is torch.ops.aten._to_copy.default and found.is_floating_point():
             eps = torch.finfo(found.dtype).eps
             from_floats = args[0].is_floating_point() and torch.finfo(args[0].dtype).eps < eps
@@ -145,21 +148,3 @@ def _where(ours: Tensor, theirs: Tensor) -> str:
         if not bool(wrong.all()):
             found.append(f"{name} {ranges(wrong.nonzero().flatten().tolist())} of {len(wrong)}")
     return f"in {listed(found)}" if found else ""
-
-
-def _ratio(ours: Tensor, theirs: Tensor) -> str:
-    """Describe the integer by which a tensor is too large or too small; "" if there is none."""
-    a, b = widest(ours).flatten(), widest(theirs).flatten()
-    size = float(torch.vdot(b, b).real)
-    if not size or not math.isfinite(size):
-        return ""
-    factor = float(torch.vdot(b, a).real) / size
-    if not math.isfinite(factor):
-        return "not finite"
-    for number, words in ((factor, "{} times"), (1 / factor if factor else 0.0, "1/{} of")):
-        whole = round(number)
-        if whole > 1 and abs(number - whole) < 1e-3 * whole:
-            left = float(torch.linalg.vector_norm(a - factor * b))
-            if left < 1e-3 * math.sqrt(size) * max(factor, 1.0):
-                return words.format(whole) + " one process's"
-    return ""

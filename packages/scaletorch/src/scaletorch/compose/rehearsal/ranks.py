@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ...dist import all_gather, all_gather_object, all_reduce, get_comm_device
-from ...parallel.context_parallel import contiguous
 from ...parallel.pg_manager import ProcessGroupManager
 from ..forward import pipeline_of
 from ..plain import Plain
@@ -20,6 +19,7 @@ from .batch import SmallBatch
 from .training import Record, Records
 
 _KINDS = ("input", "output", "input_gradient", "output_gradient")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class DivergedError(Exception):
@@ -34,12 +34,19 @@ class Joined(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The dims of a tensor that hold rows and positions; tokens of both if `flat`."""
+    """The dims of a tensor that hold rows and positions."""
 
     rows: int
     positions: int | None
-    flat: bool = False
     shared: bool = False  # each tp rank has a shard of the positions
+
+
+class _Turn(NamedTuple):
+    """A call of a unit in one forward."""
+
+    stage: int
+    number: int  # among the unit's calls on this stage
+    kinds: frozenset[str]  # the tensors that all ranks of the stage have, of each micro-batch
 
 
 @dataclass(slots=True)
@@ -57,13 +64,12 @@ class Ranks:
     dtype: torch.dtype = torch.float64  # the coarsest of the weights
     _with_gradient: set[str] = field(default_factory=set)  # names with a gradient on any rank
     _parameters: dict[str, Tensor] = field(default_factory=dict)
-    _turns: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    _have: set[tuple[str, int, int, str]] = field(default_factory=set)
+    _turns: dict[str, list[_Turn]] = field(default_factory=dict)
     _trained: dict[str, bool] = field(default_factory=dict)
     _first: dict[str, str] = field(default_factory=dict)
     _alone: dict[str, bool] = field(default_factory=dict)
 
-    def exchange(self) -> None:
+    def __post_init__(self) -> None:
         """Exchange between all ranks which calls, tensors and gradients they have."""
         self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self._first = {n: first for first, names in self.plain.names.items() for n in names}
@@ -72,44 +78,42 @@ class Ranks:
             for key, records in self.records.items()
         }
         facts = {n: (p.requires_grad, p.grad is not None) for n, p in self._parameters.items()}
-        alone = [(unit, r.alone) for (unit, _), held in self.records.items() for r in held]
+        alone = {u: all(r.alone for r in held) for (u, _), held in self.records.items()}
         floating = [p.dtype for p in self._parameters.values() if p.is_floating_point()]
         dtype = max(floating, key=_eps, default=torch.float64)
         own = calls, facts, alone, dtype
         everyone = all_gather_object(own, self.manager.world_group)
         self.dtype = max((theirs for *_, theirs in everyone), key=_eps)
-        for _, their, *_ in everyone:
-            for name, (trains, has_gradient) in their.items():
+        self._settle_calls([their for their, *_ in everyone])
+        for _, of_names, of_units, _ in everyone:
+            for name, (trains, has_gradient) in of_names.items():
                 if has_gradient:
                     self._with_gradient.add(name)
                 if name in self._first:
                     self._trained[self._first[name]] = trains
-        self._settle_calls([their for their, *_ in everyone])
-        for name, holds in (each for _, _, theirs, _ in everyone for each in theirs):
-            self._alone[name] = self._alone.get(name, True) and holds
+            for name, holds in of_units.items():
+                self._alone[name] = self._alone.get(name, True) and holds
 
     def _settle_calls(self, everyone: Sequence[Mapping[tuple[str, int], list[list[str]]]]) -> None:
         """Record each unit's calls in one forward, and the tensors of each that all ranks have."""
-        micro_batches = self._micro_batches
         for name, stage in sorted({key for calls in everyone for key in calls}, key=lambda k: k[1]):
             held = [calls[name, stage] for calls in everyone if (name, stage) in calls]
-            if len({len(each) for each in held}) > 1 or len(held[0]) % micro_batches:
+            each, rest = divmod(len(held[0]), self._micro_batches)
+            if rest or len({len(kinds) for kinds in held}) > 1:
                 self.unjoined[name] = None
                 continue
-            each = len(held[0]) // micro_batches
-            self._turns.setdefault(name, []).extend((stage, turn) for turn in range(each))
-            for turn in range(each):
-                for kind in _KINDS:
-                    indices = range(turn, len(held[0]), each)
-                    if all(kind in theirs[index] for theirs in held for index in indices):
-                        self._have.add((name, stage, turn, kind))
+            for index in range(each):
+                lists = [kinds for theirs in held for kinds in theirs[index::each]]
+                kinds = frozenset(_KINDS).intersection(*lists)
+                self._turns.setdefault(name, []).append(_Turn(stage, index, kinds))
 
     def returns_alone(self, name: str) -> bool:
-        """Return whether a unit, called once, returned hidden states and did nothing else."""
+        """Return whether a unit, called once, returns hidden states and does nothing else."""
         weights, owners = {*self.plain.owners[name]}, self.plain.owners.items()
         shares = any(weights & {*theirs} for other, theirs in owners if other != name)
-        called_once = not shares and self.turns(name) == 1 and name not in self.unjoined
-        return called_once and self._alone.get(name, False)
+        hooked = any(getattr(m, k) for m in self.plain.units[name].modules() for k in _HOOKS)
+        alone = self._alone.get(name, False) and name not in self.unjoined
+        return alone and len(self._turns.get(name, ())) == 1 and not shares and not hooked
 
     def meet(self, where: str, *, failed: bool = False) -> None:
         """Check that all ranks are at the same place before they communicate; all raise if not."""
@@ -120,10 +124,6 @@ class Ranks:
         stopped, most, least = told.tolist()
         if stopped or most != -least:
             raise DivergedError("it ran otherwise on other ranks")
-
-    def turns(self, name: str) -> int:
-        """Return the number of calls of a unit in one forward of the layout."""
-        return len(self._turns.get(name, ()))
 
     def runs(self, name: str) -> bool:
         """Return whether this rank compares a unit: it runs the unit, or no rank does."""
@@ -146,73 +146,59 @@ class Ranks:
         turns = self._turns.get(unit, [])
         if turn >= len(turns):
             return Joined(None, unit not in self.unjoined)
-        stage, own = turns[turn]
-        if (unit, stage, own, kind) not in self._have:
+        stage, own, kinds = turns[turn]
+        if kind not in kinds:
             return Joined(None, known=True)
-        each = sum(other == stage for other, _ in turns)
-        records: list[Record] = self.records.get((unit, stage), [])
-        stages = pipeline_of(self.model).all_stages
-        held_here = stage in stages[self.manager.pp_rank]
-        shards = [getattr(record, kind) for record in records[own::each]] if held_here else []
-        sent = {str(index): shard for index, shard in enumerate(shards) if shard is not None}
+        each = sum(other.stage == stage for other in turns)
+        records: list[Record] = []
+        if stage in pipeline_of(self.model).all_stages[self.manager.pp_rank]:
+            records = self.records.get((unit, stage), [])[own::each]
+        sent = {str(n): x for n, r in enumerate(records) if (x := getattr(r, kind)) is not None}
         held = of_all_stages(sent, self.manager)
         found = [held[n].contiguous() for n in map(str, range(self._micro_batches)) if n in held]
         form = self._form(found[0].shape, shape) if len(found) == self._micro_batches else None
         if form is None or len({shard.shape for shard in found}) > 1:
             self.unjoined[unit] = None
             return Joined(None, known=False)
-        return Joined(self._joined(found, form, shape), known=True)
+        return Joined(self._joined(found, form), known=True)
 
     def _form(self, shard: torch.Size, whole: torch.Size) -> _Form | None:
         """Return the dims in which shards of shape `shard` join to shape `whole`, or None."""
-        dims = range(len(whole))
-        # If positions are not known, one shard holds all of them.
-        layout = contiguous(whole[1] if len(whole) > 2 else 1, 1)
-        if self.small.sequences is not None:
-            layout = self.small.sequences.layout
-        rows, own = self._rows_of_a_shard, layout.local_length
-        shares = {own: False}
-        if self.manager.tp_size > 1 and own % self.manager.tp_size == 0:
-            shares[own // self.manager.tp_size] = True
+        dims, tp = range(len(whole)), self.manager.tp_size
         if len(shard) != len(whole):
             return None
+        # If positions are not known, one shard holds all of them.
+        own = length = whole[1] if len(whole) > 2 else 1
+        if self.small.sequences is not None:
+            layout = self.small.sequences.layout
+            own, length = layout.local_length, layout.length
+        rows = self.small.rows // (self.manager.grid.dp * self._micro_batches), self.small.rows
+        shares = [(own, False), *([(own // tp, True)] if tp > 1 and own % tp == 0 else [])]
 
         def fits(sizes: Mapping[int, tuple[int, int]]) -> bool:
-            wanted = {**{d: (whole[d], whole[d]) for d in dims}, **sizes}
-            return all((shard[d], whole[d]) == wanted[d] for d in dims)
+            return all((shard[d], whole[d]) == sizes.get(d, (whole[d], whole[d])) for d in dims)
 
         pairs = sorted((p, r) for r in dims for p in dims if r != p)
         for p, r in [(1, 0), *pairs] if len(whole) > 1 else ():
-            for size, shared in shares.items():
-                if fits({r: (rows, self.small.rows), p: (size, layout.length)}):
+            for size, shared in shares:
+                if fits({r: rows, p: (size, length)}):
                     return _Form(r, p, shared=shared)
-        for size, shared in shares.items():
-            if fits({0: (rows * size, self.small.rows * layout.length)}):
-                return _Form(0, None, flat=True, shared=shared)
-        return next((_Form(r, None) for r in dims if fits({r: (rows, self.small.rows)})), None)
+        return next((_Form(r, None) for r in dims if fits({r: rows})), None)
 
     @property
     def _micro_batches(self) -> int:
         return len(self.small.micro_batches)
 
-    @property
-    def _rows_of_a_shard(self) -> int:
-        """The number of rows in one micro-batch of a rank."""
-        return self.small.rows // (self.manager.grid.dp * self._micro_batches)
-
-    def _joined(self, shards: list[Tensor], form: _Form, shape: torch.Size) -> Tensor:
-        manager, rows, positions = self.manager, form.rows, form.positions
-        if form.flat:
-            shards = [shard.unflatten(0, (self._rows_of_a_shard, -1)) for shard in shards]
-            rows, positions = 0, 1
-        whole = torch.cat(shards, rows)
+    def _joined(self, shards: list[Tensor], form: _Form) -> Tensor:
+        manager, positions = self.manager, form.positions
+        whole = torch.cat(shards, form.rows)
         if form.shared:
             whole = torch.cat(all_gather(whole, manager.tp_group), positions or 0)
         if positions is not None and self.small.sequences is not None and manager.cp_size > 1:
             whole = self.small.sequences.unshard(whole, positions)
         if manager.dp_size > 1:
-            whole = torch.cat(all_gather(whole.contiguous(), manager.dp_group), rows)
-        return whole.reshape(shape)
+            whole = torch.cat(all_gather(whole.contiguous(), manager.dp_group), form.rows)
+        return whole
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole weights by first name."""

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dist import all_gather_object, get_rank
 from ...dist.errors import RehearsalError
@@ -52,6 +51,21 @@ _ALL_AT_ONCE = 2**28  # bytes of a whole model that a rank may hold in addition 
 Step = Callable[..., Tensor]
 
 
+class _Found(NamedTuple):
+    """The outcome of a replay: what the ranks found, or why the plain model could not run."""
+
+    replay: Replay
+    first: Finding | None  # the first difference on any rank
+    problem: str | None
+    worst: float  # the largest error within its bound
+    kept: list[str] | None  # attributes that a forward changed on any rank; see `trained`
+
+    @property
+    def agrees(self) -> bool:
+        """True if the plain model ran, and no rank found a difference."""
+        return self.first is None and self.problem is None
+
+
 def rehearse_step(
     model: DataParallelBucket,
     micro_batches: Sequence[Batch],
@@ -61,108 +75,86 @@ def rehearse_step(
     loss_fn: Callable[[Any, Any], Any] | None,
 ) -> None:
     """Train a small batch of rows by `step(micro_batches)`, and compare with the plain model."""
-    began, plain = time.perf_counter(), cast(Plain, terms.plain)
+    began, plain, pipeline = time.perf_counter(), cast(Plain, terms.plain), pipeline_of(model)
     require_one_batch(micro_batches, manager)
     terms.looked = True
-    pipeline = pipeline_of(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    added, narrow = _agree_on_entries(micro_batches, model, device, terms, manager)
-    if added is None:
+    own = entries_added(micro_batches), *wish_for_float32(model, device)
+    entries, wished, problems = zip(*all_gather_object(own, manager.world_group), strict=True)
+    if None in entries:
+        _say(
+            f"{terms.name} is not rehearsed: its micro-batches, or entries of them, do not come "
+            "from shard_global_batch"
+        )
         return
+    narrow = next(filter(None, problems), None) if any(wished) else ""
+    added = sorted(set().union(*entries))
     if added:  # the plain run lacks these entries for the whole batch: use the loss of tokens
         loss_fn, step = None, partial(step, loss_fn=None, count_fn=None)
     cut = partial(small_batch, micro_batches, model, terms, manager)
     expect_attention(pipeline.module, False)
     plain.follow(pipeline.module, device)
 
-    def compared(*, wide: bool, steps: int = 1) -> tuple[Replay, _Found]:
+    def compared(*, wide: bool, steps: int = 1) -> _Found:
         with rehearsal_mode(model, plain, terms, wide=wide), restored(plain.model):
             for _ in range(steps):
-                cuts = partial(cut, wide=wide)
-                small, loss, records, kept = trained(cuts, model, plain, step)
+                small, loss, records, kept = trained(partial(cut, wide=wide), model, plain, step)
                 ranks = Ranks(model, manager, plain, small, records, device)
-                ranks.exchange()
                 batch = {n: on_device(x, device) for n, x in small.called.items()}
                 run = partial(_loss, small, terms, loss_fn)
-                made = _replay(plain, ranks, batch, run, loss, kept=kept, shares=steps == 1)
-                if made[1].first is not None or made[1].problem is not None:
+                found = _replay(plain, ranks, batch, run, loss, kept=kept, shares=steps == 1)
+                if not found.agrees:
                     break
                 model.reset()
-        return made
+        return found
 
     try:
-        replay, found = _compare_in_float32(compared, narrow)
+        found = _compare_in_float32(compared, narrow)
         terms.keeps_state = found.kept != []
-        kept = found.kept or [] if found.first is None and found.problem is None else []
+        kept = found.kept if found.agrees else None
         if kept:  # changed attributes may alter the next forward
-            replay, found = _compare_in_float32(partial(compared, steps=2), narrow)
+            found = _compare_in_float32(partial(compared, steps=2), narrow)
     except Exception as error:
         if not added or isinstance(error, torch.OutOfMemoryError):
             raise
-        _say(
-            f"{terms.name} is not rehearsed: its loss_fn reads {listed(added)}, added to "
-            f"micro-batches, and the loss of tokens in its place fails ({error})"
-        )
+        why = f"reads {listed(added)}, added to micro-batches, and the loss of tokens fails"
+        _say(f"{terms.name} is not rehearsed: its loss_fn {why} ({error})")
         return
     if found.first is not None:
-        _refuse(found.first, found, terms, manager, len(micro_batches), kept)
-    replay.unasked += [f"loss_fn, which reads {listed(added)}"] * bool(added)
-    _report(replay, found, terms, pipeline.module, time.perf_counter() - began)
+        _refuse(found.first, terms, manager, len(micro_batches), kept)
+    found.replay.unasked += [f"loss_fn, which reads {listed(added)}"] * bool(added)
+    _report(found, terms, pipeline.module, time.perf_counter() - began)
 
 
-def _compare_in_float32(
-    compared: Callable[..., tuple[Replay, _Found]], narrow: str | None
-) -> tuple[Replay, _Found]:
+def _compare_in_float32(compared: Callable[..., _Found], narrow: str | None) -> _Found:
     """Compare in float32; in the own dtype if that fails, or if `narrow` (a reason) is not None."""
-    if narrow is not None:
-        replay, found = compared(wide=False)
-        replay.unasked += [f"anything in float32, {narrow}"] * bool(narrow)
-        return replay, found
-    try:
-        replay, found = compared(wide=True)
-        problem = found.problem
-        if problem is None:
-            return replay, found
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # the run's own dtype may still work
-        problem = f"{type(error).__name__}: {error}"
-    replay, found = compared(wide=False)
-    replay.unasked.append(f"anything in float32, which fails ({problem})")
-    return replay, found
-
-
-def _agree_on_entries(
-    micro_batches: Sequence[Batch],
-    model: DataParallelBucket,
-    device: torch.device,
-    terms: Terms,
-    manager: ProcessGroupManager,
-) -> tuple[list[str] | None, str | None]:
-    """Return the entries added for a loss (None: no rehearsal), and `narrow`; the same on ranks."""
-    own = entries_added(micro_batches), *wish_for_float32(model, device)
-    added, wished, problems = zip(*all_gather_object(own, manager.world_group), strict=True)
-    narrow = next(filter(None, problems), None) if any(wished) else ""
-    if None in added:
-        _say(
-            f"{terms.name} is not rehearsed: its micro-batches, or entries of them, do not come "
-            "from shard_global_batch"
-        )
-        return None, narrow
-    return sorted({name for names in added for name in names or ()}), narrow
+    why = narrow
+    if why is None:
+        try:
+            found = compared(wide=True)
+            if found.problem is None:
+                return found
+            why = f"which fails ({found.problem})"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the run's own dtype may still work
+            why = f"which fails ({type(error).__name__}: {error})"
+    found = compared(wide=False)
+    found.replay.unasked += [f"anything in float32, {why}"] * bool(why)
+    return found
 
 
 def _replay(
     plain: Plain,
     ranks: Ranks,
     batch: Mapping[str, Any],
-    loss_of: Callable[[Any], Tensor | None],
+    loss_of: Callable[[Any], Tensor],
     loss: Tensor,
     *,
     kept: list[str] | None,
     shares: bool,
-) -> tuple[Replay, _Found]:
-    """Run the plain model; return the replay and the findings of all ranks.
+) -> _Found:
+    """Run the plain model; return the findings of all ranks.
 
     If `shares`, ranks first share the units; if anything differs or fails, each runs all units. If
     that fails, or gradients differ, a small model runs as a whole: its root may use the weights of
@@ -170,72 +162,58 @@ def _replay(
     """
     additions = chain_length(plain.model, batch["input_ids"])
 
-    def run(*, gives_out: bool = False) -> tuple[Replay, _Found]:
-        replay = Replay(plain, ranks, Judge(additions), gives_out=gives_out)
-        return replay, _run_replay(replay, partial(replay.run, batch, loss_of, loss), kept, shares)
+    def run(*, gives_out: bool = False) -> _Found:
+        replay, problem = Replay(plain, ranks, Judge(additions), gives_out=gives_out), None
+        ranks.compared.clear()
+        try:
+            with restored(plain.model) if shares else nullcontext():
+                replay.run(batch, loss_of, loss)
+            ranks.meet("the end")
+        except DivergedError as error:
+            problem = str(error)
+        except Exception as error:  # a plain module may do anything
+            problem = f"{type(error).__name__}: {error}"
+            with suppress(DivergedError):
+                ranks.meet(problem, failed=True)
+        return _gather_findings(replay, problem, kept)
 
-    replay, found = run(gives_out=shares)
+    found = run(gives_out=shares)
     if not shares:
-        return replay, found
-    if found.first is not None or found.problem is not None:
-        replay, found = run()
+        return found
+    if not found.agrees:
+        found = run()
     stopped = found.problem is not None
     # Code may read tensors of one unit in another, past their results: layers that share keys.
     crosses = found.first is not None and found.first.what.startswith("gradient")
-    crosses &= replay.has_loss  # without it the whole model's gradients are not known
+    crosses &= found.replay.has_loss  # without it the whole model's gradients are not known
     size = sum(p.numel() * p.element_size() for p in plain.model.parameters())
     if (stopped or crosses) and size <= _ALL_AT_ONCE:
         plain.join_units()
         whole = run()
-        if stopped or (whole[1].first is None and whole[1].problem is None):
+        if stopped or whole.agrees:
             return whole
-    return replay, found
+    return found
 
 
-def _run_replay(
-    replay: Replay, run: Callable[[], None], kept: list[str] | None, restores: bool
-) -> _Found:
-    """Run a replay, and return the findings of all ranks."""
-    ranks, problem = replay.ranks, None
-    ranks.compared.clear()
-    try:
-        with restored(replay.plain.model) if restores else nullcontext():
-            run()
-        ranks.meet("the end")
-    except DivergedError as error:
-        problem = str(error)
-    except Exception as error:  # a plain module may do anything
-        problem = f"{type(error).__name__}: {error}"
-        with suppress(DivergedError):
-            ranks.meet(problem, failed=True)
-    return _gather_findings(replay.judge, problem, kept, ranks.manager)
-
-
-class _Watch(TorchDispatchMode):
-    """A dispatch mode that records whether any collective runs."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.communicates = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.communicates |= func.namespace in ("c10d", "_c10d_functional")
-        return func(*args, **kwargs or {})
+def _gather_findings(replay: Replay, problem: str | None, kept: list[str] | None) -> _Found:
+    own = replay.judge.first, problem, replay.judge.worst, kept
+    told = all_gather_object(own, replay.ranks.manager.world_group)
+    firsts, problems, errors, attributes = zip(*told, strict=True)
+    first = min(filter(None, firsts), key=lambda each: each.order, default=None)
+    names = None if None in attributes else sorted(set().union(*attributes))
+    return _Found(replay, first, next(filter(None, problems), None), max(errors), names)
 
 
 def _loss(
     small: SmallBatch, terms: Terms, loss_fn: Callable[[Any, Any], Any] | None, output: Any
-) -> Tensor | None:
-    """Return the loss of one process; None if loss_fn runs a collective."""
+) -> Tensor:
+    """Return the loss of one process."""
     batch, one = small.called.micro_batch, cast(Any, small.alone)
     if loss_fn is None:
         labels = batch["labels"].to(getattr(output, "logits", output).device)
         loss = token_loss_sum(output, labels) / max(int((labels != -100).sum()), 1)
     else:
-        with _Watch() as watch:
-            total, count = loss_fn(output, LossBatch(batch, None, one))
-        if watch.communicates:
-            return None
+        total, count = loss_fn(output, LossBatch(batch, None, one))
         loss = total / count
     if terms.router_loss is not None:
         real = real_tokens(batch, real_positions(batch))
@@ -243,61 +221,32 @@ def _loss(
     return loss
 
 
-class _Found(NamedTuple):
-    """The differences that the ranks found, and the reason why the plain model could not run."""
-
-    first: Finding | None  # the first difference on any rank
-    then: list[str]  # other tensors that differ
-    right: list[int]  # ranks that found no difference
-    problem: str | None
-    worst: float  # the largest error within its bound
-    kept: list[str] | None  # attributes that a forward changed on any rank; see `trained`
-
-
-def _gather_findings(
-    judge: Judge, problem: str | None, kept: list[str] | None, manager: ProcessGroupManager
-) -> _Found:
-    own = judge.findings[:3], problem, judge.worst, kept
-    told = all_gather_object(own, manager.world_group)
-    found = sorted(
-        ((each.order, rank, each) for rank, (theirs, *_) in enumerate(told) for each in theirs),
-        key=lambda each: each[:2],
-    )
-    first = found[0][2] if found else None
-    then = [each.what for _, _, each in found if first is not None and each.what != first.what]
-    right = [rank for rank, (theirs, *_) in enumerate(told) if not theirs]
-    problem = next((why for _, why, *_ in told if why), None)
-    worst, everywhere = max(each[2] for each in told), [kept for *_, kept in told]
-    names = None if None in everywhere else sorted({n for kept in everywhere for n in kept or ()})
-    return _Found(first, [*dict.fromkeys(then)], right, problem, worst, names)
-
-
-def _report(replay: Replay, found: _Found, terms: Terms, stage: nn.Module, seconds: float) -> None:
+def _report(found: _Found, terms: Terms, stage: nn.Module, seconds: float) -> None:
     """Report that the layout agrees with one process, and what could not be compared."""
+    ranks = found.replay.ranks
     if found.problem is not None:
         terms.seen = 0  # the step itself makes the checks of a first step
-        expect_attention(stage, replay.ranks.manager.pp_size == 1)
+        expect_attention(stage, ranks.manager.pp_size == 1)
         _say(f"{terms.name} could not be rehearsed: its plain module failed ({found.problem})")
         return
-    without = [*replay.unasked, *(f"hidden states of {name}" for name in replay.ranks.unjoined)]
+    without = [*found.replay.unasked, *(f"hidden states of {name}" for name in ranks.unjoined)]
     if found.kept is None:
         without.append("a second step, since attributes change after the first gradient")
     unasked = f"; not compared: {', '.join(without)}" if without else ""
     if get_rank() == 0:
-        grid, dtype = replay.ranks.manager.grid, str(replay.ranks.dtype).removeprefix("torch.")
+        units, dtype = len(found.replay.plain.units), str(ranks.dtype).removeprefix("torch.")
         sys.stderr.write(
-            f"rehearsal: {len(replay.plain.units)} units on {grid} agree with one process "
+            f"rehearsal: {units} units on {ranks.manager.grid} agree with one process "
             f"to {found.worst:.1e} in {dtype}, {seconds:.1f} s{unasked}\n"
         )
 
 
 def _refuse(
     first: Finding,
-    found: _Found,
     terms: Terms,
     manager: ProcessGroupManager,
     micro_batches: int,
-    kept: Sequence[str],
+    kept: Sequence[str] | None,
 ) -> NoReturn:
     divided = {
         "tp": manager.tp_size > 1,
@@ -307,14 +256,12 @@ def _refuse(
         "pp": manager.pp_size > 1,
     }
     why = "; ".join(_ADVICE[axis] for axis, holds in divided.items() if holds)
-    note = f" ({first.note})" if first.note else ""
     raise RehearsalError(
         f"{describe_rank()}: {terms.name} computes something else on {manager.grid} than in one "
-        f"process: {first.what} is off by {first.error:.2g} of its size{note}, which rounding "
-        "does not explain"
+        f"process: {first.what} is off by {first.error:.2g} of its size"
+        + (f" ({first.note})" if first.note else "")
+        + ", which rounding does not explain"
         + (f" (in a second step: forward keeps {listed(kept)} from call to call)" if kept else "")
-        + (f"; then {', '.join(found.then[:2])}" if found.then else "")
-        + (f"; right on ranks {', '.join(map(str, found.right))}" if found.right else "")
         + (f". {why}" if why else "")
         + ". The plain module is as parallelize was given it, without hooks that came later; "
         "parallelize(..., rehearse=False) leaves this comparison out"

@@ -24,7 +24,7 @@ from ...parallel.pg_manager.building import ModuleState
 from ..plain import Plain
 from ..summation import root_mean_square
 from .calls import Call, Handover, sum_of
-from .judge import Judge
+from .judge import Judge, Watch
 from .ranks import Ranks
 from .training import hidden_states_of, is_same
 
@@ -39,7 +39,7 @@ class Replay:
     gives_out: bool = False
     has_loss: bool = True  # the plain model's loss is known
     unasked: list[str] = field(default_factory=list)  # failed comparisons, with reasons
-    random: set[str] = field(default_factory=set)  # units with another result in each run
+    left_out: set[str] = field(default_factory=set)  # units whose gradients are not compared
     _held: tuple[str, dict[str, Tensor]] | None = None  # the last owner and its whole weights
     _given_out: int = 0
     _own: Callable[[], None] | None = None
@@ -51,23 +51,27 @@ class Replay:
     _leaves: list[tuple[Call, int, str, ref[Tensor]]] = field(default_factory=list)
     _anchor: Tensor = field(default_factory=lambda: torch.zeros(1, requires_grad=True))
 
-    def run(
-        self, batch: Mapping[str, Any], loss_of: Callable[[Any], Tensor | None], loss: Tensor
-    ) -> None:
-        """Run the model both ways, and compare; `loss_of` returns None if it communicates."""
+    def run(self, batch: Mapping[str, Any], loss_of: Callable[[Any], Tensor], loss: Tensor) -> None:
+        """Run the model both ways, and compare; a loss that communicates is not known."""
         entries = {n: x for n, x in batch.items() if n not in ("input_ids", "labels")}
         weights = self.weights("")
         with self.plain.lent("", weights), self.plain.replaced(self._answer):
-            with self.judge.casts():
+            with Watch(self.judge):
                 output = self.plain.model(batch["input_ids"], **entries)
             self._run_own()
-            found = loss_of(output)
-            if found is None:
-                found = self._stand_for_loss(output)
-                if found is None:
-                    return
-            else:
+            with Watch() as watch:
+                found = loss_of(output)
+            if not watch.communicates:
                 self.judge.compare("the loss", loss, found.detach())
+            else:  # units need only the ranks' gradients, but those that the root makes are lost
+                self.has_loss = False
+                self.unasked.append(
+                    "the loss, which communicates itself, and gradients outside of layers"
+                )
+                outputs = [x.real.sum() * 0 for x in tensors_in(output) if x.requires_grad]
+                if not outputs:
+                    return
+                found = torch.stack(outputs).sum()
             trained = [weight for weight in weights.values() if weight.requires_grad]
             penalised = self._add_penalties(found)
             self._add_beside(found)
@@ -78,31 +82,18 @@ class Replay:
         for owner in ("", *self.plain.units):
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
 
-    def _stand_for_loss(self, output: Any) -> Tensor | None:
-        """Return a zero for a loss that communicates, since units need only the ranks' gradients.
-
-        Gradients that the root itself makes of the loss are not known then. None if the output
-        has no gradient.
-        """
-        self.has_loss = False
-        self.unasked.append("the loss, which communicates itself, and gradients outside of layers")
-        trained = [x for x in tensors_in(output) if x.requires_grad]
-        return torch.stack([x.real.sum() * 0 for x in trained]).sum() if trained else None
-
     def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
         """Return the whole weights of a unit or the root, cached for one owner."""
         if self._held is None or self._held[0] != owner:
             self._held = None  # free these before others are gathered
             self._held = owner, self.ranks.weights(self.plain.owners[owner])
-        found = self._held[1]
-        parameters = {
-            name: nn.Parameter(
-                weight if wide is None or not weight.is_floating_point() else weight.to(wide),
-                requires_grad=self.ranks.trains(name)
-                and (weight.is_floating_point() or weight.is_complex()),
+        parameters = {}
+        for name, weight in self._held[1].items():
+            floats = weight.is_floating_point()
+            parameters[name] = nn.Parameter(
+                weight.to(wide) if wide is not None and floats else weight,
+                requires_grad=self.ranks.trains(name) and (floats or weight.is_complex()),
             )
-            for name, weight in found.items()
-        }
         for name, hooks in self.plain.hooks.items():
             for hook in hooks if name in parameters and parameters[name].requires_grad else ():
                 parameters[name].register_hook(hook)
@@ -121,18 +112,15 @@ class Replay:
 
     def _add_beside(self, loss: Tensor) -> None:
         """Add gradients that reach units by other ways than the results of their calls."""
-        held = [
-            (call, index, name) for call, index, name, leaf in self._leaves if leaf() is not None
-        ]
-        leaves = [leaf for *_, held_leaf in self._leaves if (leaf := held_leaf()) is not None]
-        if not leaves:
+        held = [(c, i, n, leaf) for c, i, n, each in self._leaves if (leaf := each()) is not None]
+        if not held:
             return
+        leaves = [leaf for *_, leaf in held]
         found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-        for (call, index, name), gradient in zip(held, found, strict=True):
+        for (call, index, name, _), gradient in zip(held, found, strict=True):
             if gradient is None:
                 continue
-            if not self.has_loss:  # this part of the unit's gradients is not known
-                self.random.add(call.name)
+            self.need_loss(call.name)
             if name:
                 self._add(name, gradient)
                 self._beside.add(name)
@@ -145,7 +133,7 @@ class Replay:
         x = hidden_states_of((args, kwargs))
         turn = self._turn_of(name, x)
         before = ModuleState(self.plain.units[name].modules())
-        call = Call(self, self._add_call, name, run, args, kwargs, x, turn, before)
+        call = Call(self, name, run, args, kwargs, x, turn, before)
         if x is not None:
             ours, _ = self.ranks.join(name, turn, "input", x.shape)
             if ours is not None:
@@ -173,14 +161,13 @@ class Replay:
                 is_hidden=True, other=call.other_output, again=call.other_output,
             )  # fmt: skip
             if not same:
-                self.random.add(name)
+                self.left_out.add(name)
                 self.unasked.append(f"{name}, which gives another answer each time")
         call.handed = [y.detach() if ours is None else ours.to(y.dtype), *unit_run.outputs[1:]]
         if not any(each.requires_grad for each in unit_run.outputs):
             return map_tensors(lambda t: call.handed[0] if t is y else t, unit_run.result)
-        given = [x, *call._inputs()[1:]] if x is not None else call._inputs()
-        trained = [each for each in given if each is not None and each.requires_grad]
-        handed = Handover.apply(call, self._anchor, *trained)  # type: ignore[no-untyped-call]
+        given = [x if each is call.hidden else each for each in call.trained_inputs()]
+        handed = Handover.apply(call, self._anchor, *given)  # type: ignore[no-untyped-call]
         swapped = dict(zip(map(id, unit_run.outputs), handed, strict=True))
         leaves = [(index, "", leaf) for index, leaf in enumerate(unit_run.inputs)]
         leaves += [(0, n, weight) for n, weight in unit_run.weights.items() if weight.requires_grad]
@@ -250,6 +237,12 @@ class Replay:
             what = f"gradient of {each}"
             compare(what, theirs.get(each), gradient, typical=typical, other=other)
 
+    def need_loss(self, name: str) -> None:
+        """Compare no gradients of a unit if they follow from a loss that is not known."""
+        if not self.has_loss and name not in self.left_out:
+            self.left_out.add(name)
+            self.unasked.append(f"gradients of {name}, which follow from the loss")
+
     def _turn_of(self, name: str, x: Tensor | None) -> int:
         """Return the index of this call of a unit; a second run in backward keeps its index."""
         if torch._C._current_graph_task_id() != -1:
@@ -263,7 +256,7 @@ class Replay:
             self._earlier.append((name, x.detach().clone(), turn))
         return turn
 
-    def _add_call(self, call: Call, gradients: Mapping[str, Tensor | None]) -> None:
+    def add_call(self, call: Call, gradients: Mapping[str, Tensor | None]) -> None:
         """Add a call's gradients of weights; compare them after the unit's last call."""
         for name, gradient in gradients.items():
             if gradient is not None:
@@ -296,7 +289,7 @@ class Replay:
                 other = partial(sum_of, name, calls)
             self.ranks.compared.add(name)
             theirs = self._found.pop(name, None)
-            if not owner or (owner not in self.random and self.ranks.runs(owner)):
+            if not owner or (owner not in self.left_out and self.ranks.runs(owner)):
                 self.judge.compare(
                     f"gradient of {name}", ours.get(name), theirs, typical=typical, other=other
                 )

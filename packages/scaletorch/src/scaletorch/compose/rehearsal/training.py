@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from ...parallel.pg_manager.building import Attributes, eagerly, restored
 from ...parallel.pipeline_parallel import PipelineParallel
 from ...parallel.pipeline_parallel.building import PassThrough, forms_cast, release, surround
 from ..forward import Terms, pipeline_of, rehearsing, terms_of, wait_for_parameters
-from ..plain import HOOKS, Plain, is_of_library
+from ..plain import Plain
 from .batch import SmallBatch, is_narrow
 
 Step = Callable[..., Tensor]
@@ -56,10 +56,12 @@ def trained(
     def train(small: SmallBatch) -> tuple[SmallBatch, Tensor, Records, list[str] | None]:
         pipeline = pipeline_of(model)
         before, begun = Attributes(pipeline.module.modules()), list[Attributes]()
-        with recorded(pipeline, plain.names_of_units(), begun) as records, eagerly():
+        with recorded(pipeline, plain, begun) as records, eagerly():
             loss = step(small.micro_batches)
         for record in (each for held in records.values() for each in held):
-            record.scale_gradients(terms_of(model).correction)
+            for gradient in (record.input_gradient, record.output_gradient):
+                if gradient is not None and terms_of(model).correction != 1:
+                    gradient.mul_(terms_of(model).correction)  # it was divided by an estimate
         late = any(each.changed() for each in begun)
         return small, loss, records, None if late else before.changed()
 
@@ -139,26 +141,25 @@ def in_float32(model: DataParallelBucket, plain: nn.Module) -> Iterator[None]:
 
 
 _DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
-_OWNERS: tuple[Any, ...] = (torch._VF, torch)
+_ATTENDING = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # arguments, in order
 
 
 class _AttendWithoutDropout(TorchFunctionMode):
     """A mode that turns dropout of attention off, except in a backward that recomputes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs |= {"dropout_p": 0.0} if len(args) < 5 else {}
-        return func(*args, **kwargs)
+            named = dict(zip(_ATTENDING, args, strict=False))
+            return func(**named | (kwargs or {}) | {"dropout_p": 0.0})
+        return func(*args, **kwargs or {})
 
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
     """Turn dropout off for a while, in modules, functions and attention."""
     # Kernels are replaced, since torch's function modes are off while a backward recomputes.
-    names = [each for name in _DROPPING for each in (name, f"{name}_")]
-    places = [(place, each) for each in names for place in _OWNERS]
+    owners: tuple[Any, ...] = (torch._VF, torch)
+    places = [(o, each) for name in _DROPPING for each in (name, f"{name}_") for o in owners]
     own = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
     for place, name, _ in own:
         setattr(place, name, lambda x, *_args, **_kwargs: x)
@@ -207,13 +208,7 @@ class Record:
     input_gradient: Tensor | None = None  # of `input`, through the unit alone
     output_gradient: Tensor | None = None  # of `output`, from everything that used it
     again: bool = False  # the graph is built in backward, when the unit runs again
-    alone: bool = False  # it returned hidden states alone, set nothing and has no users' hooks
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply gradients that were divided by an estimate of the count."""
-        for gradient in (self.input_gradient, self.output_gradient):
-            if gradient is not None and factor != 1:
-                gradient.mul_(factor)
+    alone: bool = False  # it returned hidden states alone, and set nothing
 
 
 Records = dict[tuple[str, int], list[Record]]  # unit and stage -> its calls in turn
@@ -227,7 +222,7 @@ class Recorder:
     ) -> None:
         self._name, self._pipeline, self._records = name, pipeline, records
         self._begun = begun  # the attributes of all modules at the first gradient
-        self._open: list[tuple[Record | None, set[Any]]] = []
+        self._open: list[tuple[Record | None, Attributes]] = []
 
     def takes_forward(self) -> bool:
         """Return whether to record direct calls of the module's `forward` too."""
@@ -237,7 +232,7 @@ class Recorder:
         """Record the input, and its gradient by a hook on a view that only this call uses."""
         x = hidden_states_of((args, kwargs))
         record = self._record(x)
-        self._open.append((record, _traces(module)))
+        self._open.append((record, Attributes(module.modules())))
         if record is None or x is None or type(x) is not Tensor:
             return args, kwargs
         record.input = x.detach().clone()
@@ -249,12 +244,11 @@ class Recorder:
 
     def after(self, module: nn.Module, output: Any) -> Any:
         """Record the output, and its gradient by a hook on a copy that only the caller uses."""
-        (record, traces), y = self._open.pop(), hidden_states_of(output)
+        (record, attributes), y = self._open.pop(), hidden_states_of(output)
         if record is None or y is None:
             return output
         shaped = output is y and record.input is not None and record.input.shape == y.shape
-        hooks = (h for m in module.modules() for kind in HOOKS for h in getattr(m, kind).values())
-        record.alone = shaped and _traces(module) <= traces and all(map(is_of_library, hooks))
+        record.alone = shaped and not attributes.changed()
         if record.output is None:  # keep the first run's: a layer may count its runs
             record.output = y.detach().clone()
         if not (torch.is_grad_enabled() and y.requires_grad):
@@ -284,24 +278,21 @@ class Recorder:
 
 @contextmanager
 def recorded(
-    pipeline: PipelineParallel, units: Mapping[str, Iterable[str]], begun: list[Attributes]
+    pipeline: PipelineParallel, plain: Plain, begun: list[Attributes]
 ) -> Iterator[Records]:
-    """Record all calls of units, given with all their names by first name."""
+    """Record all calls of this rank's units, which may have several names."""
     records: Records = {}
-    placed: list[tuple[nn.Module, Recorder]] = []
-    modules = dict(pipeline.module.named_modules(remove_duplicate=False))
-    try:
-        for first, names in units.items():
-            found = dict.fromkeys(modules[name] for name in names if name in modules)
-            for module in found:
-                if not isinstance(module, PassThrough):
-                    recorder = Recorder(first, pipeline, records, begun)
-                    surround(module, recorder, innermost=True)
-                    placed.append((module, recorder))
+    here = dict(pipeline.module.named_modules(remove_duplicate=False))
+    units = {unit: name for name, unit in plain.units.items()}
+    named = plain.model.named_modules(remove_duplicate=False)
+    placed = {here[n]: units[unit] for n, unit in named if unit in units and n in here}
+    with ExitStack() as undo:
+        for module, unit in placed.items():
+            if not isinstance(module, PassThrough):
+                recorder = Recorder(unit, pipeline, records, begun)
+                surround(module, recorder, innermost=True)
+                undo.callback(release, module, recorder)
         yield records
-    finally:
-        for module, recorder in placed:
-            release(module, recorder)
 
 
 def hidden_states_of(value: Any) -> Tensor | None:
@@ -312,15 +303,6 @@ def hidden_states_of(value: Any) -> Tensor | None:
         return hidden_states_of([*tensors_in(kwargs)]) if found is None else found
     tensors = [x for x in tensors_in(value) if x.is_floating_point() and x.ndim > 1]
     return next((x for x in tensors if x.requires_grad), next(iter(tensors), None))
-
-
-def _traces(module: nn.Module) -> set[Any]:
-    """Return a fingerprint of modules' attributes that shows what a call set, or added to lists."""
-    return {
-        (each, name, id(value), len(value) if isinstance(value, list | dict | set) else 0)
-        for each in module.modules()
-        for name, value in vars(each).items()
-    }
 
 
 def is_same(given: Tensor | None, x: Tensor | None) -> bool:
