@@ -66,6 +66,7 @@ class Walk:
         # `sums` is the `GradientSums` that records the kinds of gradients over all walks.
         self._model, self._sums, self.leaves = model, sums, Leaves(model)
         self._group: ProcessGroup | None = sums.group
+        self._sequences = find_shares(model)  # of sequence parallelism, if any
         self._seen: set[tuple[Node, Reach]] = set()
         self._found: dict[int, tuple[Tensor, Reach]] = {}
         self._returns_parts = False
@@ -79,7 +80,9 @@ class Walk:
         shown: Placement = Invariant() if reach is Reach.WHOLE else Replicate()
         if self.reach_of(node, ReduceScatter) is Reach.PARTIAL:
             shown = Varying()
-        known = (Invariant, Replicate) if shown == Varying() else (Invariant, Replicate, Partial)
+        known = (Invariant, Replicate, Partial)
+        if shown == Varying():  # what is whole in the plan may be this rank's share of the tokens
+            known = (Replicate,) if self._sequences else (Invariant, Replicate)
         wrong = [f"{at} is {p}" for at, p in placed if p != shown and isinstance(p, known)]
         if wrong:
             raise InvalidArgumentError(
@@ -113,7 +116,7 @@ class Walk:
         if id(leaf) in self.leaves.names or leaf.ndim < 2 or not leaf.numel():
             return False
         # A model that is called without token ids is called with sequence shards.
-        sequence = find_shares(self._model)
+        sequence = self._sequences
         return sequence is not None and (sequence.length is None or sequence.is_share(leaf))
 
     def follow(self, roots: Iterable[tuple[Node, Reach]]) -> None:
