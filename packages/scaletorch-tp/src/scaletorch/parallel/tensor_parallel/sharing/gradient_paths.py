@@ -70,6 +70,7 @@ class Walk:
         self._seen: set[tuple[Node, Reach]] = set()
         self._found: dict[int, tuple[Tensor, Reach]] = {}
         self._returns_parts = False
+        self._splits = False  # whether a term of a gradient reaches a node that takes the full one
         self._outer: dict[int, Node] = {}  # a checkpoint's input -> its node in the outer graph
 
     def _check_boundaries(self, node: Any, reach: Reach) -> None:
@@ -148,8 +149,11 @@ class Walk:
     def _after(self, node: Node, reach: Reach) -> Reach:
         """Return the kind of the gradients that a node returns, given the kind that it gets."""
         way, group = _way_of(node)
+        if way is not None and group is not self._group:
+            return reach
         if way is not None:
-            return _WAYS[way] if group is self._group else reach
+            self._splits |= reach is Reach.PARTIAL and way in (Copy, Split)
+            return _WAYS[way]
         kind = _kind(node)
         if kind is None or _is_ours(kind):
             return reach
@@ -197,11 +201,19 @@ class Walk:
                 and not self._is_share(leaf)
             ):
                 given.append(leaf)
-        if both or given:
+        if both or given or self._splits:
             raise InvalidArgumentError(self._message(both, given))
 
     def _message(self, both: Sequence[str], given: Sequence[Tensor]) -> str:
         name = f"{describe_rank()}: {own_class(self._model).__name__}"
+        if not both and not given:
+            return (
+                f"{name} uses the summed or gathered output of a sharded layer where each rank "
+                "computes with its own shards or tokens, so each rank has a term of its gradient, "
+                "and it needs the sum: give the module that computes so a Boundary whose input "
+                "is (Invariant(), Replicate()), or pass the tensor through "
+                "CopyToModelParallelRegion, or give the layers around the style 'replicate'"
+            )
         if not both:
             return (
                 f"{name} uses a tensor given to it, which requires a gradient (of shape "
