@@ -14,7 +14,7 @@ import copy
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, combinations
@@ -249,24 +249,13 @@ def _computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> b
     if not _all_ranks_agree(unit, resolved, tp_size):  # distinct values show a buffer's wrong slice
         return False
     # With distinct values in a mask such as `w * b - 1e4 * (1 - b)`, each token would attend to one
-    # other only, whichever head it uses.
-    with _ones(unit.module):
+    # other only, whichever head it uses. So try once more with all tensors but parameters set to 1.
+    with restored(unit.module, every=True):
+        for module in unit.module.modules():
+            for x in [*module._buffers.values(), *vars(module).values()]:
+                if isinstance(x, Tensor) and torch.can_cast(torch.float32, x.dtype):
+                    x.fill_(1)
         return _all_ranks_agree(unit, resolved, tp_size)
-
-
-@contextmanager
-def _ones(module: nn.Module) -> Iterator[None]:
-    """Set all floating-point tensors of modules except parameters to 1 inside the block."""
-    kept = [x for m in module.modules() for x in [*m._buffers.values(), *vars(m).values()]]
-    floating = [x for x in kept if isinstance(x, Tensor) and torch.can_cast(torch.float32, x.dtype)]
-    held = [(x, x.clone()) for x in floating]
-    try:
-        for x in floating:
-            x.fill_(1)
-        yield
-    finally:
-        for x, values in reversed(held):
-            x.copy_(values)
 
 
 def _all_ranks_agree(unit: Unit, resolved: Resolved, tp_size: int) -> bool:
