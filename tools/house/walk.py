@@ -1,4 +1,4 @@
-"""Count the library files that a warm call enters, by tracing it on real ranks."""
+"""Count the library files that a warm call enters, and those that get the model, on real ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from itertools import groupby
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from scaletorch.compose import parallelize, shard_global_batch, train_step
 from scaletorch.dist import RankPool, all_reduce
@@ -46,6 +48,29 @@ def entered(call: Callable[[], object]) -> set[str]:
     return {path for _, library, path in files if library}
 
 
+def journey(call: Callable[[nn.Module], object], model: nn.Module) -> list[str]:
+    """Return the library files whose functions get the model or a module of it, in order.
+
+    A function counts at its first call; files that follow themselves are listed once.
+    """
+    modules = {id(module) for module in model.modules()}
+    codes: dict[CodeType, None] = {}
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if event == "call" and any(id(frame.f_locals.get(name)) in modules for name in names):
+            codes.setdefault(code)
+
+    sys.setprofile(note)
+    try:
+        call(model)
+    finally:
+        sys.setprofile(None)
+    files = (code.co_filename.rpartition(LIBRARY) for code in codes)
+    return [file for file, _ in groupby(path for _, library, path in files if library)]
+
+
 def small_all_reduce() -> set[str]:
     """Sum 32 bytes over the ranks."""
     data = torch.ones(8)
@@ -80,11 +105,23 @@ def step_4d() -> set[str]:
     return entered(call)
 
 
+def _llamas(count: int) -> list[Llama]:
+    """Return built-in Llamas on a grid of two tensor-parallel ranks."""
+    setup_process_group_manager(tp_size=2, cp_size=1, pp_size=1, dp_size=1)
+    return [Llama(LlamaConfig(64, 16, 32, 4, 4, 2)) for _ in range(count)]
+
+
 def shard_model() -> set[str]:
     """Shard the built-in Llama over two ranks, with sequence parallelism."""
-    setup_process_group_manager(tp_size=2, cp_size=1, pp_size=1, dp_size=1)
-    models = [Llama(LlamaConfig(64, 16, 32, 4, 4, 2)) for _ in range(WARM + 1)]
+    models = _llamas(WARM + 1)
     return entered(lambda: apply_tensor_parallel(models.pop(), sequence_parallel=True))
+
+
+def way_of_sharded_model() -> list[str]:
+    """Return the journey of a model through `apply_tensor_parallel`."""
+    first, model = _llamas(2)
+    apply_tensor_parallel(first, sequence_parallel=True)
+    return journey(lambda model: apply_tensor_parallel(model, sequence_parallel=True), model)
 
 
 # Name -> function, number of ranks, most files that it may enter.

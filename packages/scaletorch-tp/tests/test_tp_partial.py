@@ -135,3 +135,36 @@ def test_a_tensor_that_is_given_counts_too():
     with pytest.raises(InvalidArgumentError, match="Mlp uses a tensor given to it, which requires"):
         model(torch.ones(2, HIDDEN), torch.ones(1, requires_grad=True))
     model(torch.ones(2, HIDDEN, requires_grad=True), torch.ones(1)).sum().backward()
+
+
+class Gated(nn.Module):
+    """Scales features between two layers by what comes before them, outside of the first."""
+
+    def __init__(self, recompute):
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, HIDDEN, bias=False)  # else its bias would show the fault
+        self.up, self.down = (nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+        self.recompute = recompute
+
+    def gated(self, x):
+        return self.down(self.up(x) * x.mean(-1, keepdim=True))
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.recompute is None:
+            return self.gated(x)
+        return checkpoint(self.gated, x, use_reentrant=self.recompute)
+
+
+@distributed_test(world_size=4)
+@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("first", ["row_split", "column_gather"])
+def test_an_output_used_inside_a_region_is_refused(first, recompute):
+    plan = {"first": first, "up": "column", "down": "row"}
+    model = apply_tensor_parallel(Gated(recompute), plan, dist.group.WORLD)
+    x = torch.ones(2, HIDDEN, requires_grad=bool(recompute))
+    with pytest.raises(InvalidArgumentError, match="uses the summed or gathered output of a sha"):
+        model(x).sum().backward()
+    model.first = nn.Identity()  # a tensor that needs no gradient may be used so
+    if not recompute:
+        model(torch.ones(2, HIDDEN)).sum().backward()

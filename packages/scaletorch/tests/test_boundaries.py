@@ -122,16 +122,18 @@ def build():
     return Model().double()
 
 
-def trained(sizes, plan, micro_batches=2):
+def trained(sizes, plan, micro_batches=2, **options):
     """Context parallelism runs models without attention only where a rehearsal compares them."""
-    how = {"options": {"plan": plan}, "rehearse": "cp_size" in sizes}
+    how = {"options": {"plan": plan, **options}, "rehearse": "cp_size" in sizes}
     return on_a_layout(build, sizes, BATCHES, micro_batches=micro_batches, **how)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_plan_of_placements_trains_as_one_process(layout):
+def test_a_plan_of_placements_trains_as_one_process(layout, sequence_parallel):
     expected = in_one_process(build(), BATCHES)
-    for found in run_ranks(trained, 4, LAYOUTS[layout], PLAN, timeout=200):
+    how = {"timeout": 200, "sequence_parallel": sequence_parallel}
+    for found in run_ranks(trained, 4, LAYOUTS[layout], PLAN, **how):
         require_alike(found, expected)
 
 

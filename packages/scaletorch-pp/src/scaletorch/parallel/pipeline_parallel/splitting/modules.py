@@ -292,7 +292,7 @@ def _calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozen
     name are in neither.
     """
     uses = _Uses(module)
-    uses.read(type(module).forward)
+    uses.read_forward()
     calls = [index for index, use in enumerate(uses.found) if use == (child, True)]
     loops = [index for index, use in enumerate(uses.found) if use == (child, False)]
     places = calls or loops  # a call is better evidence than a loop
@@ -309,7 +309,14 @@ class _Uses(ast.NodeVisitor):
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._depth = 0
+        # Those of its class and base classes: each may call the next one by `super().forward`.
+        kinds = type(module).__mro__
+        self._forwards = iter([vars(k)["forward"] for k in kinds if "forward" in vars(k)])
         self.found: list[tuple[str, bool]] = []  # the child's name, and whether it is called
+
+    def read_forward(self) -> None:
+        """Read the forward of the module's class, or the next one of its base classes."""
+        self.read(next(self._forwards))
 
     def read(self, method: Callable[..., Any]) -> None:
         """Read a method; if its source is not available, find nothing."""
@@ -330,6 +337,9 @@ class _Uses(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         for argument in (*node.args, *node.keywords):
             self.visit(argument)
+        if ast.unparse(node.func) == "super().forward":
+            self.read_forward()
+            return
         called = node.func.value if isinstance(node.func, ast.Subscript) else node.func
         name = _own_name(called)  # of a module, or of a list with an item that is called
         if name is None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ...placement import Boundary, ModelView, modules_within
+from ...placement import Boundary, Invariant, ModelView, ends, modules_within
 from ..layers.base import TensorParallelLayer
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..layers.multihead import ParallelMultiheadAttention
@@ -76,14 +76,15 @@ def resolve(
     check_lengths([*counted, *divided_lengths], shared, tp_size)
     matches = with_cuts(matches, attentions, tp_size)
     check_ties(view, matches)
+    styled = [m.module for m in matches.values() if _sees_whole_sequences(m)]
     if sequence_parallel:
-        _check_sequences(view, list(matches.values()))
-    starts = (m for m in view.names if _is_region(m, matches, ends=m not in named))
+        _check_sequences(view, list(matches.values()), modules_within(styled))
+    starts = (m for m in view.names if _is_region(m, matches, closed=m not in named))
     regions = [module for module in starts if cannot_surround(module, Region) is None]
     whole: list[nn.Module] = []
     if sequence_parallel:
+        regions = [module for module in regions if module not in styled]
         earlier = [module for module in view.names if isinstance(module, Region)]
-        styled = [m.module for m in matches.values() if m.style == SEQUENCE_WHOLE]
         gathers = [m.module for m in matches.values() if m.becomes(ParallelMultiheadAttention)]
         whole = [*styled, *find_whole(view, [*regions, *earlier, *styled, *gathers])]
         replaced = next((module for module in whole if "forward" in vars(module)), None)
@@ -117,8 +118,20 @@ def _match(
     return found, heads
 
 
-def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
-    """Return whether a module starts with column-parallel and `ends` with one row-parallel layer.
+def _sees_whole_sequences(match: Match) -> bool:
+    """Return whether a module gets full sequences under sequence parallelism, by its style."""
+    style = match.style
+    if not isinstance(style, Boundary):
+        return style == SEQUENCE_WHOLE
+    inputs = style.inputs.values() if isinstance(style.inputs, Mapping) else [style.inputs]
+    outside = {ends(side)[0] for side in inputs}
+    outside |= set() if style.outputs is None else {ends(style.outputs)[1]}
+    is_layer = match.layer is not None and match.layer is not Bounded
+    return style.converts and not is_layer and outside == {Invariant()}
+
+
+def _is_region(module: nn.Module, matches: Matches, *, closed: bool) -> bool:
+    """Return whether a module starts with column-parallel layers, and ends with a row-parallel one.
 
     Its other children have no parameters of the hidden size, as a norm of hidden states has.
     """
@@ -140,7 +153,7 @@ def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
             continue
         elif any(hidden.intersection(p.shape) for p in child.parameters()):
             return False
-    return columns > 0 and rows in ((1,) if ends else (0, 1))
+    return columns > 0 and rows in ((1,) if closed else (0, 1))
 
 
 def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> None:
@@ -204,8 +217,10 @@ def _has_other_head(model: nn.Module, base: Any, matches: Sequence[Match]) -> bo
     return not any(m.options.get("gather_output") for m in matches if m.module not in inside)
 
 
-def _check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
-    """Refuse a model whose result would be wrong on sequence shards."""
+def _check_sequences(
+    view: ModelView, matches: Sequence[Match], within: Collection[nn.Module]
+) -> None:
+    """Refuse a model whose result would be wrong on shards of sequences, full ones `within`."""
     layers = {m.name.rpartition(".")[0] for m in matches if m.style == "sequence_layer"}
     first, *rest = sorted(layers) or [""]
     if rest:  # only the last layer of one list would gather
@@ -217,10 +232,11 @@ def _check_sequences(view: ModelView, matches: Sequence[Match]) -> None:
     for match in matches:
         reason = None
         usual = match.layer is not None and not {"arrives", "returns"} & {*match.options}
-        if isinstance(match.style, Boundary) and match.style.converts and not usual:
+        converts = isinstance(match.style, Boundary) and match.style.converts
+        if converts and not usual and match.module not in within:
             reason = (
-                "converts at its boundary, and sequence parallelism does so between all layers: "
-                "write the boundary without conversions"
+                "divides sequences itself by the conversions at its boundary, as sequence "
+                "parallelism would: let it take and return Invariant() tensors"
             )
         elif match.becomes(Bounded) and isinstance(match.module, nn.Embedding):
             reason = (

@@ -1,49 +1,33 @@
-"""Suggest a tensor parallel plan for a model without one, from one forward.
-
-Two linear layers are sharded together, the first over its output features ("column") and the
-second over its input features ("row"), if each half of the first one's outputs affects only the
-same half of the second one's inputs. NaN values show this: half of the outputs are set to NaN, and
-the inputs of all other layers are checked for NaN. The operations between the two layers need not
-be known. Each proposal is then tried in this process: the shards of each rank, run on the same
-inputs, must give the second layer that rank's slice of its inputs. Others stay replicated.
-"""
+"""Suggest a tensor parallel plan for a model without one, from one forward of a copy."""
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, combinations
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from ....dist import get_rank
+from ....dist.building import map_tensors
 from ...pg_manager.building import eagerly, matching, restored
 from ...placement import modules_within
-from ..layers.multihead import ParallelMultiheadAttention
-from ..styles import Divide, Fused
+from ..layers.linear import VocabParallelEmbedding
 from .plan import Plan, Style
 from .resolve import Resolved, UnplannedError, resolve
-from .trial import (
-    Unit,
-    call,
-    computes_the_same,
-    copied,
-    examples,
-    features,
-    generic,
-    is_linear,
-    stand_in,
-    structure,
-    vocabulary_styles,
-)
+from .trial import Unit, as_linear, generic, styles_of
 
-_MOST_TRIALS = 64  # subsets of integer attributes, which may count heads or features
+_POOL = 999_983  # number of random values for parameters; a prime, so that rows differ
 
 
 def suggest_plan(
@@ -73,7 +57,7 @@ def suggest_plan(
     """
     styles: dict[str, Style] = {}
     with _disable_current_modes():
-        model, example = stand_in(model, example)
+        model, example = _stand_in(model, example)
     model.eval()
     device = next(model.parameters()).device
     with (
@@ -89,21 +73,68 @@ def suggest_plan(
         for unit in sorted(units, key=lambda unit: unit.args is None):
             known = found.setdefault(unit.signature, {})
             if not known and unit.args is not None:
-                known.update(_suggest(unit, tp_size))
+                known.update(styles_of(unit, tp_size))
             styles |= {f"{unit.name}.{name}".strip("."): style for name, style in known.items()}
         if styles:
             inside = {module for unit in units if unit.name for module in unit.module.modules()}
             planned = {model.get_submodule(name) for name in styles}
-            styles |= vocabulary_styles(model, inside | planned, example)
+            styles |= _vocabulary_styles(model, inside | planned, example)
         if sequence_parallel:
             styles = _sequence_layers(model, units, styles) | styles
     return _as_patterns(styles, model)
 
 
+def _stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
+    """Return a copy of a model, with parameters random but equal on all ranks, and the example."""
+    first = next(model.parameters())
+    device = torch.device("cpu") if first.is_meta else first.device
+    generator = torch.Generator(device).manual_seed(0)
+    pool = torch.empty(_POOL, device=device).uniform_(-1, 1, generator=generator)
+    drawn: dict[Any, Tensor] = {}
+    memo: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        for parameter_name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in memo:
+                continue
+            key = generic(f"{name}.{parameter_name}"), parameter.shape
+            if key not in drawn:
+                # A variance of 1 / fan_in, so that activations keep their scale.
+                bound = (3 / max(1, parameter.shape[-1])) ** 0.5 if parameter.dim() > 1 else 1
+                drawn[key] = _repeated((pool * bound).to(parameter.dtype), parameter.shape)
+            memo[id(parameter)] = nn.Parameter(drawn[key])
+        for tensor in [*module._buffers.values(), *vars(module).values()]:
+            if isinstance(tensor, Tensor) and id(tensor) not in memo:
+                # Inexact ones are between 0.5 and 1.5, boolean ones True, and integer ones 0.
+                dtype, inexact = tensor.dtype, torch.can_cast(torch.float32, tensor.dtype)
+                values = 1 + pool / 2 if inexact else torch.ones_like(pool) * (dtype == torch.bool)
+                memo[id(tensor)] = _repeated(values.to(dtype), tensor.shape)
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.to(device, first.dtype if x.is_floating_point() else x.dtype)
+
+    return copy.deepcopy(model, memo), tree_map(moved, example)
+
+
+def _repeated(values: Tensor, shape: torch.Size) -> Tensor:
+    """Return a new tensor of the given shape, filled with repeated values."""
+    return values.repeat(-(-shape.numel() // values.numel()))[: shape.numel()].view(shape)
+
+
+def _call(model: nn.Module, example: Any) -> None:
+    """Call a model with an example as `suggest_plan` takes it."""
+    if isinstance(example, Mapping):
+        model(**example)
+    else:
+        model(*(example if isinstance(example, tuple) else (example,)))
+
+
 def _record(model: nn.Module, example: Any) -> list[Unit]:
     """Run the model; return its units with their linear layers and first calls."""
     modules = dict(model.named_modules())
-    linears = {name: m for name, m in modules.items() if is_linear(name, m)}
+    found = {name: as_linear(name, module) for name, module in modules.items()}
+    linears = {name: linear for name, linear in found.items() if linear is not None}
     lists = {name: len(m) for name, m in modules.items() if isinstance(m, nn.ModuleList)}
     listed = [f"{name}.{i}".strip(".") for name, length in lists.items() for i in range(length)]
     units = {name: Unit(name, modules[name]) for name in ["", *listed] if name in modules}
@@ -117,10 +148,10 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
 
     def note(unit: Unit, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if unit.args is None:
-            unit.args, unit.kwargs = copied((args, dict(kwargs)))
+            unit.args, unit.kwargs = _copied((args, dict(kwargs)))
 
     def keep(unit: Unit, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        unit.returned = copied(output)
+        unit.returned = _copied(output)
 
     firsts: dict[tuple[Any, ...], Unit] = {}
     with ExitStack() as hooks:
@@ -133,150 +164,62 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
             handle = unit.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             hooks.callback(handle.remove)
             hooks.callback(unit.module.register_forward_hook(partial(keep, unit)).remove)
-        call(model, example)
+        _call(model, example)
     return [unit for unit in units.values() if unit.linears]
 
 
-def _suggest(unit: Unit, tp_size: int) -> dict[str, Style]:
-    """Return the styles of a unit's layers, by their names in the unit."""
-    styles: dict[str, Style] = {
-        name: "attention"
-        for name, module in unit.module.named_modules()
-        if ParallelMultiheadAttention.misfit(module) is None
-    }
-    for row, columns in _pairs(unit).items():
-        proposal: dict[str, Style] = {**columns, row: "row"}
-        heads = _counts(unit, row, columns)
-        of_heads = max(heads - {features(unit.linears[row])[0]}, default=tp_size)
-        # `resolve` refuses more ranks than heads, with legal sizes in its message.
-        ranks = tp_size if tp_size <= of_heads else 2
-        for divided in _trials(unit, proposal, heads):
-            if computes_the_same(unit, {**proposal, **divided}, ranks):
-                styles |= {**proposal, **divided}
-                if not divided and min(heads) < features(unit.linears[row])[0]:
-                    around = next(
-                        place
-                        for place in _parents(row)
-                        if all(not place or name.startswith(f"{place}.") for name in columns)
-                    )
-                    styles |= {around: "sharded"} if around else {}  # its dropout acts on shards
-                break
-    return styles
+def _copied(value: Any) -> Any:
+    """Return a copy of inputs or outputs, detached from autograd."""
+    return copy.deepcopy(map_tensors(Tensor.detach, value))
 
 
-def _pairs(unit: Unit) -> dict[str, dict[str, Style]]:
-    """Return row layers, each with the column layers whose features it takes in order."""
-    found: dict[str, dict[str, Style]] = {}
-    mixed: set[str] = set()
-    for name in unit.linears:
-        if name in found:
-            continue
-        reached = [*_probe(unit, name, slice(None))]
-        for style in _forms(unit, name, reached[0]) if len(reached) == 1 and reached[0] else ():
-            halves = _probe(unit, name, _second_halves(unit.linears[name], style))
-            if [*halves] == reached and _is_second_half(halves[reached[0]]):
-                found.setdefault(reached[0], {})[name] = style
-                break
-        else:
-            mixed.update(reached)
-    columns = {name for of_row in found.values() for name in of_row}
-    return {row: of for row, of in found.items() if row not in mixed and row not in columns}
+class _Reads(TorchFunctionMode):
+    """Count the function calls that take each parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[int] = Counter()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # not a read of an attribute such as dtype
+            given = (*args, *(kwargs or {}).values())
+            self.counts.update(id(x) for x in given if isinstance(x, nn.Parameter))
+        return func(*args, **(kwargs or {}))
 
 
-def _forms(unit: Unit, name: str, row: str) -> Iterator[Style]:
-    """Yield the styles that fit the possible packings of a layer's output features."""
-    yield "column"
-    out, taken = features(unit.linears[name])[1], features(unit.linears[row])[0]
-    yield from (Fused("column", parts) for parts in (2, 3) if out % (2 * parts) == 0)
-    rest, odd = divmod(out - taken, 2)
-    if rest > 0 and not odd and rest != taken:  # keys and values of fewer heads than queries
-        yield Fused("column", (taken, rest, rest))
+def _vocabulary_styles(model: nn.Module, inside: set[nn.Module], example: Any) -> dict[str, Style]:
+    """Return the styles of embeddings outside of layers and heads that no other code reads."""
+    outside = {name: module for name, module in model.named_modules() if module not in inside}
+    fits = VocabParallelEmbedding.misfit
+    tables = {name: module for name, module in outside.items() if fits(module) is None}
+    heads = {n: m for n, m in outside.items() if isinstance(m, nn.Linear) and as_linear(n, m)}
+    calls: Counter[int] = Counter()
 
-
-def _second_halves(linear: nn.Module, style: Style) -> Tensor:
-    """Return the indices of the second half of each packed projection in a layer's outputs."""
-    out = features(linear)[1]
-    lengths = style.lengths(out) if isinstance(style, Fused) else (out,)
-    starts = [sum(lengths[:place]) for place in range(len(lengths))]
-    halves = zip(starts, lengths, strict=True)
-    return torch.cat([torch.arange(start + n // 2, start + n) for start, n in halves])
-
-
-def _is_second_half(mask: Tensor) -> bool:
-    half, odd = divmod(len(mask), 2)
-    return not odd and bool(mask[half:].all()) and not bool(mask[:half].any())
-
-
-def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]:
-    """Set output features of a layer to NaN; return the NaN masks [features] of reached inputs.
-
-    A reached layer gets zeros instead of NaN. The key "" holds the mask of the unit's outputs.
-    """
-    reached: dict[str, Tensor] = {}
-
-    def spoil(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        output = output.clone()
-        output[..., features] = torch.nan
-        return output
-
-    def look(other: str, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *more = args
-        mask = x.isnan().reshape(-1, x.shape[-1]).any(0).cpu()
-        if mask.any():
-            reached[other] = reached.get(other, False) | mask
-        return (x.nan_to_num(), *more)
+    def count(module: nn.Module, *_: Any) -> None:
+        calls.update(id(parameter) for parameter in module.parameters())
 
     with ExitStack() as hooks:
-        for other, linear in unit.linears.items():
-            hooks.callback(linear.register_forward_pre_hook(partial(look, other)).remove)
-        hooks.callback(unit.linears[name].register_forward_hook(spoil).remove)
-        try:
-            returned = unit.run()
-        except Exception:  # raised by model code that checks for NaN
-            returned = [torch.tensor(torch.nan)]
-    if any(x.is_floating_point() and bool(x.isnan().any()) for x in returned):
-        reached[""] = torch.ones(1, dtype=torch.bool)
-    return reached
-
-
-def _counts(unit: Unit, row: str, columns: Mapping[str, Style]) -> set[int]:
-    """Return the numbers of features or heads that an integer attribute may stand for."""
-    taken = features(unit.linears[row])[0]
-    found = {taken}
-    for name in columns:  # an output affects the inputs of its head, or of its key's heads
-        reached = _probe(unit, name, slice(0, 1))
-        if row in reached:
-            found.add(taken // max(1, int(reached[row].sum())))
-    return found
-
-
-def _trials(
-    unit: Unit, proposal: Mapping[str, Style], heads: set[int]
-) -> Iterator[dict[str, Style]]:
-    """Yield sets of integer attributes of enclosing modules to divide, the empty set first."""
-    outs = {features(unit.linears[name])[1] for name in proposal}
-    around = dict.fromkeys(place for name in proposal for place in _parents(name))
-    attributes = [
-        (place, name)
-        for place in around
-        for name, value in vars(unit.module.get_submodule(place)).items()
-        if type(value) is int and value > 1 and value in heads | outs
-    ]
-    attributes.sort(key=lambda at: ("head" not in at[1], at[1]))
-    numbers = range(len(attributes) + 1)
-    subsets = chain.from_iterable(combinations(attributes, number) for number in numbers)
-    for _, subset in zip(range(_MOST_TRIALS), subsets, strict=False):
-        places: dict[str, list[str]] = {}
-        for place, name in subset:
-            places.setdefault(place, []).append(name)
-        yield {place: Divide(*names) for place, names in places.items()}
-
-
-def _parents(name: str) -> Iterator[str]:
-    """Yield the names of the enclosing modules, innermost first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
+        for module in {*tables.values(), *heads.values()}:
+            hooks.callback(module.register_forward_hook(count).remove)
+        reads = hooks.enter_context(_Reads())
+        _call(model, example)
+    for name, table in tables.items():
+        rows = len(table.get_parameter("weight"))
+        heads_of = {n: head for n, head in heads.items() if head.out_features == rows}
+        twins = {n: t for n, t in tables.items() if len(t.get_parameter("weight")) == rows}
+        for chosen in (twins, {name: table}):  # a teacher has a table and a head of its own
+            divided = {*chosen.values(), *heads_of.values()}
+            read = {id(p) for module in divided for p in module.parameters()}
+            owners = {m for m in model.modules() for p in m._parameters.values() if id(p) in read}
+            whole = owners <= divided and all(calls[k] == reads.counts[k] > 0 for k in read)
+            if heads_of and whole:
+                return {
+                    **dict.fromkeys(chosen, "vocab"),
+                    **dict.fromkeys(heads_of, "column_gather"),
+                }
+    return {}
 
 
 def _sequence_layers(
@@ -298,6 +241,18 @@ def _sequence_layers(
     return found
 
 
+def _as_patterns(styles: Mapping[str, Style], model: nn.Module) -> dict[str, Style]:
+    """Replace numbers in names by `*` if all modules that then match have the same style."""
+    names = [name for name, _ in model.named_modules()]
+    found: dict[str, Style] = {}
+    for name, style in styles.items():
+        for pattern in (generic(name), generic(name, most=1), name):
+            if all(styles.get(alike) == style for alike in matching(pattern, names)):
+                found[pattern] = style
+                break
+    return found
+
+
 def resolve_or_suggest(
     model: nn.Module,
     plan: Plan | None,
@@ -313,7 +268,7 @@ def resolve_or_suggest(
     except UnplannedError as unplanned:
         inside = modules_within(divided)
         names = {name for name, module in model.named_modules() if module in inside}
-        key = structure(model), tp_size, sequence_parallel
+        key = _structure(model), tp_size, sequence_parallel
         new = key not in _from_before
         if new:
             _from_before[key] = _unasked(model, tp_size, sequence_parallel)
@@ -335,7 +290,7 @@ def _unasked(
 ) -> tuple[dict[str, Style], str]:
     """Return a plan from a forward of guessed inputs; if none gives one, the last error's text."""
     reason = ""
-    for example in examples(model):
+    for example in _examples(model):
         try:
             found = suggest_plan(model, example, tp_size, sequence_parallel=sequence_parallel)
         except Exception as error:  # raised by model code that does not take these inputs
@@ -347,13 +302,29 @@ def _unasked(
     return {}, reason
 
 
-def _as_patterns(styles: Mapping[str, Style], model: nn.Module) -> dict[str, Style]:
-    """Replace numbers in names by `*` if all modules that then match have the same style."""
-    names = [name for name, _ in model.named_modules()]
-    found: dict[str, Style] = {}
-    for name, style in styles.items():
-        for pattern in (generic(name), generic(name, most=1), name):
-            if all(styles.get(alike) == style for alike in matching(pattern, names)):
-                found[pattern] = style
-                break
-    return found
+def _examples(model: nn.Module) -> Iterator[Any]:
+    """Yield possible inputs of a forward, by argument names: token ids, images or audio."""
+    names, config = signature(model.forward).parameters, getattr(model, "config", None)
+    table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    ids = torch.arange(6, device="cpu")[None] % getattr(table, "num_embeddings", 1)
+    found: dict[str, Any] = {n: ids for n in ("input_ids", "decoder_input_ids") if n in names}
+    yield found or ids
+    drawn = partial(torch.rand, generator=torch.Generator().manual_seed(0), device="cpu")
+    for settings in (config, getattr(config, "vision_config", None)):
+        size, channels = (getattr(settings, name, None) for name in ("image_size", "num_channels"))
+        if "pixel_values" in names and type(size) is int and channels:
+            yield {**found, "pixel_values": drawn(1, channels, size, size)}
+    bins, length = (getattr(config, n, None) for n in ("num_mel_bins", "max_source_positions"))
+    if "input_features" in names and bins and length:
+        found.pop("input_ids", None)
+        yield {**found, "input_features": drawn(1, bins, 2 * length)}
+
+
+def _structure(model: nn.Module) -> tuple[Any, ...]:
+    """Return a cache key for suggestions: classes, int attributes, shapes, and the config."""
+    numbers = (
+        (name, type(module), *((n, v) for n, v in vars(module).items() if type(v) is int))
+        for name, module in model.named_modules()
+    )
+    shapes = ((name, parameter.shape) for name, parameter in model.named_parameters())
+    return *numbers, *shapes, str(getattr(model, "config", ""))

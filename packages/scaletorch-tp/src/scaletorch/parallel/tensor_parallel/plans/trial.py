@@ -1,32 +1,54 @@
-"""Stand-ins for models, and trials of plans on one layer, rank by rank in one process."""
+"""Find the styles of one layer's linear layers: probe it with NaN, then try each rank's shards.
+
+Two linear layers are sharded together, the first over its output features ("column") and the
+second over its input features ("row"), if each half of the first one's outputs affects only the
+same half of the second one's inputs. NaN values show this: half of the outputs are set to NaN, and
+the inputs of all other layers are checked for NaN. The operations between the two layers need not
+be known. Each proposal is then tried in this process: the shards of each rank, run on the same
+inputs, must give the second layer that rank's slice of its inputs. Others stay replicated.
+"""
 
 from __future__ import annotations
 
 import copy
 import random
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from inspect import signature
-from typing import Any
+from itertools import chain, combinations
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
-from ....dist.building import map_tensors, tensors_in
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import restored
-from ..layers.linear import VocabParallelEmbedding
+from ..layers.multihead import ParallelMultiheadAttention
+from ..styles import Divide, Fused
 from .plan import Match, Style, look_up
 from .resolve import Resolved, resolve
 
-_POOL = 999_983  # number of random values for parameters; a prime, so that rows differ
+_MOST_TRIALS = 64  # subsets of integer attributes, which may count heads or features
+
+
+class Linear(NamedTuple):
+    """A module that can be a column or a row layer, and its numbers of features."""
+
+    module: nn.Module
+    taken: int  # input features
+    out: int
+
+
+def as_linear(name: str, module: nn.Module) -> Linear | None:
+    """Return a linear layer with its sizes, or None for another module."""
+    row, column = (look_up(name, module, name, style) for style in ("row", "column"))
+    if column.misfit is not None:
+        return None
+    return Linear(module, row.lengths[0], column.lengths[0])
 
 
 @dataclass
@@ -35,7 +57,7 @@ class Unit:
 
     name: str
     module: nn.Module
-    linears: dict[str, nn.Module] = field(default_factory=dict)  # name in the unit -> layer
+    linears: dict[str, Linear] = field(default_factory=dict)  # name in the unit -> layer
     args: tuple[Any, ...] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     returned: Any = None
@@ -72,74 +94,153 @@ class Unit:
         return generic(self.name), tuple(kinds), tuple(shapes)
 
 
-def copied(value: Any) -> Any:
-    """Return a copy of inputs or outputs, detached from autograd."""
-    return copy.deepcopy(map_tensors(Tensor.detach, value))
-
-
-def stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
-    """Return a copy of a model, with parameters random but equal on all ranks, and the example."""
-    first = next(model.parameters())
-    device = torch.device("cpu") if first.is_meta else first.device
-    generator = torch.Generator(device).manual_seed(0)
-    pool = torch.empty(_POOL, device=device).uniform_(-1, 1, generator=generator)
-    drawn: dict[Any, Tensor] = {}
-    memo: dict[int, Any] = {}
-    for name, module in model.named_modules():
-        for parameter_name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in memo:
-                continue
-            key = generic(f"{name}.{parameter_name}"), parameter.shape
-            if key not in drawn:
-                # A variance of 1 / fan_in, so that activations keep their scale.
-                bound = (3 / max(1, parameter.shape[-1])) ** 0.5 if parameter.dim() > 1 else 1
-                drawn[key] = _repeated((pool * bound).to(parameter.dtype), parameter.shape)
-            memo[id(parameter)] = nn.Parameter(drawn[key])
-        for tensor in [*module._buffers.values(), *vars(module).values()]:
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                # Inexact ones are between 0.5 and 1.5, boolean ones True, and integer ones 0.
-                dtype, inexact = tensor.dtype, torch.can_cast(torch.float32, tensor.dtype)
-                values = 1 + pool / 2 if inexact else torch.ones_like(pool) * (dtype == torch.bool)
-                memo[id(tensor)] = _repeated(values.to(dtype), tensor.shape)
-
-    def moved(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return x.to(device, first.dtype if x.is_floating_point() else x.dtype)
-
-    return copy.deepcopy(model, memo), tree_map(moved, example)
-
-
-def _repeated(values: Tensor, shape: torch.Size) -> Tensor:
-    """Return a new tensor of the given shape, filled with repeated values."""
-    return values.repeat(-(-shape.numel() // values.numel()))[: shape.numel()].view(shape)
-
-
 def generic(name: str, *, most: int = 0) -> str:
     """Return a name with `*` for its first `most` numbers; 0 means all."""
     return re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", name, count=most)
 
 
-def call(model: nn.Module, example: Any) -> None:
-    """Call a model with an example as `suggest_plan` takes it."""
-    if isinstance(example, Mapping):
-        model(**example)
-    else:
-        model(*(example if isinstance(example, tuple) else (example,)))
+def styles_of(unit: Unit, tp_size: int) -> dict[str, Style]:
+    """Return the styles of a unit's layers, by their names in the unit."""
+    styles: dict[str, Style] = {
+        name: "attention"
+        for name, module in unit.module.named_modules()
+        if ParallelMultiheadAttention.misfit(module) is None
+    }
+    for row, columns in _pairs(unit).items():
+        proposal: dict[str, Style] = {**columns, row: "row"}
+        heads = _counts(unit, row, columns)
+        of_heads = max(heads - {unit.linears[row].taken}, default=tp_size)
+        # `resolve` refuses more ranks than heads, with legal sizes in its message.
+        ranks = tp_size if tp_size <= of_heads else 2
+        for divided in _trials(unit, proposal, heads):
+            if _computes_the_same(unit, {**proposal, **divided}, ranks):
+                styles |= {**proposal, **divided}
+                if not divided and min(heads) < unit.linears[row].taken:
+                    around = next(
+                        place
+                        for place in _parents(row)
+                        if all(not place or name.startswith(f"{place}.") for name in columns)
+                    )
+                    styles |= {around: "sharded"} if around else {}  # its dropout acts on shards
+                break
+    return styles
 
 
-def is_linear(name: str, module: nn.Module) -> bool:
-    """Return whether a module can be a column or a row layer."""
-    return look_up(name, module, name, "column").misfit is None
+def _pairs(unit: Unit) -> dict[str, dict[str, Style]]:
+    """Return row layers, each with the column layers whose features it takes in order."""
+    found: dict[str, dict[str, Style]] = {}
+    mixed: set[str] = set()
+    for name in unit.linears:
+        if name in found:
+            continue
+        reached = [*_probe(unit, name, slice(None))]
+        for style in _forms(unit, name, reached[0]) if len(reached) == 1 and reached[0] else ():
+            halves = _probe(unit, name, _second_halves(unit.linears[name].out, style))
+            if [*halves] == reached and _is_second_half(halves[reached[0]]):
+                found.setdefault(reached[0], {})[name] = style
+                break
+        else:
+            mixed.update(reached)
+    columns = {name for of_row in found.values() for name in of_row}
+    return {row: of for row, of in found.items() if row not in mixed and row not in columns}
 
 
-def features(linear: nn.Module) -> tuple[int, int]:
-    """Return the numbers of input and output features of a linear layer."""
-    row, column = (look_up("", linear, "", style) for style in ("row", "column"))
-    return row.lengths[0], column.lengths[0]
+def _forms(unit: Unit, name: str, row: str) -> Iterator[Style]:
+    """Yield the styles that fit the possible packings of a layer's output features."""
+    yield "column"
+    out, taken = unit.linears[name].out, unit.linears[row].taken
+    yield from (Fused("column", parts) for parts in (2, 3) if out % (2 * parts) == 0)
+    rest, odd = divmod(out - taken, 2)
+    if rest > 0 and not odd and rest != taken:  # keys and values of fewer heads than queries
+        yield Fused("column", (taken, rest, rest))
 
 
-def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bool:
+def _second_halves(out: int, style: Style) -> Tensor:
+    """Return the indices of the second half of each packed projection of `out` features."""
+    lengths = style.lengths(out) if isinstance(style, Fused) else (out,)
+    starts = [sum(lengths[:place]) for place in range(len(lengths))]
+    halves = zip(starts, lengths, strict=True)
+    return torch.cat([torch.arange(start + n // 2, start + n) for start, n in halves])
+
+
+def _is_second_half(mask: Tensor) -> bool:
+    half, odd = divmod(len(mask), 2)
+    return not odd and bool(mask[half:].all()) and not bool(mask[:half].any())
+
+
+def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]:
+    """Set output features of a layer to NaN; return the NaN masks [features] of reached inputs.
+
+    A reached layer gets zeros instead of NaN. The key "" holds the mask of the unit's outputs.
+    """
+    reached: dict[str, Tensor] = {}
+
+    def spoil(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        output = output.clone()
+        output[..., features] = torch.nan
+        return output
+
+    def look(other: str, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *more = args
+        mask = x.isnan().reshape(-1, x.shape[-1]).any(0).cpu()
+        if mask.any():
+            reached[other] = reached.get(other, False) | mask
+        return (x.nan_to_num(), *more)
+
+    with ExitStack() as hooks:
+        for other, linear in unit.linears.items():
+            hooks.callback(linear.module.register_forward_pre_hook(partial(look, other)).remove)
+        hooks.callback(unit.linears[name].module.register_forward_hook(spoil).remove)
+        try:
+            returned = unit.run()
+        except Exception:  # raised by model code that checks for NaN
+            returned = [torch.tensor(torch.nan)]
+    if any(x.is_floating_point() and bool(x.isnan().any()) for x in returned):
+        reached[""] = torch.ones(1, dtype=torch.bool)
+    return reached
+
+
+def _counts(unit: Unit, row: str, columns: Mapping[str, Style]) -> set[int]:
+    """Return the numbers of features or heads that an integer attribute may stand for."""
+    taken = unit.linears[row].taken
+    found = {taken}
+    for name in columns:  # an output affects the inputs of its head, or of its key's heads
+        reached = _probe(unit, name, slice(0, 1))
+        if row in reached:
+            found.add(taken // max(1, int(reached[row].sum())))
+    return found
+
+
+def _trials(
+    unit: Unit, proposal: Mapping[str, Style], heads: set[int]
+) -> Iterator[dict[str, Style]]:
+    """Yield sets of integer attributes of enclosing modules to divide, the empty set first."""
+    outs = {unit.linears[name].out for name in proposal}
+    around = dict.fromkeys(place for name in proposal for place in _parents(name))
+    attributes = [
+        (place, name)
+        for place in around
+        for name, value in vars(unit.module.get_submodule(place)).items()
+        if type(value) is int and value > 1 and value in heads | outs
+    ]
+    attributes.sort(key=lambda at: ("head" not in at[1], at[1]))
+    numbers = range(len(attributes) + 1)
+    subsets = chain.from_iterable(combinations(attributes, number) for number in numbers)
+    for _, subset in zip(range(_MOST_TRIALS), subsets, strict=False):
+        places: dict[str, list[str]] = {}
+        for place, name in subset:
+            places.setdefault(place, []).append(name)
+        yield {place: Divide(*names) for place, names in places.items()}
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Yield the names of the enclosing modules, innermost first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bool:
     """Return whether every rank's shards give the right inputs of row layers and unit outputs."""
     try:
         resolved = resolve(unit.module, plan, tp_size)
@@ -148,24 +249,13 @@ def computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> bo
     if not _all_ranks_agree(unit, resolved, tp_size):  # distinct values show a buffer's wrong slice
         return False
     # With distinct values in a mask such as `w * b - 1e4 * (1 - b)`, each token would attend to one
-    # other only, whichever head it uses.
-    with _ones(unit.module):
+    # other only, whichever head it uses. So try once more with all tensors but parameters set to 1.
+    with restored(unit.module, every=True):
+        for module in unit.module.modules():
+            for x in [*module._buffers.values(), *vars(module).values()]:
+                if isinstance(x, Tensor) and torch.can_cast(torch.float32, x.dtype):
+                    x.fill_(1)
         return _all_ranks_agree(unit, resolved, tp_size)
-
-
-@contextmanager
-def _ones(module: nn.Module) -> Iterator[None]:
-    """Set all floating-point tensors of modules except parameters to 1 inside the block."""
-    kept = [x for m in module.modules() for x in [*m._buffers.values(), *vars(m).values()]]
-    floating = [x for x in kept if isinstance(x, Tensor) and torch.can_cast(torch.float32, x.dtype)]
-    held = [(x, x.clone()) for x in floating]
-    try:
-        for x in floating:
-            x.fill_(1)
-        yield
-    finally:
-        for x, values in reversed(held):
-            x.copy_(values)
 
 
 def _all_ranks_agree(unit: Unit, resolved: Resolved, tp_size: int) -> bool:
@@ -259,80 +349,3 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
         return bool(torch.equal(found, expected))
     bound = torch.finfo(found.dtype).eps ** 0.5 * expected.abs().max().clamp(min=1e-6)
     return bool(((found - expected).abs() <= bound).all())
-
-
-def examples(model: nn.Module) -> Iterator[Any]:
-    """Yield possible inputs of a forward, by argument names: token ids, images or audio."""
-    names, config = signature(model.forward).parameters, getattr(model, "config", None)
-    table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
-    ids = torch.arange(6, device="cpu")[None] % getattr(table, "num_embeddings", 1)
-    found: dict[str, Any] = {n: ids for n in ("input_ids", "decoder_input_ids") if n in names}
-    yield found or ids
-    drawn = partial(torch.rand, generator=torch.Generator().manual_seed(0), device="cpu")
-    for settings in (config, getattr(config, "vision_config", None)):
-        size, channels = (getattr(settings, name, None) for name in ("image_size", "num_channels"))
-        if "pixel_values" in names and type(size) is int and channels:
-            yield {**found, "pixel_values": drawn(1, channels, size, size)}
-    bins, length = (getattr(config, n, None) for n in ("num_mel_bins", "max_source_positions"))
-    if "input_features" in names and bins and length:
-        found.pop("input_ids", None)
-        yield {**found, "input_features": drawn(1, bins, 2 * length)}
-
-
-def structure(model: nn.Module) -> tuple[Any, ...]:
-    """Return a cache key for suggestions: classes, int attributes, shapes, and the config."""
-    numbers = (
-        (name, type(module), *((n, v) for n, v in vars(module).items() if type(v) is int))
-        for name, module in model.named_modules()
-    )
-    shapes = ((name, parameter.shape) for name, parameter in model.named_parameters())
-    return *numbers, *shapes, str(getattr(model, "config", ""))
-
-
-class _Reads(TorchFunctionMode):
-    """Count the function calls that take each parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[int] = Counter()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # not a read of an attribute such as dtype
-            given = (*args, *(kwargs or {}).values())
-            self.counts.update(id(x) for x in given if isinstance(x, nn.Parameter))
-        return func(*args, **(kwargs or {}))
-
-
-def vocabulary_styles(model: nn.Module, inside: set[nn.Module], example: Any) -> dict[str, Style]:
-    """Return the styles of embeddings outside of layers and heads that no other code reads."""
-    outside = {name: module for name, module in model.named_modules() if module not in inside}
-    fits = VocabParallelEmbedding.misfit
-    tables = {name: module for name, module in outside.items() if fits(module) is None}
-    heads = {n: m for n, m in outside.items() if isinstance(m, nn.Linear) and is_linear(n, m)}
-    calls: Counter[int] = Counter()
-
-    def count(module: nn.Module, *_: Any) -> None:
-        calls.update(id(parameter) for parameter in module.parameters())
-
-    with ExitStack() as hooks:
-        for module in {*tables.values(), *heads.values()}:
-            hooks.callback(module.register_forward_hook(count).remove)
-        reads = hooks.enter_context(_Reads())
-        call(model, example)
-    for name, table in tables.items():
-        rows = len(table.get_parameter("weight"))
-        heads_of = {n: head for n, head in heads.items() if features(head)[1] == rows}
-        twins = {n: t for n, t in tables.items() if len(t.get_parameter("weight")) == rows}
-        for chosen in (twins, {name: table}):  # a teacher has a table and a head of its own
-            divided = {*chosen.values(), *heads_of.values()}
-            read = {id(p) for module in divided for p in module.parameters()}
-            owners = {m for m in model.modules() for p in m._parameters.values() if id(p) in read}
-            whole = owners <= divided and all(calls[k] == reads.counts[k] > 0 for k in read)
-            if heads_of and whole:
-                return {
-                    **dict.fromkeys(chosen, "vocab"),
-                    **dict.fromkeys(heads_of, "column_gather"),
-                }
-    return {}

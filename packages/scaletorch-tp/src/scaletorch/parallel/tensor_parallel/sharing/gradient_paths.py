@@ -66,9 +66,11 @@ class Walk:
         # `sums` is the `GradientSums` that records the kinds of gradients over all walks.
         self._model, self._sums, self.leaves = model, sums, Leaves(model)
         self._group: ProcessGroup | None = sums.group
+        self._sequences = find_shares(model)  # of sequence parallelism, if any
         self._seen: set[tuple[Node, Reach]] = set()
         self._found: dict[int, tuple[Tensor, Reach]] = {}
         self._returns_parts = False
+        self._splits = False  # whether a term of a gradient reaches a node that takes the full one
         self._outer: dict[int, Node] = {}  # a checkpoint's input -> its node in the outer graph
 
     def _check_boundaries(self, node: Any, reach: Reach) -> None:
@@ -79,7 +81,9 @@ class Walk:
         shown: Placement = Invariant() if reach is Reach.WHOLE else Replicate()
         if self.reach_of(node, ReduceScatter) is Reach.PARTIAL:
             shown = Varying()
-        known = (Invariant, Replicate) if shown == Varying() else (Invariant, Replicate, Partial)
+        known = (Invariant, Replicate, Partial)
+        if shown == Varying():  # what is whole in the plan may be this rank's share of the tokens
+            known = (Replicate,) if self._sequences else (Invariant, Replicate)
         wrong = [f"{at} is {p}" for at, p in placed if p != shown and isinstance(p, known)]
         if wrong:
             raise InvalidArgumentError(
@@ -113,7 +117,7 @@ class Walk:
         if id(leaf) in self.leaves.names or leaf.ndim < 2 or not leaf.numel():
             return False
         # A model that is called without token ids is called with sequence shards.
-        sequence = find_shares(self._model)
+        sequence = self._sequences
         return sequence is not None and (sequence.length is None or sequence.is_share(leaf))
 
     def follow(self, roots: Iterable[tuple[Node, Reach]]) -> None:
@@ -145,8 +149,11 @@ class Walk:
     def _after(self, node: Node, reach: Reach) -> Reach:
         """Return the kind of the gradients that a node returns, given the kind that it gets."""
         way, group = _way_of(node)
+        if way is not None and group is not self._group:
+            return reach
         if way is not None:
-            return _WAYS[way] if group is self._group else reach
+            self._splits |= reach is Reach.PARTIAL and way in (Copy, Split)
+            return _WAYS[way]
         kind = _kind(node)
         if kind is None or _is_ours(kind):
             return reach
@@ -194,11 +201,19 @@ class Walk:
                 and not self._is_share(leaf)
             ):
                 given.append(leaf)
-        if both or given:
+        if both or given or self._splits:
             raise InvalidArgumentError(self._message(both, given))
 
     def _message(self, both: Sequence[str], given: Sequence[Tensor]) -> str:
         name = f"{describe_rank()}: {own_class(self._model).__name__}"
+        if not both and not given:
+            return (
+                f"{name} uses the summed or gathered output of a sharded layer where each rank "
+                "computes with its own shards or tokens, so each rank has a term of its gradient, "
+                "and it needs the sum: give the module that computes so a Boundary whose input "
+                "is (Invariant(), Replicate()), or pass the tensor through "
+                "CopyToModelParallelRegion, or give the layers around the style 'replicate'"
+            )
         if not both:
             return (
                 f"{name} uses a tensor given to it, which requires a gradient (of shape "
