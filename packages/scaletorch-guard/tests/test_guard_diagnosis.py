@@ -64,8 +64,8 @@ class SimRank:
             last=self.entries[-1] if self.entries else [],
         )
 
-    def answer(self, number: int) -> Answer:
-        return Answer(number, [list(values) for values in self.entries], "here")
+    def answer(self, asked: float) -> Answer:
+        return Answer(asked, [list(values) for values in self.entries], "here")
 
 
 class SimJob:
@@ -94,7 +94,7 @@ class SimJob:
             self.ranks.append(SimRank(rank, mine, groups))
         self.picture = new_picture(self.size, warn=5.0, patience=15.0)
         self.mail: list[tuple[float, int, Message | None]] = []  # to the monitor, by arrival
-        self.asked: list[tuple[float, int, int]] = []
+        self.asked: list[tuple[float, int, float]] = []
         self.latest: dict[int, float] = {}
         self.slow: set[int] = set()
 
@@ -172,12 +172,12 @@ class SimJob:
             rank.asleep = now + 1000.0
 
     def monitor(self, now: float) -> Fault | None:
-        for at, rank, number in [asked for asked in self.asked if asked[0] <= now]:
-            self.asked.remove((at, rank, number))
+        for at, rank, asked in [question for question in self.asked if question[0] <= now]:
+            self.asked.remove((at, rank, asked))
             other = self.ranks[rank]
             if not other.end and not other.stopped:
                 self.send(rank, other.news(now), now)
-                self.send(rank, other.answer(number), now)
+                self.send(rank, other.answer(asked), now)
         for mail in sorted((m for m in self.mail if m[0] <= now), key=lambda m: m[0]):
             self.mail.remove(mail)
             _, rank, message = mail
@@ -188,9 +188,8 @@ class SimJob:
         verdict = diagnose(self.picture, now)
         if isinstance(verdict, Need):
             for rank in verdict.ranks:
-                number = new_question(self.picture.reports[rank], now)
-                if number is not None:
-                    self.asked.append((now + self.draw.random() * 0.4, rank, number))
+                if new_question(self.picture.reports[rank], now):
+                    self.asked.append((now + self.draw.random() * 0.4, rank, now))
         if isinstance(verdict, Slowness):
             self.slow |= set(verdict.ranks)
         return verdict if isinstance(verdict, Fault) else None

@@ -22,7 +22,7 @@ from scaletorch.guard import control
 from scaletorch.guard.diagnosis import diagnose
 from scaletorch.guard.facts import Fault, Need, Picture, Report, Wait
 from scaletorch.guard.messages import Answer, Connection, Hello, News, Welcome
-from scaletorch.guard.mismatch import find_swap
+from scaletorch.guard.mismatch import find_disagreement
 from scaletorch.guard.monitor import Monitor, new_picture, update
 
 
@@ -218,15 +218,15 @@ def from_other_lines(orders):
 
 
 def test_equal_calls_in_another_order_are_told_from_calls_of_other_lines():
-    fault = find_swap(from_other_lines(["xy", "xy", "yx", "xy"]), 10.0)
+    fault = find_disagreement(from_other_lines(["xy", "xy", "yx", "xy"]), 10.0)
     assert fault.ranks == (2,)
     assert "rank 2 makes all_reduce at y, then all_reduce at x" in fault.text
-    fault = find_swap(from_other_lines(["xy", "yx"]), 10.0)
+    fault = find_disagreement(from_other_lines(["xy", "yx"]), 10.0)
     assert fault.ranks == (0, 1)
     assert "there is no majority" in fault.text
     for orders in (["xy", "zw"], ["xy", "xy", "xz"], ["xy", "yx", "xy", "yx"]):
         picture = from_other_lines(orders)
-        assert find_swap(picture, 10.0) is None
+        assert find_disagreement(picture, 10.0) is None
         assert not isinstance(diagnose(picture, 10.0), (Fault, Need))
 
 

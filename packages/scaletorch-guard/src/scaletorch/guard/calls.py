@@ -1,54 +1,24 @@
-"""Describe a call by its text and source line; compare it with those of other ranks of the host."""
+"""Name a call's group and source line; compare calls with those of other ranks of the host."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from types import FrameType
-from typing import Any
 from zlib import crc32
 
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..dist import get_rank
-from ..dist.building import describe, this_host
+from ..dist.building import this_host
 from ..dist.errors import StateError
 
 _PACKAGE = __name__.rpartition(".guard.")[0] + "."  # this library, also in a vendored copy
 _SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
 _PLACES = 1 << 16
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-
-
-def collective_texts(call: str, facts: Sequence[Any]) -> tuple[str, str]:
-    """Return the text that must be the same on every member, and the same text with strides."""
-    text = describe(call, *facts)
-    strides = [
-        str(list(fact.stride()))
-        for fact in facts
-        if isinstance(fact, Tensor) and not fact.is_contiguous()
-    ]
-    return text, f"{text} strides {', '.join(strides)}" if strides else text
-
-
-def message_text(data: Tensor, peer: int, sends: bool) -> str:
-    """Describe a send or receive of this rank."""
-    shape = describe("", data)[1:-1]
-    way = f"send({shape}) to" if sends else f"recv({shape}) from"
-    return f"{way} rank {peer}"
-
-
-def message_label(group: ProcessGroup, peer: int, tag: int, sends: bool) -> str:
-    """Return a readable name for the channel of messages between this rank and another."""
-    src, dst = (get_rank(), peer) if sends else (peer, get_rank())
-    tagged = f" (tag {tag})" if tag else ""
-    return f"messages from rank {src} to rank {dst} in {group_label(group)}{tagged}"
 
 
 def group_label(group: ProcessGroup) -> str:
@@ -122,8 +92,3 @@ class Board:
         self.unlink()
         self._words.release()
         self._map.close()
-
-
-def channel_number(key: str) -> int:
-    """Return a 48-bit hash of a channel's key."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "little")

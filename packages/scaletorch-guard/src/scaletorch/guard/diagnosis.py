@@ -8,7 +8,7 @@ nothing: it causes a warning after a while, and a fault only much later.
 from __future__ import annotations
 
 from .facts import Fault, Need, Picture, Report, Slowness, Wait
-from .mismatch import as_others, find_disagreement, find_mismatch, find_swap
+from .mismatch import as_others, find_disagreement, find_mismatch
 
 STALL = 0.2  # seconds of waiting after which calls are compared
 ASKING = 0.5  # seconds that a slow rank gets to report where it is
@@ -26,7 +26,6 @@ def diagnose(picture: Picture, now: float) -> Verdict:
         or _ended(picture, "death")
         or _left(picture)
         or find_disagreement(picture, now)
-        or find_swap(picture, now)
         or _stalled(picture, now)
         or _circle(picture, now)
         or _slow(picture, now)
@@ -64,16 +63,12 @@ def _left(picture: Picture) -> Fault | None:
 
 def _stalled(picture: Picture, now: float) -> Need | None:
     """Ask the members of a channel for their last calls once a rank has waited in it a while."""
-    stale: set[int] = set()
-    seen: set[tuple[str, int]] = set()
-    for report, wait, _ in _waits(picture):
-        if now - report.since[wait.number] < STALL or (wait.channel, wait.seq) in seen:
-            continue
-        seen.add((wait.channel, wait.seq))
-        for other in picture.members(wait.channel):
-            due = min(other.counts.get(wait.channel, 0) - 1, wait.seq)
-            if other.able(now) and max(other.tail(wait.channel), default=-1) < due:
-                stale.add(other.rank)
+    places = {
+        (wait.channel, wait.seq)
+        for report, wait, _ in _waits(picture)
+        if now - report.since[wait.number] >= STALL
+    }
+    stale = {rank for key, seq in places for rank in picture.stale(key, seq + 1, now)}
     return Need(tuple(sorted(stale))) if stale else None
 
 
@@ -95,7 +90,7 @@ def _circle(picture: Picture, now: float) -> Verdict:
     begun = max(picture.reports[rank].since[w.number] for rank in stuck for w in _of(picture, rank))
     # Each rank must answer a question sent after the last of the waits had begun. If its wait
     # still lasts, it was waiting at that moment; so all ranks waited at the same time.
-    if any(picture.reports[rank].asked <= begun for rank in stuck):
+    if any(picture.reports[rank].answered <= begun for rank in stuck):
         return Need(tuple(sorted(stuck)))
     if any(picture.reports[rank].foreign for rank in stuck) and now - begun < FOREIGN:
         return None
@@ -107,7 +102,10 @@ def _name_circle(picture: Picture, stuck: set[int]) -> Fault:
     for report, wait, missing in _waits(picture):
         if report.rank in stuck and not wait.stream:
             edges[report.rank] |= {other.rank for other in missing}
-    core = {rank for rank in stuck if rank in _reachable(rank, edges)}
+    core, size = stuck, 0
+    while len(core) != size:  # drop ranks that only wait: none of the others waits for them
+        size = len(core)
+        core = {rank for rank in core if any(rank in edges[other] for other in core)}
     waits = {rank: _of(picture, rank)[0] for rank in core}
     messages = any(picture.channels[wait.channel].message for wait in waits.values())
     odd = set() if messages else {r for r in core if not as_others(picture, r, waits[r])}
@@ -116,17 +114,6 @@ def _name_circle(picture: Picture, stuck: set[int]) -> Fault:
     if len(guilty) < len(core):
         names = f"{names}; {picture.names(guilty)} made other calls before than the other ranks"
     return Fault("cycle", tuple(guilty), f"ranks wait for one another and none can go on: {names}")
-
-
-def _reachable(start: int, edges: dict[int, set[int]]) -> set[int]:
-    seen: set[int] = set()
-    todo = list(edges[start])
-    while todo:
-        rank = todo.pop()
-        if rank not in seen and rank in edges:
-            seen.add(rank)
-            todo += edges[rank]
-    return seen
 
 
 def _slow(picture: Picture, now: float) -> Verdict:
@@ -142,7 +129,7 @@ def _slow(picture: Picture, now: float) -> Verdict:
     seconds = max(longest.values())
     ranks = tuple(sorted(longest))
     slow = [picture.reports[rank] for rank in ranks]
-    unasked = tuple(r.rank for r in slow if now - r.asked > seconds and r.able(now))
+    unasked = tuple(r.rank for r in slow if now - r.answered > seconds and r.able(now))
     if unasked and seconds < min(picture.warn, picture.patience) + ASKING:
         return Need(unasked)
     who = picture.names(ranks)

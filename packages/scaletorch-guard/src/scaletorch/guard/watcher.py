@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -55,15 +54,14 @@ def abort_device_groups() -> None:
         together._group_end()
 
 
-def _backends() -> Iterator[Any]:
-    """Yield the backends of all groups that this rank is in, each once, oldest group first."""
-    seen: list[Any] = []  # keeps the wrappers alive, so that `is` compares the same objects
-    for group in list(c10d.distributed_c10d._world.pg_map):
-        for device in group._device_types if group.rank() >= 0 else ():
-            backend = group._get_backend(device)
-            if not any(backend is other for other in seen):
-                seen.append(backend)
-                yield backend
+def _backends() -> list[Any]:
+    """Return the backends of all groups that this rank is in, each once, oldest group first."""
+    groups = [group for group in list(c10d.distributed_c10d._world.pg_map) if group.rank() >= 0]
+    return list(
+        dict.fromkeys(  # keeps the wrappers alive, so that one backend is one object
+            group._get_backend(device) for group in groups for device in group._device_types
+        )
+    )
 
 
 def _break(backend: Any) -> None:
@@ -200,10 +198,10 @@ class Watcher(threading.Thread):
             match message:
                 case messages.Welcome():
                     self.welcome.set()
-                case messages.Ask(number):
+                case messages.Ask(now):
                     frame = sys._current_frames().get(self._main or 0)
                     stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
-                    answer = messages.Answer(number, self.tail(), stack)
+                    answer = messages.Answer(now, self.tail(), stack)
                     self._connection.send(self._news(behind=0.0), answer)
                 case messages.Warn(text):
                     logger.warning("%s", text)
