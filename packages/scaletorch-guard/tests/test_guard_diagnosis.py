@@ -12,7 +12,7 @@ import pytest
 from scaletorch.guard.diagnosis import diagnose, with_details
 from scaletorch.guard.facts import Fault, Need, Slowness
 from scaletorch.guard.messages import Answer, Bye, Message, News, Raised
-from scaletorch.guard.monitor import lose, new_picture, new_question, update
+from scaletorch.guard.monitor import new_picture, new_question, update
 
 Step = tuple[str, str]  # name of a group, what is called there
 
@@ -181,10 +181,7 @@ class SimJob:
         for mail in sorted((m for m in self.mail if m[0] <= now), key=lambda m: m[0]):
             self.mail.remove(mail)
             _, rank, message = mail
-            if message is None:
-                lose(self.picture.reports[rank], "killed", now)
-            else:
-                update(self.picture, rank, message, now)
+            update(self.picture, rank, message, now)
         verdict = diagnose(self.picture, now)
         if isinstance(verdict, Need):
             for rank in verdict.ranks:

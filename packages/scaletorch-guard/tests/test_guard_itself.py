@@ -20,7 +20,7 @@ from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.guard import control
 from scaletorch.guard.diagnosis import diagnose
-from scaletorch.guard.facts import Fault, Need, Picture, Report, Wait
+from scaletorch.guard.facts import Fault, Need
 from scaletorch.guard.messages import Answer, Connection, Hello, News, Welcome
 from scaletorch.guard.mismatch import find_disagreement
 from scaletorch.guard.monitor import Monitor, new_picture, update
@@ -54,9 +54,11 @@ def test_first_calls_in_new_groups_are_no_fault():
 
 
 def test_a_wait_in_a_channel_that_was_not_told_counts_for_nothing():
-    stuck = Report(1, waits=[Wait(1, "new", 0, 0.0)], since={1: 10.0}, heard=10.0)
-    picture = Picture({0: Report(0, heard=10.0), 1: stuck}, {}, warn=30, patience=60)
-    assert diagnose(picture, 10.01) is None
+    picture = new_picture(2, warn=30.0, patience=60.0)
+    news = News({}, {}, {}, None, [[1, "new", 0, 0.0]], 0, False, [])
+    for rank in range(2):
+        update(picture, rank, news, 10.0)
+    assert diagnose(picture, 11.0) is None
 
 
 class Heard(logging.Handler):

@@ -13,12 +13,10 @@ from zlib import crc32
 from torch.distributed import ProcessGroup
 
 from ..dist.building import this_host
-from ..dist.errors import StateError
 
 _PACKAGE = __name__.rpartition(".guard.")[0] + "."  # this library, also in a vendored copy
 _SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
 _PLACES = 1 << 16
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 
 def group_label(group: ProcessGroup) -> str:
@@ -39,13 +37,9 @@ def call_site() -> tuple[str, int]:
             break
         frame = outer
     file = "/".join(frame.f_code.co_filename.rsplit("/", 2)[-2:])[-40:]
-    text = encoded(f"{file}:{frame.f_lineno} in {frame.f_code.co_name}")[:72]
+    place = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+    text = place.encode(errors="backslashreplace")[:72]  # not all file names are UTF-8
     return text.decode(errors="replace"), crc32(text)
-
-
-def encoded(text: str) -> bytes:
-    """Return the text in UTF-8; file names may have characters that are not in it."""
-    return text.encode(errors="backslashreplace")
 
 
 class Board:
@@ -60,10 +54,8 @@ class Board:
 
     def __init__(self, name: str) -> None:
         self._path = os.path.join(tempfile.gettempdir(), f"{name}-{this_host():016x}")
-        file = os.open(self._path, _FLAGS, 0o600)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if os.fstat(file).st_uid != os.getuid():
-                raise StateError(f"{self._path} belongs to another user")
             os.ftruncate(file, 8 * _PLACES)
             if hasattr(os, "posix_fallocate"):  # a full disk raises here instead of SIGBUS later
                 os.posix_fallocate(file, 0, 8 * _PLACES)

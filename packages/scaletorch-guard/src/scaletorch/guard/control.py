@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import logging
 import os
 import sys
@@ -35,7 +36,6 @@ EXIT = 5.0  # seconds that a process gets to exit after a fault
 logger = logging.getLogger(__package__)
 
 _session: Session | None = None
-_hooked = False
 _reported = False  # whether an exception of this rank was reported to the others
 
 
@@ -118,7 +118,7 @@ def start(
             timeout.
 
     Raises:
-        StateError: The guard is already on, there is no group, or ranks do not connect.
+        StateError: The guard is already on, or ranks do not connect.
         InvalidArgumentError: A time is not positive.
     """
     global _session
@@ -129,11 +129,9 @@ def start(
         patience = seconds if get_comm_device().type == "cpu" else 0.9 * seconds
     if not (warn > 0 and patience > 0):
         raise InvalidArgumentError(f"{warn=} and {patience=} must be positive seconds")
-    if get_world_size() == 1:
-        return
     group = get_default_group()
-    if group is None:
-        raise StateError("there is no process group to guard: call init_dist() first")
+    if get_world_size() == 1 or group is None:
+        return
     name = (label() if callable(label) else label) or f"rank {get_rank()}"
     agreed = start_monitor(group, {"warn": warn, "patience": patience})
     if agreed.failed:
@@ -175,7 +173,7 @@ def stop() -> None:
     try:
         session.leave()
     finally:
-        _forget()
+        _forget(session)
     session.verdict.check()
 
 
@@ -240,24 +238,20 @@ def _ended_by(error: BaseException) -> RankFaultError | None:
         elif not isinstance(error, RankFaultError):
             return session.verdict.error()
     finally:
-        _forget()
+        _forget(session)
     return None
 
 
-def _forget() -> None:
+def _forget(session: Session) -> None:
     global _session
-    session, _session = _session, None
+    _session = None
     install_guard(None)
-    if session is not None:
-        session.close()
+    session.close()
 
 
+@functools.cache
 def _hook_once() -> None:
     """Install hooks that turn the guard off at exit, at an uncaught exception, and in forks."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
     before = sys.excepthook
 
     def tell_and_show(

@@ -96,6 +96,10 @@ class Report:
         """Return whether it can answer: it is alive, and has sent a message lately."""
         return self.alive and now - self.heard < self.patience
 
+    def stuck(self, now: float) -> bool:
+        """Return whether all its calling threads are known to wait in a call."""
+        return self.able(now) and bool(self.blocked) and not self.free
+
 
 @dataclass(slots=True)
 class Picture:

@@ -141,12 +141,9 @@ class Monitor:
         if connection.open:
             return
         self._hang_up(connection)
-        report = self._reports[rank]
         if connection.broken:
-            self._turn_off(f"{report.label} sent an invalid message")
-        if report.alive:
-            what = f"its process {report.pid} ended without a report (killed or aborted)"
-            lose(report, what, self._now())
+            self._turn_off(f"{self._reports[rank].label} sent an invalid message")
+        update(self._picture, rank, None, self._now())
 
     def _hang_up(self, connection: Connection) -> None:
         self._strangers.discard(connection)
@@ -155,10 +152,10 @@ class Monitor:
 
     def _greet(self, stranger: Connection, hello: Message) -> None:
         """Admit a rank that shows the token; welcome all ranks once they are connected."""
-        token = "".join(map(str, hello[:1])).encode(errors="replace")
-        known = hmac.compare_digest(token, self._token)
-        if not (known and isinstance(hello, Hello) and hello.rank in self._reports) or (
-            hello.rank in self._ranks
+        if not (
+            isinstance(hello, Hello)
+            and hmac.compare_digest(str(hello.token).encode(errors="replace"), self._token)
+            and hello.rank in self._reports.keys() - self._ranks.keys()
         ):
             stranger.open = False
             return
@@ -184,9 +181,8 @@ class Monitor:
     def _look(self, now: float) -> None:
         """Diagnose the picture, and act on the result."""
         pause = 0.0 if self._suspected is not None else max(BRIEF, self._busy / SHARE)
-        if now - self._looked < pause:
-            return
-        if self._over is not None or len(self._ranks) < len(self._reports):
+        all_here = len(self._ranks) == len(self._reports)
+        if now - self._looked < pause or self._over is not None or not all_here:
             return
         begun = time.monotonic()
         verdict = diagnose(self._picture, now)
@@ -269,13 +265,8 @@ def new_question(report: Report, now: float, *, afresh: bool = False) -> bool:
     return True
 
 
-def lose(report: Report, what: str, now: float) -> None:
-    """Record a rank's death and its cause."""
-    report.end, report.ended, report.what = "death", now, what
-
-
-def update(picture: Picture, rank: int, message: Message, now: float) -> None:
-    """Record a message of a rank."""
+def update(picture: Picture, rank: int, message: Message | None, now: float) -> None:
+    """Record a message of a rank; None is the end of its connection."""
     report = picture.reports[rank]
     report.heard = now
     match message:
@@ -289,6 +280,9 @@ def update(picture: Picture, rank: int, message: Message, now: float) -> None:
             report.headline, report.tails = message.headline, _tails(message.tail)
         case Bye() if report.alive:
             report.end, report.ended, report.tails = "finished", now, _tails(message.tail)
+        case None if report.alive:
+            report.end, report.ended = "death", now
+            report.what = f"its process {report.pid} ended without a report (killed or aborted)"
 
 
 def _take_news(picture: Picture, report: Report, news: News, now: float) -> None:
@@ -304,7 +298,8 @@ def _take_news(picture: Picture, report: Report, news: News, now: float) -> None
         for oldest in list(kept)[: max(0, len(kept) - REMEMBERED)]:
             del kept[oldest]
     report.step = news.step
-    report.waits = [Wait(*values) for values in news.waits]
+    waits = (Wait(*values) for values in news.waits)
+    report.waits = [wait for wait in waits if wait.channel in channels]
     report.since = {w.number: report.since.get(w.number, now) for w in report.waits}
     report.free, report.foreign = news.free, news.foreign
     report.last = Entry(*news.last) if news.last else None

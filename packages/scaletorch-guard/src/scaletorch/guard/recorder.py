@@ -24,7 +24,7 @@ from ..dist import get_rank
 from ..dist.building import describe
 from ..dist.devices import comm_entry
 from ..dist.errors import RankFaultError
-from .calls import Board, call_site, encoded, group_label
+from .calls import Board, call_site, group_label
 from .facts import Channel, Entry, Fault
 
 PATIENCE = 3.0  # seconds to wait for the verdict on the cause of a network error
@@ -54,15 +54,11 @@ class Verdict:
         kind, ranks, text = self.fault or Fault("", (), "")
         return RankFaultError(text, ranks=ranks, kind=kind)
 
-    def await_it(self) -> bool:
-        """Wait up to `PATIENCE` for the verdict; return whether the guard has ended."""
-        return self.over.wait(PATIENCE)
-
     def explain(self, error: Exception) -> BaseException:
         """Return the fault that caused a network error, or the error itself."""
         if self.fault is None and not _NETWORK.search(str(error)):
             return error
-        self.await_it()
+        self.over.wait(PATIENCE)
         return error if self.fault is None else self.error()
 
     def caused(self, error: BaseException) -> bool:
@@ -157,23 +153,21 @@ class Track:
         self.marks.append((moment, self.count, self.rolling, self.sites))
 
 
+@dataclass(slots=True, eq=False)
 class Handle:
     """A wrapper of a backend's handle that records waits and ends them at a fault."""
 
-    __slots__ = ("_handle", "_note", "_recorder")
-
-    def __init__(self, handle: Any, note: Note | None, recorder: Recorder) -> None:
-        self._handle = handle
-        self._note = note
-        self._recorder = recorder
+    handle: Any
+    note: Note | None
+    recorder: Recorder
 
     def wait(self) -> None:
         """Wait until the call is done."""
-        self._recorder.waiting(self._note, self._handle.wait)
+        self.recorder.waiting(self.note, self.handle.wait)
 
     def is_completed(self) -> bool:
         """Return whether the call is done."""
-        done: bool = self._handle.is_completed()
+        done: bool = self.handle.is_completed()
         return done
 
 
@@ -233,8 +227,8 @@ class Recorder:
         if note is None:
             return call(*args, **options)
         thread = _ident()
-        self.waits[thread] = (next(self._waits), note, _clock())
         try:
+            self.waits[thread] = (next(self._waits), note, _clock())
             result = call(*args, **options)
         except RuntimeError as error:
             explained = self.verdict.explain(error)
@@ -270,7 +264,7 @@ class Recorder:
         """Record a call; `same` is the text that must be equal on every member of its channel."""
         thread = _ident()
         site, line = call_site()
-        check = crc32(encoded(same))
+        check = crc32(same.encode(errors="backslashreplace"))
         text = text if len(text) <= TEXT else f"{text[: TEXT - 2]} …"
         # One lock for all, so that checksums, marks and entries cover the same calls.
         with self._lock:
@@ -288,7 +282,7 @@ class Recorder:
         self._callers.add(thread)
         note = Note(track, seq)
         if differs:  # from the call of another rank of this host: wait for the verdict
-            if not self.waiting(note, self.verdict.await_it):
+            if not self.waiting(note, self.verdict.over.wait, PATIENCE):
                 self.board = None  # a hash collision of two channels: the board would only delay
             self._check()
         return note

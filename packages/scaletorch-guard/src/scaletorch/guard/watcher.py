@@ -87,7 +87,6 @@ class Watcher(threading.Thread):
     ) -> None:
         super().__init__(name="scaletorch-guard-watcher", daemon=True)
         self._connection, self._recorder, self._rank = connection, recorder, rank
-        self._main = threading.main_thread().ident
         self._period = news_period(size)
         self._queue: queue.SimpleQueue[tuple[messages.Message, threading.Event]]
         self._queue = queue.SimpleQueue()
@@ -199,7 +198,7 @@ class Watcher(threading.Thread):
                 case messages.Welcome():
                     self.welcome.set()
                 case messages.Ask(now):
-                    frame = sys._current_frames().get(self._main or 0)
+                    frame = sys._current_frames().get(threading.main_thread().ident or 0)
                     stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
                     answer = messages.Answer(now, self.tail(), stack)
                     self._connection.send(self._news(behind=0.0), answer)
