@@ -38,26 +38,6 @@ def default_etp(ep: int, tp: int) -> int:
     return tp if ep == 1 else 1
 
 
-def wrong_fold(ep: int, etp: int, *, tp: int, cp: int, dp: int) -> str | None:
-    """Return an error message if `ep` and `etp` do not divide the ranks of a stage, else None."""
-    if etp not in (1, tp):
-        legal = "1" if tp == 1 else f"1 (whole experts) or the tp size {tp}"
-        return f"etp size must be {legal}, got {etp}"
-    ranks = tp * cp * dp
-    if ranks % (ep * etp) == 0:
-        return None
-    near = ", ".join(map(str, nearest_divisors(ep, ranks // etp)))
-    return (
-        f"ep * etp = {ep} * {etp} must divide the ranks of a stage, tp * cp * dp = "
-        f"{tp} * {cp} * {dp} = {ranks}; nearest legal ep sizes: {near}"
-    )
-
-
-def nearest_divisors(wanted: int, number: int, count: int = 3) -> list[int]:
-    """Return the divisors of `number` nearest to `wanted` by ratio, best first."""
-    return sorted(divisors(number), key=lambda size: abs(math.log(size / wanted)))[:count]
-
-
 def divisors(number: int) -> list[int]:
     """Return all divisors of a positive number, ascending."""
     small = [low for low in range(1, math.isqrt(number) + 1) if number % low == 0]
@@ -158,9 +138,17 @@ class Grid:
             if type(whole) is not int or whole < 1:
                 raise InvalidArgumentError(f"{axis} size must be a positive int, got {size!r}")
             object.__setattr__(self, axis, whole)
-        problem = wrong_fold(self.ep, self.etp, tp=tp, cp=cp, dp=dp)
-        if problem is not None:
-            raise InvalidArgumentError(problem)
+        if self.etp not in (1, tp):
+            legal = "1" if tp == 1 else f"1 (whole experts) or the tp size {tp}"
+            raise InvalidArgumentError(f"etp size must be {legal}, got {self.etp}")
+        ranks = tp * cp * dp
+        if ranks % (ep * self.etp):
+            sizes = sorted(divisors(ranks // self.etp), key=lambda size: abs(math.log(size / ep)))
+            raise InvalidArgumentError(
+                f"ep * etp = {ep} * {self.etp} must divide the ranks of a stage, tp * cp * dp = "
+                f"{tp} * {cp} * {dp} = {ranks}; nearest legal ep sizes: "
+                f"{', '.join(map(str, sizes[:3]))}"
+            )
 
     def __str__(self) -> str:
         """Short form, such as `TP(2)-CP(1)-PP(2)-DP(1)`, plus `-EP(2)` if it is not plain."""

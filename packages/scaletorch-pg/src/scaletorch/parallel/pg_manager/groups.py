@@ -29,7 +29,7 @@ from ...dist import (
     group_ranks,
 )
 from ...dist.building import agree, all_to_all_flat, one_per_process
-from ...dist.errors import InvalidArgumentError, StateError
+from ...dist.errors import InvalidArgumentError
 from .grid import AXES, Grid, axis_names
 
 # Distance from the numbers of groups that the program creates itself.
@@ -149,15 +149,13 @@ class GroupSet:
                 self._create_all()
         except Exception as error:
             problem = error
-        # Also a barrier until all groups exist: a rank that went on and destroyed a group would
-        # cut off members that are still connecting.
-        failed = max(agree("the process groups", [], note=-1 if problem is None else rank))
-        if failed >= 0:
+        try:
+            # Also a barrier until all groups exist: a rank that went on and destroyed a group would
+            # cut off members that are still connecting.
+            agree("the process groups", [], error=problem)
+        except Exception:
             self.destroy()
-            raise problem or StateError(
-                f"rank {rank}: the process groups cannot be used, as rank {failed} failed to make "
-                "its own; see that rank's error"
-            )
+            raise
         for group in dict.fromkeys(map(self.get, self._by_axis)):
             connect(group)
 

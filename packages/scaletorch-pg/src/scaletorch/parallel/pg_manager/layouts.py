@@ -1,16 +1,13 @@
-"""Layouts: their short names, all that fit a world size, and the nearest to one that does not."""
+"""Layouts: their short names, and all that fit a world size."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 
 from ...dist.errors import InvalidArgumentError
-from .grid import Grid, default_etp, divisors, nearest_divisors
+from .grid import Grid, default_etp, divisors
 
-# Cost to the program of changing an axis: dp changes only speed, tp reshapes every weight.
-_COST = {"dp": 1, "pp": 2, "cp": 2, "tp": 3, "ep": 2}
 _AXIS = r"(dp|pp|cp|tp|ep|etp)(\d+)"
 
 
@@ -54,48 +51,3 @@ def legal_layouts(world_size: int) -> Iterator[Grid]:
         for cp in divisors(world_size // tp)
         for pp in divisors(world_size // tp // cp)
     )
-
-
-def nearest(asked: Grid, world_size: int) -> list[Grid]:
-    """Return the three layouts of `world_size` ranks that change `asked` least, best first."""
-    layouts = (_with_experts(grid, asked) for grid in legal_layouts(world_size))
-    return sorted(layouts, key=lambda grid: _distance(asked, grid))[:3]
-
-
-def _with_experts(grid: Grid, asked: Grid) -> Grid:
-    """Return the layout with the legal ep and etp sizes nearest to those of `asked`."""
-    if asked.is_plain:
-        return grid
-    etp = 1 if asked.etp == 1 else grid.tp
-    ep = nearest_divisors(asked.ep, grid.size("tp_cp_dp") // etp)[0]
-    if ep == 1 != asked.ep:
-        return grid  # experts are not divided: a plain grid is enough
-    return Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=ep, etp=etp)
-
-
-def wrong_product(asked: Grid, world_size: int) -> str:
-    """Return the error message for a layout whose size is not the world size."""
-    near = ", ".join(map(_sizes, nearest(asked, world_size)))
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    return (
-        f"the layout needs tp * cp * pp * dp = {asked.tp} * {asked.cp} * {asked.pp} * {asked.dp}"
-        f" = {asked.world_size} ranks, but the world has {ranks}; nearest layouts that fit: {near}"
-    )
-
-
-def _sizes(grid: Grid) -> str:
-    experts = "" if grid.is_plain else f", ep={grid.ep}" + f", etp={grid.etp}" * (grid.etp > 1)
-    return f"(tp={grid.tp}, cp={grid.cp}, pp={grid.pp}, dp={grid.dp}{experts})"
-
-
-def place_text(grid: Grid, rank: int) -> str:
-    """Return a rank's coordinates as text, with the expert axes if the grid is not plain."""
-    place = str(grid.coordinates(rank))
-    return place if grid.is_plain else f"{place} {grid.expert_coordinates(rank)}"
-
-
-def _distance(asked: Grid, grid: Grid) -> tuple[int, float, tuple[int, ...]]:
-    factors = {axis: getattr(grid, axis) / getattr(asked, axis) for axis in _COST}
-    changed = sum(factor != 1 for factor in factors.values())
-    effort = sum(_COST[axis] * abs(math.log2(factor)) for axis, factor in factors.items())
-    return changed, effort, (-grid.tp, -grid.cp, -grid.pp)  # the last entry only breaks ties

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,10 +20,6 @@ from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
 from .grid import AXES, EXPERT_AXES, ORDER, Grid
 from .groups import GroupSet, first_unused_number, grouped_axis
-from .layouts import place_text, wrong_product
-
-# Mesh dims of experts; FSDP2 wants the replicating dim (edp) before the sharding one (ep).
-EXPERT_DIMS = ("edp", "pp", "ep", "etp")
 
 _current: ProcessGroupManager | None = None
 
@@ -67,8 +62,8 @@ class ProcessGroupManager:
 
     Raises:
         InvalidArgumentError: The sizes are invalid, or their product is not the world size.
-        MismatchError: Ranks were given different sizes; raised on every rank.
-        StateError: Another rank could not create its groups.
+        MismatchError: Ranks were given different sizes, or another rank could not create its
+            groups; raised on every rank.
     """
 
     tp_group: ProcessGroup | None
@@ -162,7 +157,7 @@ class ProcessGroupManager:
         self._groups: GroupSet | None = None
         if get_default_group() is not None:
             self._groups = GroupSet(self.grid, self.global_rank, first_number)
-        self._meshes: dict[str, DeviceMesh] = {}
+        self._mesh: DeviceMesh | None = None
         for axis in AXES:
             members = list(self.grid.group(axis, self.global_rank))
             setattr(self, f"{axis}_size", len(members))
@@ -221,40 +216,18 @@ class ProcessGroupManager:
         Slice it for FSDP2, DTensor and torch.distributed.checkpoint: `device_mesh["dp"]`.
 
         Raises:
-            StateError: Without torch.distributed there are no groups to describe.
+            StateError: Without torch.distributed there are no groups to describe, or they are gone.
         """
-        shape = [getattr(self.grid, axis) for axis in ORDER]
-        return self._mesh("device_mesh", torch.arange(self.world_size).view(shape), ORDER)
-
-    @property
-    def expert_mesh(self) -> DeviceMesh:
-        """A DeviceMesh `("edp", "pp", "ep", "etp")` over the same groups, created on first access.
-
-        Use it for experts, and `device_mesh` for other layers. Shard or replicate the copies of an
-        expert over `expert_mesh["edp"]`; `Shard(0)` over `"ep"` divides experts among ranks.
-
-        Raises:
-            StateError: Without torch.distributed there are no groups to describe.
-        """
-        grid = self.grid
-        stages = torch.arange(grid.world_size).view(grid.dp, grid.pp, -1).transpose(0, 1)
-        ranks = stages.reshape(grid.pp, grid.edp, grid.ep, grid.etp).transpose(0, 1)
-        return self._mesh("expert_mesh", ranks, EXPERT_DIMS)
-
-    def _mesh(self, name: str, ranks: Tensor, dims: tuple[str, ...]) -> DeviceMesh:
-        """Return a mesh over the groups that exist already, created once."""
-        if self._groups is None or not self.is_alive():
-            raise StateError(
-                f"{name} needs process groups: make the manager after init_dist "
-                "and use the mesh before the manager is destroyed"
+        groups = [group for axis in ORDER if (group := self.group(axis)) is not None]
+        if not groups:
+            raise StateError("device_mesh needs process groups: make the manager after init_dist")
+        if self._mesh is None:
+            ranks = torch.arange(self.world_size, dtype=torch.int).view(
+                self.dp_size, self.pp_size, self.cp_size, self.tp_size
             )
-        if name not in self._meshes:
-            groups = [group for axis in dims if (group := self.group(axis)) is not None]
             device = get_comm_device().type
-            self._meshes[name] = DeviceMesh.from_group(
-                groups, device, mesh=ranks.int(), mesh_dim_names=dims
-            )
-        return self._meshes[name]
+            self._mesh = DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=ORDER)
+        return self._mesh
 
     def get_info(self) -> dict[str, Any]:
         """Return layout, coordinates and groups as plain data (ints, strings, lists, dicts)."""
@@ -276,7 +249,7 @@ class ProcessGroupManager:
         """Destroy the groups that the manager created, not WORLD; a second call does nothing."""
         if self._groups is not None and self.is_alive():
             self._groups.destroy()
-        self._meshes.clear()
+        self._mesh = None
         self._destroyed = True
 
     def is_alive(self) -> bool:
@@ -298,7 +271,7 @@ def setup_process_group_manager(
     Raises:
         StateError: A manager is set up already.
         InvalidArgumentError: The sizes are invalid, or their product is not the world size.
-        MismatchError: Ranks were given different sizes; raised on every rank.
+        MismatchError: As for `ProcessGroupManager`.
     """
     global _current
     old = get_process_group_manager()
@@ -342,7 +315,11 @@ def _agreed_grid(sizes: tuple[Any, ...]) -> tuple[Grid, int]:
     numbers = agree("the layout", [str(grid)], error=problem, note=first_unused_number())
     world_size = get_world_size()
     if grid.world_size != world_size:
-        raise InvalidArgumentError(wrong_product(grid, world_size))
+        raise InvalidArgumentError(
+            f"the layout needs tp * cp * pp * dp = {grid.tp} * {grid.cp} * {grid.pp} * {grid.dp} = "
+            f"{grid.world_size} ranks, but the world has {world_size}: choose sizes whose product "
+            f"is {world_size}"
+        )
     return grid, max(numbers)
 
 
@@ -388,4 +365,6 @@ def describe_rank() -> str:
     manager = get_process_group_manager()
     if manager is None:
         return f"rank {get_rank()}"
-    return f"rank {manager.global_rank} ({place_text(manager.grid, manager.global_rank)})"
+    grid, rank = manager.grid, manager.global_rank
+    experts = "" if grid.is_plain else f" {grid.expert_coordinates(rank)}"
+    return f"rank {rank} ({grid.coordinates(rank)}{experts})"
