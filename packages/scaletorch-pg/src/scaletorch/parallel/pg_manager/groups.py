@@ -114,14 +114,11 @@ def destroy_within(parent: ProcessGroup) -> None:
             torch_dist.destroy_process_group(group)
 
 
-_AXIS_OF = {axis_names(axis): axis for axis in AXES}
-
-
 def grouped_axis(axis: str) -> str:
     """Return the name in `AXES` for an axis that has groups, such as `"cp_dp"` for `"dp_cp"`."""
     if axis in AXES:
         return axis
-    name = _AXIS_OF.get(axis_names(axis))
+    name = {axis_names(each): each for each in AXES}.get(axis_names(axis))
     if name is None:
         legal = ", ".join(AXES)
         raise InvalidArgumentError(f"axis {axis!r} has no process group: expected one of {legal}")
@@ -181,12 +178,10 @@ class GroupSet:
         for axis in AXES:
             members = self._grid.group(axis, self._rank)
             group = known.get(members)
-            if axis == "pp" and group is not None and len(members) > 1 and has_streams():
+            if group is None or (axis == "pp" and len(members) > 1 and has_streams()):
                 group = _new_group(self._grid, axis, members)
                 self._created.append(ref(group))
-            if group is None:
-                group = known[members] = _new_group(self._grid, axis, members)
-                self._created.append(ref(group))
+                known.setdefault(members, group)
             self._by_axis[axis] = ref(group)
 
 

@@ -18,7 +18,7 @@ from ...dist import (
 )
 from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
-from .grid import AXES, EXPERT_AXES, ORDER, Grid
+from .grid import AXES, ORDER, Grid
 from .groups import GroupSet, first_unused_number, grouped_axis
 
 _current: ProcessGroupManager | None = None
@@ -150,16 +150,24 @@ class ProcessGroupManager:
         ep_size: int = 1, etp_size: int | None = None,
     ) -> None:  # fmt: skip
         sizes = tp_size, cp_size, pp_size, dp_size, ep_size, etp_size
-        self.grid, first_number = _agreed_grid(sizes)
+        problem = caught(Grid, *sizes)  # raised after the other ranks know of it
+        self.grid = grid = Grid(*sizes) if problem is None else Grid()
+        numbers = agree("the layout", [str(grid)], error=problem, note=first_unused_number())
+        world_size = get_world_size()
+        if grid.world_size != world_size:
+            raise InvalidArgumentError(
+                f"the layout needs tp * cp * pp * dp = {grid.tp} * {grid.cp} * {grid.pp} * "
+                f"{grid.dp} = {grid.world_size} ranks, but the world has {world_size}: choose "
+                f"sizes whose product is {world_size}"
+            )
         self.global_rank = get_rank()
         self.local_rank = get_local_rank()
-        self._destroyed = False
         self._groups: GroupSet | None = None
         if get_default_group() is not None:
-            self._groups = GroupSet(self.grid, self.global_rank, first_number)
+            self._groups = GroupSet(grid, self.global_rank, max(numbers))
         self._mesh: DeviceMesh | None = None
         for axis in AXES:
-            members = list(self.grid.group(axis, self.global_rank))
+            members = list(grid.group(axis, self.global_rank))
             setattr(self, f"{axis}_size", len(members))
             if axis != "world":
                 setattr(self, f"{axis}_world_size", len(members))
@@ -167,9 +175,8 @@ class ProcessGroupManager:
             setattr(self, f"{axis}_first_rank", members[0])
             setattr(self, f"{axis}_last_rank", members[-1])
             setattr(self, f"{axis}_group_ids", members)
-        ring = self.grid.ring_neighbours("cp", self.global_rank)
-        self.cp_send_rank, self.cp_recv_rank = ring
-        self.pp_prev_rank, self.pp_next_rank = self.grid.pipeline_neighbours(self.global_rank)
+        self.cp_send_rank, self.cp_recv_rank = grid.ring_neighbours("cp", self.global_rank)
+        self.pp_prev_rank, self.pp_next_rank = grid.pipeline_neighbours(self.global_rank)
         self.pp_is_first_stage = self.pp_prev_rank is None
         self.pp_is_last_stage = self.pp_next_rank is None
 
@@ -250,12 +257,9 @@ class ProcessGroupManager:
         if self._groups is not None and self.is_alive():
             self._groups.destroy()
         self._mesh = None
-        self._destroyed = True
 
     def is_alive(self) -> bool:
         """Return whether the groups exist: neither they nor the default group were destroyed."""
-        if self._destroyed:
-            return False
         if self._groups is None:
             return get_default_group() is None
         world = self._groups.get("world")
@@ -308,21 +312,6 @@ def destroy_process_group_manager() -> None:
         old.destroy()
 
 
-def _agreed_grid(sizes: tuple[Any, ...]) -> tuple[Grid, int]:
-    """Return the layout that all ranks agree on, and the first number for group names."""
-    problem = caught(Grid, *sizes)  # raised after the other ranks know of it
-    grid = Grid(*sizes) if problem is None else Grid()
-    numbers = agree("the layout", [str(grid)], error=problem, note=first_unused_number())
-    world_size = get_world_size()
-    if grid.world_size != world_size:
-        raise InvalidArgumentError(
-            f"the layout needs tp * cp * pp * dp = {grid.tp} * {grid.cp} * {grid.pp} * {grid.dp} = "
-            f"{grid.world_size} ranks, but the world has {world_size}: choose sizes whose product "
-            f"is {world_size}"
-        )
-    return grid, max(numbers)
-
-
 def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | None:
     """Return the group a strategy communicates over.
 
@@ -349,11 +338,10 @@ def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | N
     world_size = get_world_size()
     if world_size == 1:
         return None
-    sizes = "tp_size, cp_size, pp_size, dp_size" + ", ep_size" * (name in EXPERT_AXES)
     raise StateError(
         f"{describe_rank()}: no process group for the {name} axis: this program runs "
         f"{world_size} ranks and has no process group manager; pass group=..., "
-        f"or call setup_process_group_manager({sizes}) first"
+        "or call setup_process_group_manager first"
     )
 
 

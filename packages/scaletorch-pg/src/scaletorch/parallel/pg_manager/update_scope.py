@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
 STEPS = 3  # step 2 shows the state that step 1 left; step 3, how step 2 changed it
@@ -39,28 +39,25 @@ class Scope(IntEnum):
     @property
     def words(self) -> str:
         """Description for messages."""
-        return _WORDS[self]
+        return {
+            Scope.ELEMENT: "treats every element alike",
+            Scope.PARAMETER: "looks at whole parameters",
+            Scope.OTHERS: "looks at several parameters at once, or draws at random",
+            Scope.UNKNOWN: "cannot be tried on a matrix of its own (its step takes a closure, its "
+            "gradients must be sparse, or its constructor takes what its groups do not have), so "
+            "what its update depends on is unknown",
+        }[self]
 
-
-_WORDS = {
-    Scope.ELEMENT: "treats every element alike",
-    Scope.PARAMETER: "looks at whole parameters",
-    Scope.OTHERS: "looks at several parameters at once, or draws at random",
-    Scope.UNKNOWN: "cannot be tried on a matrix of its own (its step takes a closure, its "
-    "gradients must be sparse, or its constructor takes what its groups do not have), so what "
-    "its update depends on is unknown",
-}
 
 # torch's own optimizers need no trial.
-_KNOWN = {
+_SCOPES: dict[type[Optimizer], Scope] = {
     **dict.fromkeys(
-        ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
-         "Rprop", "SGD"),
+        (optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax,
+         optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
         Scope.ELEMENT,
     ),
-    **dict.fromkeys(("Adafactor", "Muon"), Scope.PARAMETER),
+    **dict.fromkeys((optim.Adafactor, optim.Muon), Scope.PARAMETER),
 }  # fmt: skip
-_SCOPES = {getattr(torch.optim, name): scope for name, scope in _KNOWN.items()}
 
 
 def known_elementwise(optimizer: Optimizer) -> bool:
