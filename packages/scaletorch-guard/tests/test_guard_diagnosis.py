@@ -192,6 +192,23 @@ class SimJob:
         return verdict if isinstance(verdict, Fault) else None
 
 
+def test_a_rank_whose_call_is_too_old_to_be_shown_may_be_slow():
+    """Its last call in the group came before all calls that it remembers."""
+    picture = new_picture(2, warn=5.0, patience=15.0)
+    channels = {"x": ["tp", [0, 1], False]}
+    asked, now, verdict = [], 0.0, None
+    while now < 60.0 and not isinstance(verdict, Fault):
+        now += 0.25
+        for rank, waits in enumerate(([[1, "x", 3, now]], [])):
+            news = News(channels, {"x": 4 - rank}, {}, 1, waits, rank, False, [])
+            update(picture, rank, news, now)
+        for rank in asked:
+            update(picture, rank, Answer(now, [], "here"), now)
+        verdict = diagnose(picture, now)
+        asked = verdict.ranks if isinstance(verdict, Need) else []
+    assert (verdict.kind, verdict.ranks) == ("slow", (1,))
+
+
 def test_healthy_jobs_are_never_at_fault():
     for seed in range(60):
         job = SimJob(seed, None)

@@ -60,6 +60,7 @@ class Report:
     marks: dict[str, dict[str, Mark]] = field(default_factory=dict)  # channel -> moment -> mark
     step: int | None = None  # the last completed step
     tails: dict[str, dict[int, Entry]] = field(default_factory=dict)  # channel -> seq -> entry
+    told: dict[str, int] = field(default_factory=dict)  # its counts at its last answer
     last: Entry | None = None  # its last call at its last message
     # Its threads.
     waits: list[Wait] = field(default_factory=list)
@@ -116,13 +117,12 @@ class Picture:
         return [self.reports[rank] for rank in self.channels[channel].members]
 
     def stale(self, channel: str, count: int, now: float) -> tuple[int, ...]:
-        """Return the members to ask for entries: the last of their first `count` is not known."""
+        """Return the members that have told nothing since the last of their first `count` calls."""
         return tuple(
             report.rank
             for report in self.members(channel)
             if report.able(now)
-            and max(report.tail(channel), default=-1)
-            < min(report.counts.get(channel, 0), count) - 1
+            and report.told.get(channel, 0) < min(report.counts.get(channel, 0), count)
         )
 
     def names(self, ranks: Iterable[int]) -> str:

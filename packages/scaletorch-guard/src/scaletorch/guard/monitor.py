@@ -275,6 +275,7 @@ def update(picture: Picture, rank: int, message: Message | None, now: float) -> 
         case Answer():
             report.tails, report.stack = _tails(message.tail), message.stack
             report.answered = max(report.answered, message.asked)
+            report.told = report.counts.copy()
         case Raised() if report.alive:
             report.end, report.ended, report.what = "exception", now, message.what
             report.headline, report.tails = message.headline, _tails(message.tail)

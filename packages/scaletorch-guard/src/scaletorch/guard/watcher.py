@@ -200,8 +200,8 @@ class Watcher(threading.Thread):
                 case messages.Ask(now):
                     frame = sys._current_frames().get(threading.main_thread().ident or 0)
                     stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
-                    answer = messages.Answer(now, self.tail(), stack)
-                    self._connection.send(self._news(behind=0.0), answer)
+                    news = self._news(behind=0.0)  # before the tail, which then covers its counts
+                    self._connection.send(news, messages.Answer(now, self.tail(), stack))
                 case messages.Warn(text):
                     logger.warning("%s", text)
                 case Fault(kind, ranks, text):

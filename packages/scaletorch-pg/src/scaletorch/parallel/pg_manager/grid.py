@@ -326,17 +326,15 @@ def parse_layout(text: str) -> Grid:
     """Parse `2x1x2x2`, `2x1x2x2-ep4` or `2x1x2x2-ep2-etp2`, or axes by name: `dp2-tp2`, `dp4-ep2`.
 
     Raises:
-        InvalidArgumentError: The text has neither form, a size is 0, or `ep * etp` does not
-            divide the ranks of a stage.
+        InvalidArgumentError: The text has neither form, or `Grid` refuses its sizes.
     """
     named = re.sub(r"^(\d+)x(\d+)x(\d+)x(\d+)(?=-|$)", r"dp\1-pp\2-cp\3-tp\4", text, flags=re.ASCII)
     words = [re.fullmatch(_AXIS, word, re.ASCII) for word in named.split("-")]
     sizes = {word[1]: int(word[2]) for word in words if word is not None}
     if len(sizes) < len(words) or 0 in sizes.values():
         raise InvalidArgumentError(
-            f"layout {text!r} is not DPxPPxCPxTP, four positive numbers such as 2x1x2x2, or "
-            "2x1x2x2-ep4 with an expert parallel size, or 2x1x2x2-ep2-etp2 with both; nor the same "
-            "by name, such as dp2-tp2"
+            f"layout {text!r} is neither DPxPPxCPxTP, such as 2x1x2x2, 2x1x2x2-ep4 or "
+            "2x1x2x2-ep2-etp2, nor the same by name, such as dp2-tp2"
         )
     return Grid(**sizes)
 
