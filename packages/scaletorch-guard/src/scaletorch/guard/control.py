@@ -70,7 +70,7 @@ class Session:
     def raised(self, error: BaseException) -> None:
         """Report an exception that ends this rank to the other ranks."""
         text = "".join(traceback.format_exception(error))[-LONGEST:]
-        what = "".join(traceback.format_exception_only(error))
+        what = "".join(traceback.format_exception_only(error))[:LONGEST]
         headline = textwrap.shorten(what, HEADLINE, placeholder=" …")
         # On rank 0 an exit may end the monitor too, so live until all ranks know.
         self._end(Raised(text, headline, self.watcher.tail()), TOLD)

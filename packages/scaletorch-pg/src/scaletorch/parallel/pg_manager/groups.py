@@ -186,16 +186,13 @@ class GroupSet:
 
 
 def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:
+    alone = get_backend() != "mpi"  # with MPI all ranks must create every group
     options: dict[str, Any] = {"timeout": get_timeout(), "group_desc": f"scaletorch_{axis}"}
-    group: ProcessGroup
-    if get_backend() != "mpi":
-        group = torch_dist.new_group(list(members), use_local_synchronization=True, **options)
-        return group
-    for ranks in grid.groups(axis):  # with MPI all ranks must create every group
-        created = torch_dist.new_group(list(ranks), **options)
-        if ranks == members:
-            group = created
-    return group
+    groups: dict[tuple[int, ...], ProcessGroup] = {
+        ranks: torch_dist.new_group(list(ranks), use_local_synchronization=alone, **options)
+        for ranks in ([members] if alone else grid.groups(axis))
+    }
+    return groups[members]
 
 
 def has_streams(group: ProcessGroup | None = None) -> bool:

@@ -229,9 +229,8 @@ class ProcessGroupManager:
         if not groups:
             raise StateError("device_mesh needs process groups: make the manager after init_dist")
         if self._mesh is None:
-            ranks = torch.arange(self.world_size, dtype=torch.int).view(
-                self.dp_size, self.pp_size, self.cp_size, self.tp_size
-            )
+            shape = [getattr(self.grid, axis) for axis in ORDER]
+            ranks = torch.arange(self.world_size, dtype=torch.int).view(shape)
             device = get_comm_device().type
             self._mesh = DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=ORDER)
         return self._mesh
