@@ -136,8 +136,8 @@ class ModuleState:
         self._attributes.put_back()
         with torch.no_grad():
             for held, name, tensor, values in self._tensors:
-                # A write would break a later backward.
-                if not torch.allclose(tensor, values, rtol=0.0, atol=0.0, equal_nan=True):
+                same = torch.equal(tensor, values)  # a write would break a later backward
+                if not (same or torch.allclose(tensor, values, rtol=0, atol=0, equal_nan=True)):
                     tensor.copy_(values)
                 held[name] = tensor
 
