@@ -12,7 +12,7 @@ import pytest
 from scaletorch.guard.diagnosis import diagnose, with_details
 from scaletorch.guard.facts import Fault, Need, Slowness
 from scaletorch.guard.messages import Answer, Bye, Message, News, Raised
-from scaletorch.guard.monitor import lose, new_picture, new_question, update
+from scaletorch.guard.monitor import new_picture, new_question, update
 
 Step = tuple[str, str]  # name of a group, what is called there
 
@@ -64,8 +64,8 @@ class SimRank:
             last=self.entries[-1] if self.entries else [],
         )
 
-    def answer(self, number: int) -> Answer:
-        return Answer(number, [list(values) for values in self.entries], "here")
+    def answer(self, asked: float) -> Answer:
+        return Answer(asked, [list(values) for values in self.entries], "here")
 
 
 class SimJob:
@@ -94,7 +94,7 @@ class SimJob:
             self.ranks.append(SimRank(rank, mine, groups))
         self.picture = new_picture(self.size, warn=5.0, patience=15.0)
         self.mail: list[tuple[float, int, Message | None]] = []  # to the monitor, by arrival
-        self.asked: list[tuple[float, int, int]] = []
+        self.asked: list[tuple[float, int, float]] = []
         self.latest: dict[int, float] = {}
         self.slow: set[int] = set()
 
@@ -172,28 +172,41 @@ class SimJob:
             rank.asleep = now + 1000.0
 
     def monitor(self, now: float) -> Fault | None:
-        for at, rank, number in [asked for asked in self.asked if asked[0] <= now]:
-            self.asked.remove((at, rank, number))
+        for at, rank, asked in [question for question in self.asked if question[0] <= now]:
+            self.asked.remove((at, rank, asked))
             other = self.ranks[rank]
             if not other.end and not other.stopped:
                 self.send(rank, other.news(now), now)
-                self.send(rank, other.answer(number), now)
+                self.send(rank, other.answer(asked), now)
         for mail in sorted((m for m in self.mail if m[0] <= now), key=lambda m: m[0]):
             self.mail.remove(mail)
             _, rank, message = mail
-            if message is None:
-                lose(self.picture.reports[rank], "killed", now)
-            else:
-                update(self.picture, rank, message, now)
+            update(self.picture, rank, message, now)
         verdict = diagnose(self.picture, now)
         if isinstance(verdict, Need):
             for rank in verdict.ranks:
-                number = new_question(self.picture.reports[rank], now)
-                if number is not None:
-                    self.asked.append((now + self.draw.random() * 0.4, rank, number))
+                if new_question(self.picture.reports[rank], now):
+                    self.asked.append((now + self.draw.random() * 0.4, rank, now))
         if isinstance(verdict, Slowness):
             self.slow |= set(verdict.ranks)
         return verdict if isinstance(verdict, Fault) else None
+
+
+def test_a_rank_whose_call_is_too_old_to_be_shown_may_be_slow():
+    """Its last call in the group came before all calls that it remembers."""
+    picture = new_picture(2, warn=5.0, patience=15.0)
+    channels = {"x": ["tp", [0, 1], False]}
+    asked, now, verdict = [], 0.0, None
+    while now < 60.0 and not isinstance(verdict, Fault):
+        now += 0.25
+        for rank, waits in enumerate(([[1, "x", 3, now]], [])):
+            news = News(channels, {"x": 4 - rank}, {}, 1, waits, rank, False, [])
+            update(picture, rank, news, now)
+        for rank in asked:
+            update(picture, rank, Answer(now, [], "here"), now)
+        verdict = diagnose(picture, now)
+        asked = verdict.ranks if isinstance(verdict, Need) else []
+    assert (verdict.kind, verdict.ranks) == ("slow", (1,))
 
 
 def test_healthy_jobs_are_never_at_fault():

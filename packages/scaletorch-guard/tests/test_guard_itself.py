@@ -20,9 +20,9 @@ from scaletorch.dist import RankFailedError, RankFaultError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.guard import control
 from scaletorch.guard.diagnosis import diagnose
-from scaletorch.guard.facts import Fault, Need, Picture, Report, Wait
+from scaletorch.guard.facts import Fault, Need
 from scaletorch.guard.messages import Answer, Connection, Hello, News, Welcome
-from scaletorch.guard.mismatch import find_swap
+from scaletorch.guard.mismatch import find_disagreement
 from scaletorch.guard.monitor import Monitor, new_picture, update
 
 
@@ -54,9 +54,11 @@ def test_first_calls_in_new_groups_are_no_fault():
 
 
 def test_a_wait_in_a_channel_that_was_not_told_counts_for_nothing():
-    stuck = Report(1, waits=[Wait(1, "new", 0, 0.0)], since={1: 10.0}, heard=10.0)
-    picture = Picture({0: Report(0, heard=10.0), 1: stuck}, {}, warn=30, patience=60)
-    assert diagnose(picture, 10.01) is None
+    picture = new_picture(2, warn=30.0, patience=60.0)
+    news = News({}, {}, {}, None, [[1, "new", 0, 0.0]], 0, False, [])
+    for rank in range(2):
+        update(picture, rank, news, 10.0)
+    assert diagnose(picture, 11.0) is None
 
 
 class Heard(logging.Handler):
@@ -218,15 +220,15 @@ def from_other_lines(orders):
 
 
 def test_equal_calls_in_another_order_are_told_from_calls_of_other_lines():
-    fault = find_swap(from_other_lines(["xy", "xy", "yx", "xy"]), 10.0)
+    fault = find_disagreement(from_other_lines(["xy", "xy", "yx", "xy"]), 10.0)
     assert fault.ranks == (2,)
     assert "rank 2 makes all_reduce at y, then all_reduce at x" in fault.text
-    fault = find_swap(from_other_lines(["xy", "yx"]), 10.0)
+    fault = find_disagreement(from_other_lines(["xy", "yx"]), 10.0)
     assert fault.ranks == (0, 1)
     assert "there is no majority" in fault.text
     for orders in (["xy", "zw"], ["xy", "xy", "xz"], ["xy", "yx", "xy", "yx"]):
         picture = from_other_lines(orders)
-        assert find_swap(picture, 10.0) is None
+        assert find_disagreement(picture, 10.0) is None
         assert not isinstance(diagnose(picture, 10.0), (Fault, Need))
 
 

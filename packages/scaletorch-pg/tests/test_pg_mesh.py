@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from scaletorch.dist import StateError
@@ -55,64 +55,33 @@ def whole(state):
     }
 
 
-AXES = {"device_mesh": ("dp", "pp", "cp", "tp"), "expert_mesh": ("edp", "pp", "ep", "etp")}
-
-
-def meshes(sizes):
-    """Return the shape of both meshes, and this rank's place in them."""
+def mesh_of_a_rank(sizes):
+    """Return the shape of the mesh."""
     manager = setup_process_group_manager(**sizes)
-    found, rank = [], manager.global_rank
     before = len(torch_dist.distributed_c10d._world.pg_names)
-    for name, axes in AXES.items():
-        mesh = getattr(manager, name)
-        assert mesh is getattr(manager, name)
-        assert mesh.mesh_dim_names == axes
-        assert sorted(mesh.mesh.flatten().tolist()) == list(range(manager.world_size))
-        for axis in axes:
-            assert mesh[axis].get_group() is manager.group(axis)
-            assert mesh[axis].mesh.tolist() == getattr(manager, f"{axis}_group_ids")
-        found.append((tuple(mesh.shape), tuple(mesh.get_coordinate())))
+    mesh = manager.device_mesh
+    assert mesh is manager.device_mesh
+    assert mesh.mesh_dim_names == ("dp", "pp", "cp", "tp")
+    assert sorted(mesh.mesh.flatten().tolist()) == list(range(manager.world_size))
+    for axis in mesh.mesh_dim_names:
+        assert mesh[axis].get_group() is manager.group(axis)
+        assert mesh[axis].mesh.tolist() == getattr(manager, f"{axis}_group_ids")
     assert len(torch_dist.distributed_c10d._world.pg_names) == before
-    place = manager.grid.expert_coordinates(rank)
-    own = (place.edp, manager.pp_rank, place.ep, place.etp)
-    places = [tuple(manager.grid.coordinates(rank)), own]
+    assert tuple(mesh.get_coordinate()) == manager.grid.coordinates(manager.global_rank)
     destroy_process_group_manager()
-    return [shape for shape, _ in found], [each for _, each in found] == places
+    return tuple(mesh.shape)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shapes"),
+    ("sizes", "shape"),
     [
-        ({"cp_size": 2, "pp_size": 2}, [(1, 2, 2, 1), (2, 2, 1, 1)]),
-        ({"tp_size": 2, "pp_size": 2, "dp_size": 2, "ep_size": 2}, [(2, 2, 1, 2), (2, 2, 2, 1)]),
-        (
-            {"tp_size": 2, "cp_size": 2, "dp_size": 2, "ep_size": 2, "etp_size": 2},
-            [(2, 1, 2, 2), (2, 1, 2, 2)],
-        ),
+        ({"cp_size": 2, "pp_size": 2}, (1, 2, 2, 1)),
+        ({"tp_size": 2, "pp_size": 2, "dp_size": 2, "ep_size": 2}, (2, 2, 1, 2)),
     ],
 )
-def test_meshes_have_the_grid_s_shapes_and_the_same_groups(sizes, shapes):
-    ranks = math.prod(size for axis, size in sizes.items() if axis[0] != "e")
-    assert run_ranks(meshes, ranks, sizes) == [(shapes, True)] * ranks
-
-
-def experts_sharded_over_ep_and_edp():
-    """Stacked experts over ep, their copies sharded by FSDP2 over edp: a checkpoint's whole."""
-    manager = setup_process_group_manager(tp_size=2, dp_size=2, ep_size=2)
-    mesh = manager.expert_mesh
-    full = torch.arange(24.0, dtype=torch.float64).reshape(4, 6)
-    module = nn.Module()
-    module.weight = nn.Parameter(distribute_tensor(full, mesh["ep"], [Shard(0)]))
-    mine = torch.equal(module.weight.to_local(), full.chunk(2)[manager.ep_rank])
-    fully_shard(module, mesh=mesh["edp"])
-    shape = tuple(module.weight.to_local().shape)
-    same = torch.equal(module.weight.full_tensor(), full)
-    destroy_process_group_manager()
-    return mine, shape, same
-
-
-def test_fsdp_shards_the_copies_of_experts_that_dtensor_shares_out():
-    assert run_ranks(experts_sharded_over_ep_and_edp, 4) == [(True, (1, 6), True)] * 4
+def test_the_mesh_has_the_grid_s_shape_and_the_same_groups(sizes, shape):
+    ranks = math.prod(shape)
+    assert run_ranks(mesh_of_a_rank, ranks, sizes) == [shape] * ranks
 
 
 def parallel_step():
@@ -143,14 +112,11 @@ def test_fully_shard_with_tensor_parallel_steps_as_one_process():
 def test_mesh_without_process_groups_says_what_to_do():
     with pytest.raises(StateError, match=r"^device_mesh .* make the manager after init_dist"):
         ProcessGroupManager().device_mesh  # noqa: B018
-    with pytest.raises(StateError, match=r"^expert_mesh .* make the manager after init_dist"):
-        ProcessGroupManager().expert_mesh  # noqa: B018
 
 
 @distributed_test(2)
 def test_mesh_after_destroy_is_refused():
     manager = ProcessGroupManager(dp_size=2)
     manager.destroy()
-    for name in ("device_mesh", "expert_mesh"):
-        with pytest.raises(StateError, match="before the manager is destroyed"):
-            getattr(manager, name)
+    with pytest.raises(StateError, match="is gone: its manager or its default group was destroyed"):
+        manager.device_mesh  # noqa: B018

@@ -8,7 +8,7 @@ them. The processes, their threads and the files that they run:
     | threads of the program                        |      | one thread: monitor.py, no torch |
     |   control.py   start, step, tell, watch, stop |      |   lets ranks in, hears them:     |
     |   recorder.py  every call, wait and verdict   |      |               message -> picture |
-    |     |   calls.py   its text and line, and     |      |   diagnosis.py  picture          |
+    |     |   calls.py   its group and line, and    |      |   diagnosis.py  picture          |
     |     |              memory that the host's     |      |     mismatch.py   -> fault, text |
     |     v              ranks share                |      |                                  |
     |   tracks, waits, steps        verdict         | News |                                  |

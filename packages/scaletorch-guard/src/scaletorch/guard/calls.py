@@ -1,54 +1,22 @@
-"""Describe a call by its text and source line; compare it with those of other ranks of the host."""
+"""Name a call's group and source line; compare calls with those of other ranks of the host."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from types import FrameType
-from typing import Any
 from zlib import crc32
 
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..dist import get_rank
-from ..dist.building import describe, this_host
-from ..dist.errors import StateError
+from ..dist.building import this_host
 
 _PACKAGE = __name__.rpartition(".guard.")[0] + "."  # this library, also in a vendored copy
 _SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
 _PLACES = 1 << 16
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-
-
-def collective_texts(call: str, facts: Sequence[Any]) -> tuple[str, str]:
-    """Return the text that must be the same on every member, and the same text with strides."""
-    text = describe(call, *facts)
-    strides = [
-        str(list(fact.stride()))
-        for fact in facts
-        if isinstance(fact, Tensor) and not fact.is_contiguous()
-    ]
-    return text, f"{text} strides {', '.join(strides)}" if strides else text
-
-
-def message_text(data: Tensor, peer: int, sends: bool) -> str:
-    """Describe a send or receive of this rank."""
-    shape = describe("", data)[1:-1]
-    way = f"send({shape}) to" if sends else f"recv({shape}) from"
-    return f"{way} rank {peer}"
-
-
-def message_label(group: ProcessGroup, peer: int, tag: int, sends: bool) -> str:
-    """Return a readable name for the channel of messages between this rank and another."""
-    src, dst = (get_rank(), peer) if sends else (peer, get_rank())
-    tagged = f" (tag {tag})" if tag else ""
-    return f"messages from rank {src} to rank {dst} in {group_label(group)}{tagged}"
 
 
 def group_label(group: ProcessGroup) -> str:
@@ -69,13 +37,9 @@ def call_site() -> tuple[str, int]:
             break
         frame = outer
     file = "/".join(frame.f_code.co_filename.rsplit("/", 2)[-2:])[-40:]
-    text = encoded(f"{file}:{frame.f_lineno} in {frame.f_code.co_name}")[:72]
+    place = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+    text = place.encode(errors="backslashreplace")[:72]  # not all file names are UTF-8
     return text.decode(errors="replace"), crc32(text)
-
-
-def encoded(text: str) -> bytes:
-    """Return the text in UTF-8; file names may have characters that are not in it."""
-    return text.encode(errors="backslashreplace")
 
 
 class Board:
@@ -90,10 +54,8 @@ class Board:
 
     def __init__(self, name: str) -> None:
         self._path = os.path.join(tempfile.gettempdir(), f"{name}-{this_host():016x}")
-        file = os.open(self._path, _FLAGS, 0o600)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if os.fstat(file).st_uid != os.getuid():
-                raise StateError(f"{self._path} belongs to another user")
             os.ftruncate(file, 8 * _PLACES)
             if hasattr(os, "posix_fallocate"):  # a full disk raises here instead of SIGBUS later
                 os.posix_fallocate(file, 0, 8 * _PLACES)
@@ -122,8 +84,3 @@ class Board:
         self.unlink()
         self._words.release()
         self._map.close()
-
-
-def channel_number(key: str) -> int:
-    """Return a 48-bit hash of a channel's key."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "little")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import logging
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -28,13 +30,12 @@ WELCOME = 60.0  # seconds within which all ranks must connect
 TOLD = 0.5  # seconds to report an exception to the other ranks
 LEAVE = 5.0  # seconds that a rank waits for the others to leave too; rank 0 waits longer
 LONGEST = 20_000  # characters of a traceback that are sent
-HEADLINE = 300  # characters of an exception's message in a fault's first line
+HEADLINE = 300  # characters of an exception in a fault's first line
 EXIT = 5.0  # seconds that a process gets to exit after a fault
 
 logger = logging.getLogger(__package__)
 
 _session: Session | None = None
-_hooked = False
 _reported = False  # whether an exception of this rank was reported to the others
 
 
@@ -69,8 +70,10 @@ class Session:
     def raised(self, error: BaseException) -> None:
         """Report an exception that ends this rank to the other ranks."""
         text = "".join(traceback.format_exception(error))[-LONGEST:]
+        what = "".join(traceback.format_exception_only(error))[:LONGEST]
+        headline = textwrap.shorten(what, HEADLINE, placeholder=" …")
         # On rank 0 an exit may end the monitor too, so live until all ranks know.
-        self._end(Raised(text, one_line(error), self.watcher.tail()), TOLD)
+        self._end(Raised(text, headline, self.watcher.tail()), TOLD)
 
     def leave(self) -> None:
         """Report that this rank makes no more calls, and wait a while for the others to leave."""
@@ -89,19 +92,6 @@ class Session:
         self.watcher.end()
         self.recorder.board = None
         self._board.close()
-
-
-def one_line(error: BaseException) -> str:
-    """Return an exception's type and message on one line, cut if it is long."""
-    kind = type(error)
-    name = kind.__qualname__
-    if kind.__module__ not in ("builtins", "__main__"):
-        name = f"{kind.__module__}.{name}"
-    with contextlib.suppress(Exception):  # a user's __str__ may raise
-        message = " ".join(str(error).split())
-        cut = f"{message[:HEADLINE]} …" if len(message) > HEADLINE else message
-        return f"{name}: {cut}" if cut else name
-    return name
 
 
 def start(
@@ -128,7 +118,7 @@ def start(
             timeout.
 
     Raises:
-        StateError: The guard is already on, there is no group, or ranks do not connect.
+        StateError: The guard is already on, or ranks do not connect.
         InvalidArgumentError: A time is not positive.
     """
     global _session
@@ -137,18 +127,13 @@ def start(
     if patience is None:
         seconds = get_timeout().total_seconds()
         patience = seconds if get_comm_device().type == "cpu" else 0.9 * seconds
-    limits = {"warn": warn, "patience": patience}
-    if not all(seconds > 0 for seconds in limits.values()):
-        given = ", ".join(f"{name}={seconds}" for name, seconds in limits.items())
-        raise InvalidArgumentError(f"{given} must be positive seconds")
-    if get_world_size() == 1:
-        return
+    if not (warn > 0 and patience > 0):
+        raise InvalidArgumentError(f"{warn=} and {patience=} must be positive seconds")
     group = get_default_group()
-    if group is None:
-        raise StateError("there is no process group to guard: call init_dist() first")
-    name = label() if callable(label) else label
-    name = name or f"rank {get_rank()}"
-    agreed = start_monitor(group, limits)
+    if get_world_size() == 1 or group is None:
+        return
+    name = (label() if callable(label) else label) or f"rank {get_rank()}"
+    agreed = start_monitor(group, {"warn": warn, "patience": patience})
     if agreed.failed:
         level = logging.INFO if group.rank() else logging.WARNING
         logger.log(level, "the guard is off: its monitor did not start: %s", agreed.failed)
@@ -188,7 +173,7 @@ def stop() -> None:
     try:
         session.leave()
     finally:
-        _forget()
+        _forget(session)
     session.verdict.check()
 
 
@@ -253,24 +238,20 @@ def _ended_by(error: BaseException) -> RankFaultError | None:
         elif not isinstance(error, RankFaultError):
             return session.verdict.error()
     finally:
-        _forget()
+        _forget(session)
     return None
 
 
-def _forget() -> None:
+def _forget(session: Session) -> None:
     global _session
-    session, _session = _session, None
+    _session = None
     install_guard(None)
-    if session is not None:
-        session.close()
+    session.close()
 
 
+@functools.cache
 def _hook_once() -> None:
     """Install hooks that turn the guard off at exit, at an uncaught exception, and in forks."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
     before = sys.excepthook
 
     def tell_and_show(

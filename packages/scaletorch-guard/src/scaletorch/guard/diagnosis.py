@@ -8,7 +8,7 @@ nothing: it causes a warning after a while, and a fault only much later.
 from __future__ import annotations
 
 from .facts import Fault, Need, Picture, Report, Slowness, Wait
-from .mismatch import as_others, find_disagreement, find_mismatch, find_swap
+from .mismatch import as_others, find_disagreement, find_mismatch
 
 STALL = 0.2  # seconds of waiting after which calls are compared
 ASKING = 0.5  # seconds that a slow rank gets to report where it is
@@ -26,7 +26,6 @@ def diagnose(picture: Picture, now: float) -> Verdict:
         or _ended(picture, "death")
         or _left(picture)
         or find_disagreement(picture, now)
-        or find_swap(picture, now)
         or _stalled(picture, now)
         or _circle(picture, now)
         or _slow(picture, now)
@@ -64,69 +63,48 @@ def _left(picture: Picture) -> Fault | None:
 
 def _stalled(picture: Picture, now: float) -> Need | None:
     """Ask the members of a channel for their last calls once a rank has waited in it a while."""
-    stale: set[int] = set()
-    seen: set[tuple[str, int]] = set()
-    for report, wait, _ in _waits(picture):
-        if now - report.since[wait.number] < STALL or (wait.channel, wait.seq) in seen:
-            continue
-        seen.add((wait.channel, wait.seq))
-        for other in picture.members(wait.channel):
-            due = min(other.counts.get(wait.channel, 0) - 1, wait.seq)
-            if other.able(now) and max(other.tail(wait.channel), default=-1) < due:
-                stale.add(other.rank)
+    places = {
+        (wait.channel, wait.seq)
+        for report, wait, _ in _waits(picture)
+        if now - report.since[wait.number] >= STALL
+    }
+    stale = {rank for key, seq in places for rank in picture.stale(key, seq + 1, now)}
     return Need(tuple(sorted(stale))) if stale else None
 
 
 def _circle(picture: Picture, now: float) -> Verdict:
     """Find ranks that wait for one another at the same time, so that none can go on."""
-    stuck = {rank for rank, report in picture.reports.items() if _blocked(picture, report, now)}
-    waits = [found for found in _waits(picture) if not found[1].stream]
-    while True:
-        free = {
-            report.rank
-            for report, _, missing in waits
-            if report.rank in stuck and not any(other.rank in stuck for other in missing)
-        }
-        if not free:
-            break
+    needs: dict[int, list[set[int]]] = {}  # rank -> for each of its waits, the ranks that it needs
+    for report, wait, missing in _waits(picture):
+        if not wait.stream and report.stuck(now):
+            needs.setdefault(report.rank, []).append({other.rank for other in missing})
+    stuck = set(needs)
+    while free := {rank for rank in stuck if any(map(stuck.isdisjoint, needs[rank]))}:
         stuck -= free
+    # Ranks that none of the others needs only wait for the cycle.
+    while idle := stuck - {other for rank in stuck for need in needs[rank] for other in need}:
+        stuck -= idle
     if not stuck:
         return None
-    begun = max(picture.reports[rank].since[w.number] for rank in stuck for w in _of(picture, rank))
+    reports = [picture.reports[rank] for rank in sorted(stuck)]
+    begun = max(report.since[wait.number] for report in reports for wait in report.blocked)
     # Each rank must answer a question sent after the last of the waits had begun. If its wait
     # still lasts, it was waiting at that moment; so all ranks waited at the same time.
-    if any(picture.reports[rank].asked <= begun for rank in stuck):
+    if any(report.answered <= begun for report in reports):
         return Need(tuple(sorted(stuck)))
-    if any(picture.reports[rank].foreign for rank in stuck) and now - begun < FOREIGN:
+    if any(report.foreign for report in reports) and now - begun < FOREIGN:
         return None
-    return _name_circle(picture, stuck)
+    return _name_circle(picture, reports)
 
 
-def _name_circle(picture: Picture, stuck: set[int]) -> Fault:
-    edges: dict[int, set[int]] = {rank: set() for rank in stuck}
-    for report, wait, missing in _waits(picture):
-        if report.rank in stuck and not wait.stream:
-            edges[report.rank] |= {other.rank for other in missing}
-    core = {rank for rank in stuck if rank in _reachable(rank, edges)}
-    waits = {rank: _of(picture, rank)[0] for rank in core}
+def _name_circle(picture: Picture, reports: list[Report]) -> Fault:
+    waits = {report.rank: report.blocked[0] for report in reports}
     messages = any(picture.channels[wait.channel].message for wait in waits.values())
-    odd = set() if messages else {r for r in core if not as_others(picture, r, waits[r])}
-    guilty = sorted(odd or core)
-    names = picture.names(sorted(core))
-    if len(guilty) < len(core):
+    odd = [r for r, wait in waits.items() if not (messages or as_others(picture, r, wait))]
+    guilty, names = odd or [*waits], picture.names(waits)
+    if len(guilty) < len(waits):
         names = f"{names}; {picture.names(guilty)} made other calls before than the other ranks"
     return Fault("cycle", tuple(guilty), f"ranks wait for one another and none can go on: {names}")
-
-
-def _reachable(start: int, edges: dict[int, set[int]]) -> set[int]:
-    seen: set[int] = set()
-    todo = list(edges[start])
-    while todo:
-        rank = todo.pop()
-        if rank not in seen and rank in edges:
-            seen.add(rank)
-            todo += edges[rank]
-    return seen
 
 
 def _slow(picture: Picture, now: float) -> Verdict:
@@ -135,14 +113,14 @@ def _slow(picture: Picture, now: float) -> Verdict:
         seconds = now - report.since[wait.number]
         if seconds >= min(picture.warn, picture.patience):
             for other in missing:
-                if other.alive and not _blocked(picture, other, now):
+                if other.alive and not other.stuck(now):
                     longest[other.rank] = max(seconds, longest.get(other.rank, 0.0))
     if not longest:
         return None
     seconds = max(longest.values())
     ranks = tuple(sorted(longest))
     slow = [picture.reports[rank] for rank in ranks]
-    unasked = tuple(r.rank for r in slow if now - r.asked > seconds and r.able(now))
+    unasked = tuple(r.rank for r in slow if now - r.answered > seconds and r.able(now))
     if unasked and seconds < min(picture.warn, picture.patience) + ASKING:
         return Need(unasked)
     who = picture.names(ranks)
@@ -157,17 +135,6 @@ def _slow(picture: Picture, now: float) -> Verdict:
     return Slowness(ranks, seconds, f"other ranks have waited for {who} for {seconds:.1f} s{why}")
 
 
-def _blocked(picture: Picture, report: Report, now: float) -> bool:
-    """Return whether all calling threads of a rank are known to wait in a call."""
-    known = all(wait.channel in picture.channels for wait in report.blocked)
-    return report.able(now) and bool(report.blocked) and known and not report.free
-
-
-def _of(picture: Picture, rank: int) -> list[Wait]:
-    """Return the waits in known channels that block a thread of a rank."""
-    return [wait for wait in picture.reports[rank].blocked if wait.channel in picture.channels]
-
-
 def _waits(picture: Picture) -> list[tuple[Report, Wait, list[Report]]]:
     """Return every wait of a live rank, with the members that have not made that call."""
     missing: dict[tuple[str, int], list[Report]] = {}  # cached: thousands may wait in a call
@@ -175,8 +142,6 @@ def _waits(picture: Picture) -> list[tuple[Report, Wait, list[Report]]]:
     for report in picture.reports.values():
         for wait in report.waits if report.alive else ():
             place = (wait.channel, wait.seq)
-            if wait.channel not in picture.channels:
-                continue
             if place not in missing:
                 missing[place] = missing_members(picture, wait)
             found.append((report, wait, missing[place]))
@@ -194,8 +159,7 @@ def with_details(fault: Fault, picture: Picture) -> Fault:
     guilty = [picture.reports[rank] for rank in fault.ranks if rank in picture.reports]
     others = [report for report in picture.reports.values() if report.rank not in fault.ranks]
     lines = [fault.text]
-    for report in [*guilty, *others][:SHOWN]:
-        lines.append(f"  {_doing(report, picture)}")
+    lines += [f"  {_doing(report, picture)}" for report in [*guilty, *others][:SHOWN]]
     if len(picture.reports) > SHOWN:
         lines.append(f"  … and {len(picture.reports) - SHOWN} ranks more")
     for report in guilty:
@@ -217,8 +181,6 @@ def _doing(report: Report, picture: Picture) -> str:
         return f"{report.label} does not answer{_last(report)}"
     waits = []
     for wait in report.waits:
-        if wait.channel not in picture.channels:
-            continue
         entry = report.tail(wait.channel).get(wait.seq)
         what = "a call" if entry is None else f"{entry.text} at {entry.site}"
         missing = ", ".join(str(m.rank) for m in missing_members(picture, wait)[:8])

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
     seq: int  # its number in the channel, from 0
     check: int  # checksum of everything that must be the same on every member
-    text: str  # the call, with the strides of tensors that are not contiguous
+    text: str  # the call
     site: str  # the line that made the call
     time: float  # seconds since the epoch
     channel: str  # key of the channel
@@ -44,6 +44,10 @@ class Wait(NamedTuple):
     stream: bool = False
 
 
+# The calls made in a channel, and rolling checksums of them and of the lines that made them.
+Mark = tuple[int, int, int]
+
+
 @dataclass(slots=True)
 class Report:
     """All that the monitor knows of one rank; times are on the monitor's clock."""
@@ -53,11 +57,10 @@ class Report:
     pid: int = 0
     # Its calls.
     counts: dict[str, int] = field(default_factory=dict)  # channel -> calls made
-    marks: dict[str, dict[str, tuple[int, int, int]]] = field(  # channel -> when -> calls made,
-        default_factory=dict  # rolling checksums of them, and of the lines that made them
-    )
+    marks: dict[str, dict[str, Mark]] = field(default_factory=dict)  # channel -> moment -> mark
     step: int | None = None  # the last completed step
     tails: dict[str, dict[int, Entry]] = field(default_factory=dict)  # channel -> seq -> entry
+    told: dict[str, int] = field(default_factory=dict)  # its counts at its last answer
     last: Entry | None = None  # its last call at its last message
     # Its threads.
     waits: list[Wait] = field(default_factory=list)
@@ -68,16 +71,13 @@ class Report:
     # Its process.
     heard: float = 0.0  # time of its last message
     patience: float = MISSED * PERIOD  # seconds without a message after which it is silent
-    question: tuple[int, float] | None = None  # number and time of the pending question
-    asked: float = float("-inf")  # time of the last question that it has answered
+    asked: float = float("-inf")  # time of the last question to it
+    answered: float = float("-inf")  # time of the last question that it has answered
     end: str = ""  # `finished`, `exception` or `death`
     ended: float = 0.0
     what: str = ""  # traceback of its exception, or cause of its death
     headline: str = ""  # its exception on one line
     silent: bool = False  # whether it was silent when the fault was declared
-
-    def __post_init__(self) -> None:
-        self.label = self.label or f"rank {self.rank}"
 
     @property
     def blocked(self) -> list[Wait]:
@@ -97,6 +97,10 @@ class Report:
         """Return whether it can answer: it is alive, and has sent a message lately."""
         return self.alive and now - self.heard < self.patience
 
+    def stuck(self, now: float) -> bool:
+        """Return whether all its calling threads are known to wait in a call."""
+        return self.able(now) and bool(self.blocked) and not self.free
+
 
 @dataclass(slots=True)
 class Picture:
@@ -111,6 +115,15 @@ class Picture:
     def members(self, channel: str) -> list[Report]:
         """Return the reports of a channel's members."""
         return [self.reports[rank] for rank in self.channels[channel].members]
+
+    def stale(self, channel: str, count: int, now: float) -> tuple[int, ...]:
+        """Return the members that have told nothing since the last of their first `count` calls."""
+        return tuple(
+            report.rank
+            for report in self.members(channel)
+            if report.able(now)
+            and report.told.get(channel, 0) < min(report.counts.get(channel, 0), count)
+        )
 
     def names(self, ranks: Iterable[int]) -> str:
         """Return the labels of ranks."""

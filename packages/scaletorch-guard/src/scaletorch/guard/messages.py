@@ -27,7 +27,7 @@ News = NamedTuple("News", [
     ("channels", dict[str, list[Any]]), ("counts", Counts), ("marks", Marks), ("step", int | None),
     ("waits", list[list[Any]]), ("free", int), ("foreign", bool), ("last", list[Any]),
 ])  # fmt: skip
-Answer = NamedTuple("Answer", [("number", int), ("tail", Tail), ("stack", str)])
+Answer = NamedTuple("Answer", [("asked", float), ("tail", Tail), ("stack", str)])
 Raised = NamedTuple("Raised", [("what", str), ("headline", str), ("tail", Tail)])
 Bye = NamedTuple("Bye", [("tail", Tail)])
 Off = NamedTuple("Off", [("why", str)])
@@ -35,7 +35,7 @@ Off = NamedTuple("Off", [("why", str)])
 # From the monitor, which also forwards `Off` and sends a `Fault`: all ranks are connected; a
 # question; log a warning; all ranks have finished.
 Welcome = NamedTuple("Welcome", [])
-Ask = NamedTuple("Ask", [("number", int)])
+Ask = NamedTuple("Ask", [("now", float)])
 Warn = NamedTuple("Warn", [("text", str)])
 End = NamedTuple("End", [])
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
-from .facts import Channel, Entry, Fault, Need, Picture, Report, Wait
+from .facts import Channel, Entry, Fault, Mark, Need, Picture, Report, Wait
 
 T = TypeVar("T")
 
@@ -20,13 +20,12 @@ RARE = 4  # at most one call in this many may come from different lines in a swa
 
 def find_mismatch(picture: Picture, now: float) -> Fault | None:
     """Return the earliest difference among the known tails, or None."""
-    found: list[tuple[float, Fault]] = []
-    for key, channel in picture.channels.items():
-        entries = _differing(key, picture)
-        if entries and _settled(key, entries, picture, now):
-            fault = _fault(key, channel, entries, picture)
-            found.append((min(entry.time for entry in entries.values()), fault))
-    return min(found, key=lambda item: item[0])[1] if found else None
+    found = {
+        min(entry.time for entry in entries.values()): (key, entries)
+        for key in picture.channels
+        if (entries := _differing(key, picture)) and _settled(key, entries, picture, now)
+    }
+    return _fault(*found[min(found)], picture) if found else None
 
 
 def _differing(key: str, picture: Picture) -> dict[int, Entry]:
@@ -54,8 +53,8 @@ def _settled(key: str, entries: dict[int, Entry], picture: Picture, now: float) 
     return not since or now - min(since) > SETTLE
 
 
-def _fault(key: str, channel: Channel, entries: dict[int, Entry], picture: Picture) -> Fault:
-    checks = [entry.check for entry in entries.values()]
+def _fault(key: str, entries: dict[int, Entry], picture: Picture) -> Fault:
+    channel, checks = picture.channels[key], [entry.check for entry in entries.values()]
     usual, seq = most_common(checks), next(iter(entries.values())).seq
     if usual is None:  # let sibling groups, such as another tp group, decide
         usual = most_common(checks + _siblings(key, channel, seq, picture))
@@ -125,49 +124,41 @@ def most_common(values: Sequence[T]) -> T | None:
     return ordered[0][0]
 
 
-def drop_agreed(picture: Picture) -> None:
-    """Drop the checksums that are equal on all members, since they may be very many."""
-    for key in picture.channels:
-        members = picture.members(key)
-        marks = [report.marks.get(key, {}) for report in members]
-        compared = 2 if key in picture.own_lines else 3  # without the checksum of lines, or with it
-        for moment in set(marks[0]).intersection(*marks[1:]):
-            sums = {mark[moment][:compared] for mark in marks}
-            if len(sums) == 1:
-                for mark in marks:
-                    del mark[moment]
-
-
 def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
-    """Compare the ranks' checksums; ask for the entries if they differ."""
+    """Compare the members' checksums of calls and source lines; ask for the entries if they differ.
+
+    Checksums that are equal on all members are dropped, since they may be very many.
+    """
     for key, channel in picture.channels.items():
         members = picture.members(key)
-        for moment, sums in _sums(key, members):
+        for moment, marks in _marks(key, members):
+            calls = {rank: mark[:2] for rank, mark in marks.items()}
             if moment == END:  # a rank that has made no call there has no mark
-                sums = {r.rank: (0, 0) for r in members if r.end == "finished"} | sums
-            if len(set(sums.values())) < 2:
-                continue
-            stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, sums))
-            if stale:
-                return Need(stale)
-            return _disagreement(channel, moment, sums, picture)
+                calls = {r.rank: (0, 0) for r in members if r.end == "finished"} | calls
+            other_calls, known = len(set(calls.values())) > 1, len(marks) == len(members)
+            other_lines = known and len({sites for *_, sites in marks.values()}) > 1
+            if other_calls or (other_lines and key not in picture.own_lines):
+                stale = picture.stale(key, max(count for count, _ in calls.values()), now)
+                if stale:
+                    return Need(stale)
+                if other_calls:
+                    return _disagreement(channel, moment, calls, picture)
+                fault = _swap(key, picture)
+                if fault is not None:
+                    return fault
+            elif known:
+                for report in members:
+                    del report.marks[key][moment]
     return None
 
 
-def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[int, int]]]]:
-    """Return a channel's marks, earliest first, each with the ranks' counts and checksums."""
-    found: dict[str, dict[int, tuple[int, int]]] = {}
+def _marks(key: str, members: list[Report]) -> list[tuple[str, dict[int, Mark]]]:
+    """Return the ranks' marks in a channel at each moment, earliest first."""
+    found: dict[str, dict[int, Mark]] = {}
     for report in members:
-        for moment, (count, rolling, _) in report.marks.get(key, {}).items():
-            found.setdefault(moment, {})[report.rank] = (count, rolling)
+        for moment, mark in report.marks.get(key, {}).items():
+            found.setdefault(moment, {})[report.rank] = mark
     return sorted(found.items(), key=lambda item: min(item[1].values()))
-
-
-def covers(report: Report, key: str, sums: dict[int, tuple[int, int]]) -> bool:
-    """Return whether a rank's tail reaches the call count of its mark."""
-    if report.rank not in sums or not sums[report.rank][0]:
-        return True
-    return max(report.tail(key), default=-2) >= sums[report.rank][0] - 1
 
 
 def _disagreement(
@@ -185,38 +176,17 @@ def _disagreement(
     return Fault("mismatch", guilty, f"calls in {channel.label} differ by {moment}: {counts}")
 
 
-def find_swap(picture: Picture, now: float) -> Fault | Need | None:
-    """Compare the source lines of calls that are otherwise the same.
+def _swap(key: str, picture: Picture) -> Fault | None:
+    """Return the fault of ranks that make a few equal calls in another order, or None.
 
     Ranks may legitimately make one call from different lines, as a source and its receivers do. But
     if their lines agree except that they make a few calls in another order, their data is mixed up.
     A channel in which lines differ in another way is ignored from then on.
     """
-    for key, channel in picture.channels.items():
-        if channel.message or key in picture.own_lines:
-            continue
-        members = picture.members(key)
-        marks = [report.marks.get(key, {}) for report in members]
-        shared = set(marks[0]).intersection(*marks[1:])
-        if all(len({mark[moment] for mark in marks}) == 1 for moment in shared):
-            continue
-        sums = {r.rank: mark[:2] for r in members for mark in list(r.marks[key].values())[-1:]}
-        stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, sums))
-        if stale:
-            return Need(stale)
-        tails = {r.rank: r.tail(key) for r in members}
-        seen = set.intersection(*map(set, tails.values()))
-        fault = _swap(channel, picture, tails, sorted(seen))
-        if fault is not None:
-            return fault
-        if len(seen) >= PLENTY:
-            picture.own_lines.add(key)
-    return None
-
-
-def _swap(
-    channel: Channel, picture: Picture, tails: dict[int, dict[int, Entry]], seen: list[int]
-) -> Fault | None:
+    tails = {report.rank: report.tail(key) for report in picture.members(key)}
+    seen = sorted(set.intersection(*map(set, tails.values())))
+    if len(seen) >= PLENTY:
+        picture.own_lines.add(key)
     differing = [seq for seq in seen if len({tail[seq].site for tail in tails.values()}) > 1]
     if not differing or len(seen) < max(ENOUGH, RARE * len(differing)):
         return None
@@ -227,19 +197,11 @@ def _swap(
         return None
     guilty = tuple(rank for rank, sites in lines.items() if sites != usual)
     other = next(rank for rank, sites in lines.items() if sites != lines[guilty[0]])
-
-    def describe(rank: int) -> str:
-        calls = ", then ".join(
-            f"{tails[rank][seq].text} at {site}"
-            for seq, site, one, two in zip(
-                differing, lines[rank], lines[guilty[0]], lines[other], strict=True
-            )
-            if one != two
-        )
-        return f"{picture.reports[rank].label} makes {calls}"
-
-    headline = (
-        f"equal calls are made in another order, from call {differing[0] + 1} in {channel.label}: "
-        f"{describe(guilty[0])}, where {describe(other)}{'' if usual is not None else UNDECIDED}"
+    one, two = (
+        f"{picture.reports[rank].label} makes "
+        + ", then ".join(f"{tails[rank][seq].text} at {tails[rank][seq].site}" for seq in differing)
+        for rank in (guilty[0], other)
     )
-    return Fault("mismatch", guilty, headline)
+    place = f"from call {differing[0] + 1} in {picture.channels[key].label}"
+    headline = f"equal calls are made in another order, {place}: {one}, where {two}"
+    return Fault("mismatch", guilty, headline + (UNDECIDED if usual is None else ""))

@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 import traceback
-from itertools import count
 
 from .diagnosis import diagnose, with_details
 from .facts import MISSED, Channel, Entry, Fault, Need, Picture, Report, Slowness, Wait, news_period
@@ -37,10 +36,8 @@ from .messages import (
     Warn,
     Welcome,
 )
-from .mismatch import drop_agreed
 
 HELLO = 4096  # largest greeting in bytes
-WAIT = 5.0  # seconds within which a connection must show the token
 PERIOD = 0.05  # seconds between two diagnoses if no message comes
 BRIEF = 0.01  # seconds between two diagnoses if messages come or a fault is suspected
 SHARE = 0.05  # largest share of the time for diagnoses
@@ -51,14 +48,13 @@ PAUSE = 1.0  # seconds; a longer gap of this process is not counted, since it di
 REMEMBERED = 64  # marks of a rank in a channel that are kept until they are compared
 TAIL = 64  # entries of a channel that are kept
 AGAIN = 1.0  # seconds after which an unanswered question is asked again
-_numbers = count(1)
 
 
 class Monitor:
     """The server that listens to all ranks, which show a token when they connect.
 
-    Until all ranks are connected, strangers may connect too. A connection must show the token
-    within a few seconds and in few bytes; otherwise it is closed, without any other effect.
+    Until all ranks are connected, strangers may connect too. A connection that does not begin with
+    the token is closed, at the latest once all ranks are there, without any other effect.
     `limits` are `warn` and `patience`, see `Picture`.
     """
 
@@ -69,7 +65,7 @@ class Monitor:
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
-        self._strangers: dict[Connection, float] = {}  # connection -> since when
+        self._strangers: set[Connection] = set()
         self._ranks: dict[int, Connection] = {}
         self._warned: dict[tuple[int, ...], float] = {}
         self._suspected: float | None = None  # when a fault was first suspected
@@ -89,9 +85,6 @@ class Monitor:
                         self._accept()
                     elif key.data.open:
                         self._hear(key.data)
-                due = time.monotonic() - WAIT
-                for late in [one for one, since in self._strangers.items() if since < due]:
-                    self._hang_up(late)
                 self._look(self._now())
         except Exception as error:
             self._turn_off("".join(traceback.format_exception(error)))
@@ -125,11 +118,11 @@ class Monitor:
             sock, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
             return
-        except OSError:  # out of descriptors, until late strangers are disconnected
+        except OSError:  # out of descriptors
             time.sleep(0.01)
             return
         stranger = Connection(sock, longest=HELLO)
-        self._strangers[stranger] = time.monotonic()
+        self._strangers.add(stranger)
         self._selector.register(stranger, selectors.EVENT_READ, stranger)
 
     def _hear(self, connection: Connection) -> None:
@@ -148,28 +141,25 @@ class Monitor:
         if connection.open:
             return
         self._hang_up(connection)
-        report = self._reports[rank]
         if connection.broken:
-            self._turn_off(f"{report.label} sent an invalid message")
-        if report.alive:
-            what = f"its process {report.pid} ended without a report (killed or aborted)"
-            lose(report, what, self._now())
+            self._turn_off(f"{self._reports[rank].label} sent an invalid message")
+        update(self._picture, rank, None, self._now())
 
     def _hang_up(self, connection: Connection) -> None:
-        self._strangers.pop(connection, None)
+        self._strangers.discard(connection)
         self._selector.unregister(connection)
         connection.close()
 
     def _greet(self, stranger: Connection, hello: Message) -> None:
         """Admit a rank that shows the token; welcome all ranks once they are connected."""
-        token = "".join(map(str, hello[:1])).encode(errors="replace")
-        known = hmac.compare_digest(token, self._token)
-        if not (known and isinstance(hello, Hello) and hello.rank in self._reports) or (
-            hello.rank in self._ranks
+        if not (
+            isinstance(hello, Hello)
+            and hmac.compare_digest(str(hello.token).encode(errors="replace"), self._token)
+            and hello.rank in self._reports.keys() - self._ranks.keys()
         ):
             stranger.open = False
             return
-        del self._strangers[stranger]
+        self._strangers.remove(stranger)
         stranger.rank, stranger.longest = hello.rank, LONGEST
         self._ranks[hello.rank] = stranger
         report = self._reports[hello.rank]
@@ -191,9 +181,8 @@ class Monitor:
     def _look(self, now: float) -> None:
         """Diagnose the picture, and act on the result."""
         pause = 0.0 if self._suspected is not None else max(BRIEF, self._busy / SHARE)
-        if now - self._looked < pause:
-            return
-        if self._over is not None or len(self._ranks) < len(self._reports):
+        all_here = len(self._ranks) == len(self._reports)
+        if now - self._looked < pause or self._over is not None or not all_here:
             return
         begun = time.monotonic()
         verdict = diagnose(self._picture, now)
@@ -214,7 +203,7 @@ class Monitor:
         if self._suspected is None:
             self._suspected = now
             self._ask(Need(tuple(report.rank for report in able)), now, afresh=True)
-        known = all(report.asked >= self._suspected for report in able)
+        known = all(report.answered >= self._suspected for report in able)
         return known or now - self._suspected > CONFIRM
 
     def _declare(self, fault: Fault) -> None:
@@ -234,9 +223,8 @@ class Monitor:
 
     def _ask(self, need: Need, now: float, *, afresh: bool = False) -> None:
         for rank in need.ranks:
-            number = new_question(self._reports[rank], now, afresh=afresh)
-            if number is not None:
-                self._ranks[rank].send(Ask(number))
+            if new_question(self._reports[rank], now, afresh=afresh):
+                self._ranks[rank].send(Ask(now))
 
     def _warn(self, slowness: Slowness) -> None:
         """Let the first able rank log a warning about slow ranks."""
@@ -265,25 +253,20 @@ def serve() -> None:
 def new_picture(size: int, *, warn: float, patience: float) -> Picture:
     """Return the initial picture of a job of `size` ranks."""
     missed = MISSED * news_period(size)
-    reports = {rank: Report(rank, patience=missed) for rank in range(size)}
+    reports = {rank: Report(rank, f"rank {rank}", patience=missed) for rank in range(size)}
     return Picture(reports, {}, warn, patience)
 
 
-def new_question(report: Report, now: float, *, afresh: bool = False) -> int | None:
-    """Return the number of a new question to a rank, or None while one is pending."""
-    if report.question is not None and now - report.question[1] < AGAIN and not afresh:
-        return None
-    report.question = next(_numbers), now
-    return report.question[0]
+def new_question(report: Report, now: float, *, afresh: bool = False) -> bool:
+    """Return whether to ask a rank now; not while it may still answer the last question."""
+    if report.answered < report.asked and now - report.asked < AGAIN and not afresh:
+        return False
+    report.asked = now
+    return True
 
 
-def lose(report: Report, what: str, now: float) -> None:
-    """Record a rank's death and its cause."""
-    report.end, report.ended, report.what = "death", now, what
-
-
-def update(picture: Picture, rank: int, message: Message, now: float) -> None:
-    """Record a message of a rank."""
+def update(picture: Picture, rank: int, message: Message | None, now: float) -> None:
+    """Record a message of a rank; None is the end of its connection."""
     report = picture.reports[rank]
     report.heard = now
     match message:
@@ -291,13 +274,16 @@ def update(picture: Picture, rank: int, message: Message, now: float) -> None:
             _take_news(picture, report, message, now)
         case Answer():
             report.tails, report.stack = _tails(message.tail), message.stack
-            if report.question is not None and report.question[0] == message.number:
-                report.asked, report.question = report.question[1], None
+            report.answered = max(report.answered, message.asked)
+            report.told = report.counts.copy()
         case Raised() if report.alive:
             report.end, report.ended, report.what = "exception", now, message.what
             report.headline, report.tails = message.headline, _tails(message.tail)
         case Bye() if report.alive:
             report.end, report.ended, report.tails = "finished", now, _tails(message.tail)
+        case None if report.alive:
+            report.end, report.ended = "death", now
+            report.what = f"its process {report.pid} ended without a report (killed or aborted)"
 
 
 def _take_news(picture: Picture, report: Report, news: News, now: float) -> None:
@@ -313,12 +299,11 @@ def _take_news(picture: Picture, report: Report, news: News, now: float) -> None
         for oldest in list(kept)[: max(0, len(kept) - REMEMBERED)]:
             del kept[oldest]
     report.step = news.step
-    report.waits = [Wait(*values) for values in news.waits]
+    waits = (Wait(*values) for values in news.waits)
+    report.waits = [wait for wait in waits if wait.channel in channels]
     report.since = {w.number: report.since.get(w.number, now) for w in report.waits}
     report.free, report.foreign = news.free, news.foreign
     report.last = Entry(*news.last) if news.last else None
-    if news.marks:
-        drop_agreed(picture)
 
 
 def _tails(values: Tail) -> dict[str, dict[int, Entry]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -19,18 +21,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..dist import get_rank
+from ..dist.building import describe
 from ..dist.devices import comm_entry
 from ..dist.errors import RankFaultError
-from .calls import (
-    Board,
-    call_site,
-    channel_number,
-    collective_texts,
-    encoded,
-    group_label,
-    message_label,
-    message_text,
-)
+from .calls import Board, call_site, group_label
 from .facts import Channel, Entry, Fault
 
 PATIENCE = 3.0  # seconds to wait for the verdict on the cause of a network error
@@ -60,15 +54,11 @@ class Verdict:
         kind, ranks, text = self.fault or Fault("", (), "")
         return RankFaultError(text, ranks=ranks, kind=kind)
 
-    def await_it(self) -> bool:
-        """Wait up to `PATIENCE` for the verdict; return whether the guard has ended."""
-        return self.over.wait(PATIENCE)
-
     def explain(self, error: Exception) -> BaseException:
         """Return the fault that caused a network error, or the error itself."""
         if self.fault is None and not _NETWORK.search(str(error)):
             return error
-        self.await_it()
+        self.over.wait(PATIENCE)
         return error if self.fault is None else self.error()
 
     def caused(self, error: BaseException) -> bool:
@@ -141,47 +131,43 @@ class Note(NamedTuple):
     seq: int
 
 
+@dataclass(slots=True, eq=False)
 class Track:
     """The progress of this rank in one channel."""
 
-    __slots__ = (
-        "channel", "count", "device", "key", "marks", "owner", "rolling", "sent", "sites", "tag",
-    )  # fmt: skip
-
-    def __init__(self, key: str, channel: Channel, device: str) -> None:
-        self.key = key
-        self.device = device  # device type whose streams run the calls; "" for the CPU
-        self.channel = channel
-        self.tag = channel_number(key)
-        self.count = 0
-        self.rolling = 0  # checksum of the calls
-        self.sites = 0  # checksum of the lines that made them
-        self.marks: deque[tuple[str, int, int, int]] = deque(maxlen=KEPT)  # not sent yet
-        self.owner: int | None = None  # the thread that makes the calls; 0 for several
-        self.sent: int | None = None  # calls that the monitor knows of; None for a new channel
+    key: str
+    channel: Channel
+    device: str  # device type whose streams run the calls; "" for the CPU
+    tag: int  # hash of the key, 48 bits
+    count: int = 0
+    rolling: int = 0  # checksum of the calls
+    sites: int = 0  # checksum of the lines that made them
+    marks: deque[tuple[str, int, int, int]] = field(  # not sent yet
+        default_factory=lambda: deque(maxlen=KEPT)
+    )
+    owner: int | None = None  # the thread that makes the calls; 0 for several
+    sent: int | None = None  # calls that the monitor knows of; None for a new channel
 
     def mark(self, moment: str) -> None:
         """Keep the checksums of the calls so far, to be compared with other ranks' at `moment`."""
         self.marks.append((moment, self.count, self.rolling, self.sites))
 
 
+@dataclass(slots=True, eq=False)
 class Handle:
     """A wrapper of a backend's handle that records waits and ends them at a fault."""
 
-    __slots__ = ("_handle", "_note", "_recorder")
-
-    def __init__(self, handle: Any, note: Note | None, recorder: Recorder) -> None:
-        self._handle = handle
-        self._note = note
-        self._recorder = recorder
+    handle: Any
+    note: Note | None
+    recorder: Recorder
 
     def wait(self) -> None:
         """Wait until the call is done."""
-        self._recorder.waiting(self._note, self._handle.wait)
+        self.recorder.waiting(self.note, self.handle.wait)
 
     def is_completed(self) -> bool:
         """Return whether the call is done."""
-        done: bool = self._handle.is_completed()
+        done: bool = self.handle.is_completed()
         return done
 
 
@@ -209,8 +195,8 @@ class Recorder:
         """Record a collective that this thread is about to start."""
         self._check()
         track = self.track(group)
-        same, text = collective_texts(call, facts)
-        return self._write(track, f"{same} {len(track.channel.members)}", text)
+        text = describe(call, *facts)
+        return self._write(track, f"{text} {len(track.channel.members)}", text)
 
     def record_message(
         self, group: ProcessGroup, data: Tensor, peer: int, tag: int, sends: bool
@@ -218,9 +204,10 @@ class Recorder:
         """Record a send or receive that this thread is about to start."""
         self._check()
         track = self.track(group, (peer, tag, sends))
+        shape = describe("", data)[1:-1]
+        text = f"send({shape}) to rank {peer}" if sends else f"recv({shape}) from rank {peer}"
         # A message must agree in the number of elements, not in the shape.
-        same, text = f"{data.dtype} {data.numel()}", message_text(data, peer, sends)
-        return self._write(track, same, text)
+        return self._write(track, f"{data.dtype} {data.numel()}", text)
 
     def run(
         self, notes: Sequence[Any], call: Callable[..., Any], *args: Any, **options: Any
@@ -240,7 +227,6 @@ class Recorder:
         if note is None:
             return call(*args, **options)
         thread = _ident()
-        before = self.waits.get(thread)
         try:
             self.waits[thread] = (next(self._waits), note, _clock())
             result = call(*args, **options)
@@ -250,10 +236,7 @@ class Recorder:
                 raise
             raise explained from error
         finally:
-            if before is None:
-                self.waits.pop(thread, None)
-            else:
-                self.waits[thread] = before
+            self.waits.pop(thread, None)
         if note.track.device:
             self.streams.add(next(self._waits), note, note.track.device)
         return result
@@ -281,7 +264,7 @@ class Recorder:
         """Record a call; `same` is the text that must be equal on every member of its channel."""
         thread = _ident()
         site, line = call_site()
-        check = crc32(encoded(same))
+        check = crc32(same.encode(errors="backslashreplace"))
         text = text if len(text) <= TEXT else f"{text[: TEXT - 2]} …"
         # One lock for all, so that checksums, marks and entries cover the same calls.
         with self._lock:
@@ -298,15 +281,11 @@ class Recorder:
             differs = board is not None and board.differs(track.tag, seq, check)
         self._callers.add(thread)
         note = Note(track, seq)
-        if differs:
-            self._hold_back(note)
+        if differs:  # from the call of another rank of this host: wait for the verdict
+            if not self.waiting(note, self.verdict.over.wait, PATIENCE):
+                self.board = None  # a hash collision of two channels: the board would only delay
+            self._check()
         return note
-
-    def _hold_back(self, note: Note) -> None:
-        """Wait for the verdict on a call that differs from that of another rank of this host."""
-        if not self.waiting(note, self.verdict.await_it):
-            self.board = None  # a hash collision of two channels: the board would only delay
-        self._check()
 
     def track(self, group: ProcessGroup, path: Path | None = None) -> Track:
         """Return the track of a group's collectives, or of its messages on one path."""
@@ -321,9 +300,11 @@ class Recorder:
             peer, tag, sends = path
             src, dst = (get_rank(), peer) if sends else (peer, get_rank())
             key = f"{group.group_name}:{src}>{dst}:{tag}"
-            channel = Channel(message_label(group, *path), (src, dst), True)
+            label = f"messages from rank {src} to rank {dst} in {group_label(group)}"
+            channel = Channel(f"{label} (tag {tag})" if tag else label, (src, dst), True)
+        hashed = hashlib.blake2b(key.encode(), digest_size=6).digest()
+        new = Track(key, channel, "" if device == "cpu" else device, int.from_bytes(hashed))
         with self._lock:
-            new = Track(key, channel, "" if device == "cpu" else device)
             track = self.tracks.setdefault(key, new)
         self._known.setdefault(group, {})[path] = track
         return track

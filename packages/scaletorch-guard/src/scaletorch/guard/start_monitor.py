@@ -64,8 +64,7 @@ def _start(size: int, limits: dict[str, float], *, alone: bool) -> Agreed:
     board, token = f"scaletorch-guard-{secrets.token_hex(8)}", secrets.token_hex(16)
     with listener:
         port = listener.getsockname()[1]
-        arguments = {"listener": listener.fileno(), "token": token, "size": size, **limits}
-        _run_monitor(listener, arguments)
+        _run_monitor(listener, {"token": token, "size": size, **limits})
     return Agreed(board, address, port, token)
 
 
@@ -98,7 +97,7 @@ def _run_monitor(listener: socket.socket, arguments: dict[str, object]) -> None:
     )
     # Through stdin, since other users can read the command line.
     with cast(IO[bytes], process.stdin) as words:
-        words.write(json.dumps(arguments).encode())
+        words.write(json.dumps({"listener": listener.fileno(), **arguments}).encode())
     threading.Thread(target=process.wait, name="scaletorch-guard-reaper", daemon=True).start()
 
 

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -55,15 +54,14 @@ def abort_device_groups() -> None:
         together._group_end()
 
 
-def _backends() -> Iterator[Any]:
-    """Yield the backends of all groups that this rank is in, each once, oldest group first."""
-    seen: list[Any] = []  # keeps the wrappers alive, so that `is` compares the same objects
-    for group in list(c10d.distributed_c10d._world.pg_map):
-        for device in group._device_types if group.rank() >= 0 else ():
-            backend = group._get_backend(device)
-            if not any(backend is other for other in seen):
-                seen.append(backend)
-                yield backend
+def _backends() -> list[Any]:
+    """Return the backends of all groups that this rank is in, each once, oldest group first."""
+    groups = [group for group in list(c10d.distributed_c10d._world.pg_map) if group.rank() >= 0]
+    return list(
+        dict.fromkeys(  # keeps the wrappers alive, so that one backend is one object
+            group._get_backend(device) for group in groups for device in group._device_types
+        )
+    )
 
 
 def _break(backend: Any) -> None:
@@ -89,7 +87,6 @@ class Watcher(threading.Thread):
     ) -> None:
         super().__init__(name="scaletorch-guard-watcher", daemon=True)
         self._connection, self._recorder, self._rank = connection, recorder, rank
-        self._main = threading.main_thread().ident
         self._period = news_period(size)
         self._queue: queue.SimpleQueue[tuple[messages.Message, threading.Event]]
         self._queue = queue.SimpleQueue()
@@ -200,11 +197,11 @@ class Watcher(threading.Thread):
             match message:
                 case messages.Welcome():
                     self.welcome.set()
-                case messages.Ask(number):
-                    frame = sys._current_frames().get(self._main or 0)
+                case messages.Ask(now):
+                    frame = sys._current_frames().get(threading.main_thread().ident or 0)
                     stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
-                    answer = messages.Answer(number, self.tail(), stack)
-                    self._connection.send(self._news(behind=0.0), answer)
+                    news = self._news(behind=0.0)  # before the tail, which then covers its counts
+                    self._connection.send(news, messages.Answer(now, self.tail(), stack))
                 case messages.Warn(text):
                     logger.warning("%s", text)
                 case Fault(kind, ranks, text):

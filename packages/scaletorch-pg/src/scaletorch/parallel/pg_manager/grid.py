@@ -1,9 +1,10 @@
-"""The 4D grid [DP, PP, CP, TP] as plain arithmetic: ranks, coordinates, groups, neighbours."""
+"""The 4D grid [DP, PP, CP, TP] as plain arithmetic: coordinates, groups, neighbours, names."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,26 +37,6 @@ class ExpertCoordinates(NamedTuple):
 def default_etp(ep: int, tp: int) -> int:
     """Return the default etp size: experts are sharded over tp unless they are divided over ep."""
     return tp if ep == 1 else 1
-
-
-def wrong_fold(ep: int, etp: int, *, tp: int, cp: int, dp: int) -> str | None:
-    """Return an error message if `ep` and `etp` do not divide the ranks of a stage, else None."""
-    if etp not in (1, tp):
-        legal = "1" if tp == 1 else f"1 (whole experts) or the tp size {tp}"
-        return f"etp size must be {legal}, got {etp}"
-    ranks = tp * cp * dp
-    if ranks % (ep * etp) == 0:
-        return None
-    near = ", ".join(map(str, nearest_divisors(ep, ranks // etp)))
-    return (
-        f"ep * etp = {ep} * {etp} must divide the ranks of a stage, tp * cp * dp = "
-        f"{tp} * {cp} * {dp} = {ranks}; nearest legal ep sizes: {near}"
-    )
-
-
-def nearest_divisors(wanted: int, number: int, count: int = 3) -> list[int]:
-    """Return the divisors of `number` nearest to `wanted` by ratio, best first."""
-    return sorted(divisors(number), key=lambda size: abs(math.log(size / wanted)))[:count]
 
 
 def divisors(number: int) -> list[int]:
@@ -158,9 +139,17 @@ class Grid:
             if type(whole) is not int or whole < 1:
                 raise InvalidArgumentError(f"{axis} size must be a positive int, got {size!r}")
             object.__setattr__(self, axis, whole)
-        problem = wrong_fold(self.ep, self.etp, tp=tp, cp=cp, dp=dp)
-        if problem is not None:
-            raise InvalidArgumentError(problem)
+        if self.etp not in (1, tp):
+            legal = "1" if tp == 1 else f"1 (whole experts) or the tp size {tp}"
+            raise InvalidArgumentError(f"etp size must be {legal}, got {self.etp}")
+        ranks = tp * cp * dp
+        if ranks % (ep * self.etp):
+            sizes = sorted(divisors(ranks // self.etp), key=lambda size: abs(math.log(size / ep)))
+            raise InvalidArgumentError(
+                f"ep * etp = {ep} * {self.etp} must divide the ranks of a stage, tp * cp * dp = "
+                f"{tp} * {cp} * {dp} = {ranks}; nearest legal ep sizes: "
+                f"{', '.join(map(str, sizes[:3]))}"
+            )
 
     def __str__(self) -> str:
         """Short form, such as `TP(2)-CP(1)-PP(2)-DP(1)`, plus `-EP(2)` if it is not plain."""
@@ -321,3 +310,46 @@ def count_communicators(grid: Grid) -> int:
     """
     groups = {grid.group(axis, 0) for axis in AXES if grid.size(axis) > 1}
     return len(groups) + (grid.world_size == grid.pp > 1)
+
+
+_AXIS = r"(dp|pp|cp|tp|ep|etp)(\d+)"
+
+
+def layout_name(grid: Grid) -> str:
+    """Return a layout as `dp x pp x cp x tp`, such as `2x1x2x2`, `2x1x2x2-ep4` or `-ep2-etp2`."""
+    name = f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}" + f"-ep{grid.ep}" * (grid.ep > 1)
+    usual = default_etp(grid.ep, grid.tp)
+    return name if grid.etp == usual else f"{name}-etp{grid.etp}"
+
+
+def parse_layout(text: str) -> Grid:
+    """Parse `2x1x2x2`, `2x1x2x2-ep4` or `2x1x2x2-ep2-etp2`, or axes by name: `dp2-tp2`, `dp4-ep2`.
+
+    Raises:
+        InvalidArgumentError: The text has neither form, or `Grid` refuses its sizes.
+    """
+    named = re.sub(r"^(\d+)x(\d+)x(\d+)x(\d+)(?=-|$)", r"dp\1-pp\2-cp\3-tp\4", text, flags=re.ASCII)
+    words = [re.fullmatch(_AXIS, word, re.ASCII) for word in named.split("-")]
+    sizes = {word[1]: int(word[2]) for word in words if word is not None}
+    if len(sizes) < len(words) or 0 in sizes.values():
+        raise InvalidArgumentError(
+            f"layout {text!r} is neither DPxPPxCPxTP, such as 2x1x2x2, 2x1x2x2-ep4 or "
+            "2x1x2x2-ep2-etp2, nor the same by name, such as dp2-tp2"
+        )
+    return Grid(**sizes)
+
+
+def legal_layouts(world_size: int) -> Iterator[Grid]:
+    """Return every plain layout (`ep` 1) of `world_size` ranks.
+
+    Raises:
+        InvalidArgumentError: `world_size` is less than 1.
+    """
+    if type(world_size) is not int or world_size < 1:
+        raise InvalidArgumentError(f"world_size must be a positive int, got {world_size!r}")
+    return (
+        Grid(tp=tp, cp=cp, pp=pp, dp=world_size // tp // cp // pp)
+        for tp in divisors(world_size)
+        for cp in divisors(world_size // tp)
+        for pp in divisors(world_size // tp // cp)
+    )

@@ -29,7 +29,7 @@ from ...dist import (
     group_ranks,
 )
 from ...dist.building import agree, all_to_all_flat, one_per_process
-from ...dist.errors import InvalidArgumentError, StateError
+from ...dist.errors import InvalidArgumentError
 from .grid import AXES, Grid, axis_names
 
 # Distance from the numbers of groups that the program creates itself.
@@ -114,14 +114,11 @@ def destroy_within(parent: ProcessGroup) -> None:
             torch_dist.destroy_process_group(group)
 
 
-_AXIS_OF = {axis_names(axis): axis for axis in AXES}
-
-
 def grouped_axis(axis: str) -> str:
     """Return the name in `AXES` for an axis that has groups, such as `"cp_dp"` for `"dp_cp"`."""
     if axis in AXES:
         return axis
-    name = _AXIS_OF.get(axis_names(axis))
+    name = {axis_names(each): each for each in AXES}.get(axis_names(axis))
     if name is None:
         legal = ", ".join(AXES)
         raise InvalidArgumentError(f"axis {axis!r} has no process group: expected one of {legal}")
@@ -149,15 +146,13 @@ class GroupSet:
                 self._create_all()
         except Exception as error:
             problem = error
-        # Also a barrier until all groups exist: a rank that went on and destroyed a group would
-        # cut off members that are still connecting.
-        failed = max(agree("the process groups", [], note=-1 if problem is None else rank))
-        if failed >= 0:
+        try:
+            # Also a barrier until all groups exist: a rank that went on and destroyed a group would
+            # cut off members that are still connecting.
+            agree("the process groups", [], error=problem)
+        except Exception:
             self.destroy()
-            raise problem or StateError(
-                f"rank {rank}: the process groups cannot be used, as rank {failed} failed to make "
-                "its own; see that rank's error"
-            )
+            raise
         for group in dict.fromkeys(map(self.get, self._by_axis)):
             connect(group)
 
@@ -183,26 +178,21 @@ class GroupSet:
         for axis in AXES:
             members = self._grid.group(axis, self._rank)
             group = known.get(members)
-            if axis == "pp" and group is not None and len(members) > 1 and has_streams():
+            if group is None or (axis == "pp" and len(members) > 1 and has_streams()):
                 group = _new_group(self._grid, axis, members)
                 self._created.append(ref(group))
-            if group is None:
-                group = known[members] = _new_group(self._grid, axis, members)
-                self._created.append(ref(group))
+                known.setdefault(members, group)
             self._by_axis[axis] = ref(group)
 
 
 def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:
+    alone = get_backend() != "mpi"  # with MPI all ranks must create every group
     options: dict[str, Any] = {"timeout": get_timeout(), "group_desc": f"scaletorch_{axis}"}
-    group: ProcessGroup
-    if get_backend() != "mpi":
-        group = torch_dist.new_group(list(members), use_local_synchronization=True, **options)
-        return group
-    for ranks in grid.groups(axis):  # with MPI all ranks must create every group
-        created = torch_dist.new_group(list(ranks), **options)
-        if ranks == members:
-            group = created
-    return group
+    groups: dict[tuple[int, ...], ProcessGroup] = {
+        ranks: torch_dist.new_group(list(ranks), use_local_synchronization=alone, **options)
+        for ranks in ([members] if alone else grid.groups(axis))
+    }
+    return groups[members]
 
 
 def has_streams(group: ProcessGroup | None = None) -> bool:

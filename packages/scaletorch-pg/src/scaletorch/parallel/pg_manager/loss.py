@@ -63,18 +63,16 @@ def global_token_count(
         InvalidArgumentError: Labels are not integer tensors.
     """
     count = 0
-    if not isinstance(labels, Iterable):
-        raise InvalidArgumentError(f"labels must be integer tensors, got {type(labels).__name__}")
     for each in [labels] if isinstance(labels, Tensor) else labels:
         if not isinstance(each, Tensor) or each.is_floating_point() or each.is_complex():
             given = each.dtype if isinstance(each, Tensor) else type(each).__name__
             raise InvalidArgumentError(f"labels must be integer tensors, got {given}")
         count += int((each != ignore_index).sum())
-    return int(_sum_counts(count, axis_group("cp_dp", group)))
+    return _sum_counts(count, axis_group("cp_dp", group))
 
 
 def global_token_mean(
-    loss_sum: Tensor, count: int | float | Tensor, group: ProcessGroup | None = None
+    loss_sum: Tensor, count: int | Tensor, group: ProcessGroup | None = None
 ) -> Tensor:
     """Return the mean loss over the global batch, the same on every rank.
 
@@ -83,8 +81,7 @@ def global_token_mean(
 
     Args:
         loss_sum: The sum of this rank's token losses, one floating-point element.
-        count: This rank's number of valid tokens (or their weights' sum); 0 is fine. Counts
-            are exact up to 2**63, weights are summed in float64.
+        count: This rank's number of valid tokens; 0 is fine.
         group: The ranks that share the batch, by default the `cp_dp` axis.
 
     Returns:
@@ -93,12 +90,12 @@ def global_token_mean(
 
     Raises:
         InvalidArgumentError: `loss_sum` is not one floating-point element, or `count` is not
-            a number of at least 0.
+            a whole number of at least 0.
     """
     return mean_over(loss_sum, count, axis_group("cp_dp", group))
 
 
-def mean_over(loss_sum: Tensor, count: int | float | Tensor, group: ProcessGroup | None) -> Tensor:
+def mean_over(loss_sum: Tensor, count: int | Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the mean of `global_token_mean` over exactly this group; None means one process."""
     fits = isinstance(loss_sum, Tensor) and loss_sum.is_floating_point() and loss_sum.numel() == 1
     if not fits:
@@ -106,9 +103,9 @@ def mean_over(loss_sum: Tensor, count: int | float | Tensor, group: ProcessGroup
         message = f"loss_sum must be a floating-point tensor of one element, got {given}"
         raise InvalidArgumentError(message)
     number = count.detach().item() if isinstance(count, Tensor) and count.numel() == 1 else count
-    if not isinstance(number, int | float) or not 0 <= number < float("inf"):
-        raise InvalidArgumentError(f"count must be a finite number of at least 0, got {count!r}")
-    total = _sum_counts(number, group)
+    if not isinstance(number, int | float) or number < 0 or number % 1:  # NaN and inf have a rest
+        raise InvalidArgumentError(f"count must be a whole number of at least 0, got {count!r}")
+    total = _sum_counts(int(number), group)
     if total == 0:
         # Keep the graph, so that backward reaches the parameters and their hooks on this rank.
         return loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0.0
@@ -118,18 +115,9 @@ def mean_over(loss_sum: Tensor, count: int | float | Tensor, group: ProcessGroup
     return loss_sum / total
 
 
-def _sum_counts(number: int | float, group: ProcessGroup | None) -> int | float:
-    """Sum a number over the group: integers exactly, others in float64."""
+def _sum_counts(number: int, group: ProcessGroup | None) -> int:
     if group is None:
         return number
-    whole = isinstance(number, int)
-    # A rank with an integer must learn that another rank has a float: both have 8 bytes, and a
-    # reduction would silently add integer and float bits.
-    sums = torch.tensor([number if whole else 0, 0 if whole else 1])
-    all_reduce(sums, "sum", group=group)
-    total, fractional = sums.tolist()
-    if not fractional:
-        return int(total)
-    weights = torch.tensor([0.0 if whole else number], dtype=torch.float64)
-    all_reduce(weights, "sum", group=group)
-    return float(total + weights.item())
+    total = torch.tensor(number)
+    all_reduce(total, "sum", group=group)
+    return int(total)

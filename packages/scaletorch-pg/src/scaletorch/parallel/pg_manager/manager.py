@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,12 +18,8 @@ from ...dist import (
 )
 from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
-from .grid import AXES, EXPERT_AXES, ORDER, Grid
+from .grid import AXES, ORDER, Grid
 from .groups import GroupSet, first_unused_number, grouped_axis
-from .layouts import place_text, wrong_product
-
-# Mesh dims of experts; FSDP2 wants the replicating dim (edp) before the sharding one (ep).
-EXPERT_DIMS = ("edp", "pp", "ep", "etp")
 
 _current: ProcessGroupManager | None = None
 
@@ -67,8 +62,8 @@ class ProcessGroupManager:
 
     Raises:
         InvalidArgumentError: The sizes are invalid, or their product is not the world size.
-        MismatchError: Ranks were given different sizes; raised on every rank.
-        StateError: Another rank could not create its groups.
+        MismatchError: Ranks were given different sizes, or another rank could not create its
+            groups; raised on every rank.
     """
 
     tp_group: ProcessGroup | None
@@ -155,16 +150,24 @@ class ProcessGroupManager:
         ep_size: int = 1, etp_size: int | None = None,
     ) -> None:  # fmt: skip
         sizes = tp_size, cp_size, pp_size, dp_size, ep_size, etp_size
-        self.grid, first_number = _agreed_grid(sizes)
+        problem = caught(Grid, *sizes)  # raised after the other ranks know of it
+        self.grid = grid = Grid(*sizes) if problem is None else Grid()
+        numbers = agree("the layout", [str(grid)], error=problem, note=first_unused_number())
+        world_size = get_world_size()
+        if grid.world_size != world_size:
+            raise InvalidArgumentError(
+                f"the layout needs tp * cp * pp * dp = {grid.tp} * {grid.cp} * {grid.pp} * "
+                f"{grid.dp} = {grid.world_size} ranks, but the world has {world_size}: choose "
+                f"sizes whose product is {world_size}"
+            )
         self.global_rank = get_rank()
         self.local_rank = get_local_rank()
-        self._destroyed = False
         self._groups: GroupSet | None = None
         if get_default_group() is not None:
-            self._groups = GroupSet(self.grid, self.global_rank, first_number)
-        self._meshes: dict[str, DeviceMesh] = {}
+            self._groups = GroupSet(grid, self.global_rank, max(numbers))
+        self._mesh: DeviceMesh | None = None
         for axis in AXES:
-            members = list(self.grid.group(axis, self.global_rank))
+            members = list(grid.group(axis, self.global_rank))
             setattr(self, f"{axis}_size", len(members))
             if axis != "world":
                 setattr(self, f"{axis}_world_size", len(members))
@@ -172,9 +175,8 @@ class ProcessGroupManager:
             setattr(self, f"{axis}_first_rank", members[0])
             setattr(self, f"{axis}_last_rank", members[-1])
             setattr(self, f"{axis}_group_ids", members)
-        ring = self.grid.ring_neighbours("cp", self.global_rank)
-        self.cp_send_rank, self.cp_recv_rank = ring
-        self.pp_prev_rank, self.pp_next_rank = self.grid.pipeline_neighbours(self.global_rank)
+        self.cp_send_rank, self.cp_recv_rank = grid.ring_neighbours("cp", self.global_rank)
+        self.pp_prev_rank, self.pp_next_rank = grid.pipeline_neighbours(self.global_rank)
         self.pp_is_first_stage = self.pp_prev_rank is None
         self.pp_is_last_stage = self.pp_next_rank is None
 
@@ -221,40 +223,17 @@ class ProcessGroupManager:
         Slice it for FSDP2, DTensor and torch.distributed.checkpoint: `device_mesh["dp"]`.
 
         Raises:
-            StateError: Without torch.distributed there are no groups to describe.
+            StateError: Without torch.distributed there are no groups to describe, or they are gone.
         """
-        shape = [getattr(self.grid, axis) for axis in ORDER]
-        return self._mesh("device_mesh", torch.arange(self.world_size).view(shape), ORDER)
-
-    @property
-    def expert_mesh(self) -> DeviceMesh:
-        """A DeviceMesh `("edp", "pp", "ep", "etp")` over the same groups, created on first access.
-
-        Use it for experts, and `device_mesh` for other layers. Shard or replicate the copies of an
-        expert over `expert_mesh["edp"]`; `Shard(0)` over `"ep"` divides experts among ranks.
-
-        Raises:
-            StateError: Without torch.distributed there are no groups to describe.
-        """
-        grid = self.grid
-        stages = torch.arange(grid.world_size).view(grid.dp, grid.pp, -1).transpose(0, 1)
-        ranks = stages.reshape(grid.pp, grid.edp, grid.ep, grid.etp).transpose(0, 1)
-        return self._mesh("expert_mesh", ranks, EXPERT_DIMS)
-
-    def _mesh(self, name: str, ranks: Tensor, dims: tuple[str, ...]) -> DeviceMesh:
-        """Return a mesh over the groups that exist already, created once."""
-        if self._groups is None or not self.is_alive():
-            raise StateError(
-                f"{name} needs process groups: make the manager after init_dist "
-                "and use the mesh before the manager is destroyed"
-            )
-        if name not in self._meshes:
-            groups = [group for axis in dims if (group := self.group(axis)) is not None]
+        groups = [group for axis in ORDER if (group := self.group(axis)) is not None]
+        if not groups:
+            raise StateError("device_mesh needs process groups: make the manager after init_dist")
+        if self._mesh is None:
+            shape = [getattr(self.grid, axis) for axis in ORDER]
+            ranks = torch.arange(self.world_size, dtype=torch.int).view(shape)
             device = get_comm_device().type
-            self._meshes[name] = DeviceMesh.from_group(
-                groups, device, mesh=ranks.int(), mesh_dim_names=dims
-            )
-        return self._meshes[name]
+            self._mesh = DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=ORDER)
+        return self._mesh
 
     def get_info(self) -> dict[str, Any]:
         """Return layout, coordinates and groups as plain data (ints, strings, lists, dicts)."""
@@ -276,13 +255,10 @@ class ProcessGroupManager:
         """Destroy the groups that the manager created, not WORLD; a second call does nothing."""
         if self._groups is not None and self.is_alive():
             self._groups.destroy()
-        self._meshes.clear()
-        self._destroyed = True
+        self._mesh = None
 
     def is_alive(self) -> bool:
         """Return whether the groups exist: neither they nor the default group were destroyed."""
-        if self._destroyed:
-            return False
         if self._groups is None:
             return get_default_group() is None
         world = self._groups.get("world")
@@ -298,7 +274,7 @@ def setup_process_group_manager(
     Raises:
         StateError: A manager is set up already.
         InvalidArgumentError: The sizes are invalid, or their product is not the world size.
-        MismatchError: Ranks were given different sizes; raised on every rank.
+        MismatchError: As for `ProcessGroupManager`.
     """
     global _current
     old = get_process_group_manager()
@@ -335,17 +311,6 @@ def destroy_process_group_manager() -> None:
         old.destroy()
 
 
-def _agreed_grid(sizes: tuple[Any, ...]) -> tuple[Grid, int]:
-    """Return the layout that all ranks agree on, and the first number for group names."""
-    problem = caught(Grid, *sizes)  # raised after the other ranks know of it
-    grid = Grid(*sizes) if problem is None else Grid()
-    numbers = agree("the layout", [str(grid)], error=problem, note=first_unused_number())
-    world_size = get_world_size()
-    if grid.world_size != world_size:
-        raise InvalidArgumentError(wrong_product(grid, world_size))
-    return grid, max(numbers)
-
-
 def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | None:
     """Return the group a strategy communicates over.
 
@@ -372,11 +337,10 @@ def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | N
     world_size = get_world_size()
     if world_size == 1:
         return None
-    sizes = "tp_size, cp_size, pp_size, dp_size" + ", ep_size" * (name in EXPERT_AXES)
     raise StateError(
         f"{describe_rank()}: no process group for the {name} axis: this program runs "
         f"{world_size} ranks and has no process group manager; pass group=..., "
-        f"or call setup_process_group_manager({sizes}) first"
+        "or call setup_process_group_manager first"
     )
 
 
@@ -388,4 +352,6 @@ def describe_rank() -> str:
     manager = get_process_group_manager()
     if manager is None:
         return f"rank {get_rank()}"
-    return f"rank {manager.global_rank} ({place_text(manager.grid, manager.global_rank)})"
+    grid, rank = manager.grid, manager.global_rank
+    experts = "" if grid.is_plain else f" {grid.expert_coordinates(rank)}"
+    return f"rank {rank} ({grid.coordinates(rank)}{experts})"

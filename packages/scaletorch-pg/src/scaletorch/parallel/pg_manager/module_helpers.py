@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -85,19 +85,13 @@ def _hide_all() -> None:
 
 M = TypeVar("M", bound=nn.Module)
 
-_SUBCLASSES: dict[tuple[type[nn.Module], type[nn.Module], str], type[Any]] = {}
 
-
+@cache
 def class_before(mixin: type[nn.Module], own: type[nn.Module], name: str) -> type[Any]:
     """Return the class `name` with the bases (`mixin`, `own`); equal calls return the same one."""
-    key = mixin, own, name
-    if key not in _SUBCLASSES:
-        # Report the origin and docstring of the module's own class.
-        place = {"__module__": own.__module__, "__doc__": own.__doc__}
-        _SUBCLASSES[key] = types.new_class(
-            name, (mixin, own), exec_body=lambda namespace: namespace.update(place)
-        )
-    return _SUBCLASSES[key]
+    # Report the origin and docstring of the module's own class.
+    place = {"__module__": own.__module__, "__doc__": own.__doc__}
+    return types.new_class(name, (mixin, own), exec_body=lambda namespace: namespace.update(place))
 
 
 def deep_copy(module: M, own: Callable[[Any], M] | None, memo: dict[int, Any]) -> M:
@@ -160,13 +154,12 @@ def divided_modules(model: nn.Module, over: ProcessGroup | None = None) -> set[n
     Modules divided over ranks of which `over` contains at most one are left out.
     """
     ranks = None if over is None else {*group_ranks(over)}
-    marked = [module for module in model.modules() if _is_divided(module, ranks)]
-    return {inner for module in marked for inner in module.modules()}
-
-
-def _is_divided(module: nn.Module, ranks: set[int] | None) -> bool:
-    of = vars(module).get(_MARK)
-    return of is not None and (ranks is None or not of or len(ranks.intersection(of)) > 1)
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        of = vars(module).get(_MARK)
+        if of is not None and (ranks is None or not of or len(ranks.intersection(of)) > 1):
+            found.update(module.modules())
+    return found
 
 
 _STAGED = "_runs_as_stages"

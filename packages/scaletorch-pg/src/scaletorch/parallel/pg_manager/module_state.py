@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PLAIN = (bool, int, float, complex, str, type(None), Tensor)
+_VALUES = (int, float, complex, str)
+_PLAIN = (*_VALUES, type(None), Tensor)
 _CONTAINERS = (list, dict, set, deque)
 _OF_TORCH = frozenset(vars(nn.Module())) | {"_is_hf_initialized"}
 # Packages of this library; tests and user code in the same namespace are not among them.
@@ -81,19 +82,10 @@ class Attributes:
 
 def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two values are equal numbers or strings, one object, or tuples of these."""
-    if one is other:
-        return True
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(_are_equal, one, other))
-    numbers = bool, int, float, complex, str
-    return isinstance(one, numbers) and isinstance(other, numbers) and one == other
-
-
-def _have_equal_values(one: Tensor, other: Tensor) -> bool:
-    if torch.equal(one, other) or not one.is_floating_point():
-        return torch.equal(one, other)
-    nan = one.isnan()
-    return torch.equal(nan, other.isnan()) and torch.equal(one[~nan], other[~nan])
+    values = isinstance(one, _VALUES) and isinstance(other, _VALUES)
+    return one is other or (values and bool(one == other))
 
 
 def _is_data(value: object) -> bool:
@@ -144,7 +136,8 @@ class ModuleState:
         self._attributes.put_back()
         with torch.no_grad():
             for held, name, tensor, values in self._tensors:
-                if not _have_equal_values(tensor, values):  # a write would break a later backward
+                same = torch.equal(tensor, values)  # a write would break a later backward
+                if not (same or torch.allclose(tensor, values, rtol=0, atol=0, equal_nan=True)):
                     tensor.copy_(values)
                 held[name] = tensor
 

@@ -6,9 +6,9 @@ from .grid import Grid as Grid
 from .grid import PipelineNeighbours as PipelineNeighbours
 from .grid import RingNeighbours as RingNeighbours
 from .grid import count_communicators as count_communicators
-from .layouts import layout_name as layout_name
-from .layouts import legal_layouts as legal_layouts
-from .layouts import parse_layout as parse_layout
+from .grid import layout_name as layout_name
+from .grid import legal_layouts as legal_layouts
+from .grid import parse_layout as parse_layout
 from .loss import IGNORED as IGNORED
 from .loss import global_token_count as global_token_count
 from .loss import global_token_mean as global_token_mean

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
 STEPS = 3  # step 2 shows the state that step 1 left; step 3, how step 2 changed it
@@ -39,28 +39,25 @@ class Scope(IntEnum):
     @property
     def words(self) -> str:
         """Description for messages."""
-        return _WORDS[self]
+        return {
+            Scope.ELEMENT: "treats every element alike",
+            Scope.PARAMETER: "looks at whole parameters",
+            Scope.OTHERS: "looks at several parameters at once, or draws at random",
+            Scope.UNKNOWN: "cannot be tried on a matrix of its own (its step takes a closure, its "
+            "gradients must be sparse, or its constructor takes what its groups do not have), so "
+            "what its update depends on is unknown",
+        }[self]
 
-
-_WORDS = {
-    Scope.ELEMENT: "treats every element alike",
-    Scope.PARAMETER: "looks at whole parameters",
-    Scope.OTHERS: "looks at several parameters at once, or draws at random",
-    Scope.UNKNOWN: "cannot be tried on a matrix of its own (its step takes a closure, its "
-    "gradients must be sparse, or its constructor takes what its groups do not have), so what "
-    "its update depends on is unknown",
-}
 
 # torch's own optimizers need no trial.
-_KNOWN = {
+_SCOPES: dict[type[Optimizer], Scope] = {
     **dict.fromkeys(
-        ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
-         "Rprop", "SGD"),
+        (optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax,
+         optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
         Scope.ELEMENT,
     ),
-    **dict.fromkeys(("Adafactor", "Muon"), Scope.PARAMETER),
+    **dict.fromkeys((optim.Adafactor, optim.Muon), Scope.PARAMETER),
 }  # fmt: skip
-_SCOPES = {getattr(torch.optim, name): scope for name, scope in _KNOWN.items()}
 
 
 def known_elementwise(optimizer: Optimizer) -> bool:
@@ -131,29 +128,20 @@ def _updates(
 
 def _compare(updates: Callable[..., list[Tensor]], device: torch.device) -> Scope:
     """Return the scope of an optimizer, trying shapes until one shows more than `ELEMENT`."""
-    for shape in SHAPES:
+    for shape, cuts in SHAPES.items():
         matrices = _matrices(shape, device)
         weights, gradients = matrices[:2], matrices[2:]
         separate = [updates([w], [g])[0] for w, g in zip(weights, gradients, strict=True)]
         if not separate[0].any():  # no update: the trial shows nothing
             return Scope.UNKNOWN
-        if _halves_differ(updates, weights[0], gradients[0], separate[0]):
-            together = updates(weights, gradients)
-            alike = all(map(_close, together, separate))
-            return Scope.PARAMETER if alike else Scope.OTHERS
+        for dim in range(2):  # do two halves of a matrix get another update than the full one?
+            halves = (x.tensor_split([cuts[dim]], dim) for x in (weights[0], gradients[0]))
+            joined = [updates([w], [g])[0] for w, g in zip(*halves, strict=True)]
+            if not _close(torch.cat(joined, dim), separate[0]):
+                together = updates(weights, gradients)
+                alike = all(map(_close, together, separate))
+                return Scope.PARAMETER if alike else Scope.OTHERS
     return Scope.ELEMENT
-
-
-def _halves_differ(
-    updates: Callable[..., list[Tensor]], weight: Tensor, gradient: Tensor, expected: Tensor
-) -> bool:
-    """Return whether two halves of a matrix get another update than the full one."""
-    for dim in range(2):
-        halves = zip(_halves(weight, dim), _halves(gradient, dim), strict=True)
-        joined = torch.cat([updates([w], [g])[0] for w, g in halves], dim)
-        if not _close(joined, expected):
-            return True
-    return False
 
 
 def _matrices(shape: tuple[int, int], device: torch.device) -> list[Tensor]:
@@ -162,11 +150,6 @@ def _matrices(shape: tuple[int, int], device: torch.device) -> list[Tensor]:
     # Scale rows and columns, so that the norms of halves differ clearly.
     rows, columns = (torch.linspace(0.1, 2.0, size) for size in shape)
     return [(matrix * rows[:, None] * columns).to(device) for matrix in drawn]
-
-
-def _halves(matrix: Tensor, dim: int) -> list[Tensor]:
-    cut = SHAPES[matrix.shape[0], matrix.shape[1]][dim]
-    return [half.contiguous() for half in matrix.tensor_split([cut], dim)]
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -74,12 +74,10 @@ class Cut:
 
     def times(self, length: int) -> Cut:
         """Return the cut scaled by `length`: every index becomes a block that stays whole."""
-        return Cut(
-            tuple(
-                tuple(range(r.start * length, r.stop * length) for r in held)
-                for held in self.ranges
-            )
+        scaled = (
+            tuple(range(r.start * length, r.stop * length) for r in held) for held in self.ranges
         )
+        return Cut(tuple(scaled))
 
     def take(self, full: Tensor, dim: int, rank: int) -> Tensor:
         """Return the shard of `rank`: a view of `full`, or a copy if it has several ranges."""
