@@ -63,10 +63,16 @@ def norm_over(
     """
     order = _checked_order(norm_type)
     check_module(model)
-    total = _power_sum(gradients, order, _device_of(model, groups))
+    dtype, first = torch.float32, next(model.parameters(), None)
+    for parameter in model.parameters():
+        dtype = torch.promote_types(dtype, parameter.dtype.to_real())
+    device = get_comm_device(groups[0] if groups else None) if first is None else first.device
+    total = _power_sum(gradients, order, device)
     for group in groups:
         all_reduce(total, "max" if order == math.inf else "sum", group)
-    return _root(total, order, model)
+    if order not in (1.0, math.inf):
+        total = total.sqrt() if order == 2.0 else total.pow(1 / order)
+    return total.to(dtype)
 
 
 def clip_grad_norm_(
@@ -209,22 +215,6 @@ def _power_sum(gradients: Iterable[Tensor], order: float, device: torch.device) 
     return joined.amax() if order == math.inf else joined.pow(order).sum()
 
 
-def _root(total: Tensor, order: float, model: nn.Module) -> Tensor:
-    """Return the norm from all ranks' `_power_sum`, in the parameters' dtype, float32 at least."""
-    dtype = torch.float32
-    for parameter in model.parameters():
-        dtype = torch.promote_types(dtype, parameter.dtype.to_real())
-    if order in (1.0, math.inf):
-        return total.to(dtype)
-    return (total.sqrt() if order == 2.0 else total.pow(1 / order)).to(dtype)
-
-
-def _device_of(model: nn.Module, groups: Sequence[ProcessGroup | None]) -> torch.device:
-    """Return the first parameter's device, or without parameters the communication device."""
-    first = next(model.parameters(), None)
-    return first.device if first is not None else get_comm_device(groups[0] if groups else None)
-
-
 def _checked_order(norm_type: float) -> float:
     """Return `norm_type` as a float, or refuse it."""
     try:
@@ -300,16 +290,13 @@ class GradScaler(torch.amp.GradScaler):
         group: ProcessGroup | None = None,
     ) -> None:
         kind = current_device().type if device is None else torch.device(device).type
-        if not 0 < init_scale < math.inf:
-            message = f"init_scale must be a finite number above 0, got {init_scale!r}"
-            raise InvalidArgumentError(message)
-        if not (1 < growth_factor < math.inf and 0 < backoff_factor < 1 <= growth_interval):
-            message = (
-                "growth_factor must be a finite number above 1, backoff_factor between 0 and 1, "
-                "and growth_interval at least 1 step, got "
-                f"{growth_factor!r}, {backoff_factor!r} and {growth_interval!r}"
+        grows = 0 < init_scale < math.inf and 1 < growth_factor < math.inf
+        if not (grows and 0 < backoff_factor < 1 <= growth_interval):
+            raise InvalidArgumentError(
+                "init_scale must be above 0 and finite, growth_factor above 1 and finite, "
+                "backoff_factor between 0 and 1, and growth_interval at least 1 step, got "
+                f"{init_scale!r}, {growth_factor!r}, {backoff_factor!r} and {growth_interval!r}"
             )
-            raise InvalidArgumentError(message)
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if self._enabled:
             self._group = axis_group("world", group)

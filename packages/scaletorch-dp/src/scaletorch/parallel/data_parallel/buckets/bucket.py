@@ -268,7 +268,7 @@ class Bucket:
         """Prepare for another backward; keep gradients that have already arrived."""
         self.launched = False
         self._missing = set(self._places)
-        self._used: dict[int, int] = {}
+        self._used = [False] * len(self.slots)  # whether this rank has a gradient
         self._finite: Tensor | None = None  # bool, one for each slot
         self._work: Work[Tensor] | None = None
 
@@ -298,9 +298,7 @@ class Bucket:
 
     def place(self, slot: Slot) -> Tensor:
         """Return the memory of one parameter's gradient; its values are arbitrary."""
-        start = self._places[slot.index]
-        memory = self._own_buffer()[start : start + slot.parameter.numel()]
-        return memory.view(slot.parameter.shape)
+        return self._view(self._own_buffer(), slot)
 
     def mark_ready(self, index: int) -> None:
         """Note that a parameter has its gradient."""
@@ -314,9 +312,7 @@ class Bucket:
     @torch.no_grad()
     def launch(self, reduction: Reduction, *, check_finite: bool = False) -> None:
         """Start reducing the buffer, with zeros for parameters without one on this rank."""
-        for slot in self.slots:
-            used = slot.take(self.place(slot))
-            self._used[slot.index] = USED if used else UNUSED
+        self._used = [slot.take(self.place(slot)) for slot in self.slots]
         buffer, self._buffer = self._own_buffer(), None
         buffer[self.elements :] = 0
         if check_finite:
@@ -335,8 +331,8 @@ class Bucket:
     def flags(self) -> Iterator[tuple[Slot, int]]:
         """Yield the parameters with this rank's flags."""
         finite = [True] * len(self.slots) if self._finite is None else self._finite.tolist()
-        for slot, fine in zip(self.slots, finite, strict=True):
-            flag = self._used.get(slot.index, UNUSED) if fine else NONFINITE
+        for slot, used, fine in zip(self.slots, self._used, finite, strict=True):
+            flag = (USED if used else UNUSED) if fine else NONFINITE
             yield slot, LATE if slot.local else flag  # late: a gradient came after the launch
 
     def wait(self) -> None:
@@ -366,8 +362,11 @@ class Bucket:
 
     def _views(self, buffer: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         for slot in self.slots:
-            start, parameter = self._places[slot.index], slot.parameter
-            yield slot, buffer[start : start + parameter.numel()].view(parameter.shape)
+            yield slot, self._view(buffer, slot)
+
+    def _view(self, buffer: Tensor, slot: Slot) -> Tensor:
+        start, parameter = self._places[slot.index], slot.parameter
+        return buffer[start : start + parameter.numel()].view(parameter.shape)
 
     def _own_buffer(self) -> Tensor:
         if self._buffer is None:

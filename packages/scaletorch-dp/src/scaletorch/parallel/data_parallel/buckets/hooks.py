@@ -39,7 +39,6 @@ class GradientSync:
     def __init__(self, managers: Iterable[BucketManager], *, overlap: bool) -> None:
         self.enabled = True
         self.completed = 0  # synchronisations so far
-        self.failed: list[ScaletorchError] = []  # errors of the last one, until they are raised
         self.held: list[NonFiniteError] | None = None  # collects errors for the caller
         self.managers = tuple(managers)
         self.groups = tuple(manager.reduction.group for manager in self.managers)
@@ -88,7 +87,9 @@ class GradientSync:
         if self._attached and self.syncs:
             for manager in self._attached:
                 manager.open()
-            self._finish()
+            errors: list[ScaletorchError] = []
+            self._finish(errors)
+            raise_first(errors)
 
     def reset(self) -> None:
         """Forget all gradients and all reductions in flight."""
@@ -165,18 +166,18 @@ class GradientSync:
         # Callbacks run in the order of the wrappers' first gradients, which may differ between
         # ranks. So the first callback ends all wrappers, in the order of their numbers.
         ending = [sync for sync in self._alive if sync._root == task]
-        ending.sort(key=lambda sync: sync._serial)
-        for sync in ending:  # all, even if one has errors: other ranks end theirs too
-            sync._end()
-        raise_failed([sync for sync in ending if isinstance(sync, GradientSync)])
+        errors: list[ScaletorchError] = []
+        for sync in sorted(ending, key=lambda sync: sync._serial):
+            sync._end(errors)  # all, even if one has errors: other ranks end theirs too
+        raise_first(errors)
 
-    def _end(self) -> None:
+    def _end(self, errors: list[ScaletorchError]) -> None:
         if self._touched and self.syncs:
-            self._finish()
+            self._finish(errors)
         else:
             self._close()
 
-    def _finish(self) -> None:
+    def _finish(self, errors: list[ScaletorchError]) -> None:
         self._forget_backward()
         # All managers, even after an error: the ranks of their groups may have none, and wait.
         for manager in self._attached:
@@ -184,9 +185,9 @@ class GradientSync:
                 try:
                     finish()
                 except NonFiniteError as error:
-                    (self.failed if self.held is None else self.held).append(error)
+                    errors.append(error) if self.held is None else self.held.append(error)
                 except (MismatchError, StateError) as error:
-                    self.failed.append(error)
+                    errors.append(error)
         self.completed += 1
 
     def _close(self) -> None:
@@ -247,12 +248,12 @@ def refuse_taken(parameters: Named) -> None:
 
 
 class WrappedParameters:
-    """The parameters that a module had when it was wrapped; none are summed if it is `copied`."""
+    """The parameters that a module had when it was wrapped; None for a deep copy."""
 
-    def __init__(self, parameters: Named, *, copied: bool = False) -> None:
-        self._copied = copied
+    def __init__(self, parameters: Named | None) -> None:
+        self._copied = parameters is None
         # The parameters are kept alive, so that the ids stay theirs.
-        self._synchronised = {id(p): p for _, p in parameters if p.requires_grad}
+        self._synchronised = {id(p): p for _, p in parameters or () if p.requires_grad}
 
     def refuse_others(self, module: nn.Module) -> None:
         """Refuse parameters whose gradients would not be summed: late ones, and those of copies."""
@@ -299,11 +300,7 @@ def remove_hooks(handles: Iterable[Any]) -> None:
         handle.remove()
 
 
-def raise_failed(syncs: Iterable[GradientSync]) -> None:
-    """Raise the first error of the last synchronisations that the caller does not collect."""
-    found: list[ScaletorchError] = []
-    for sync in syncs:
-        found += sync.failed
-        sync.failed = []
-    if found:
-        raise found.pop(0)  # not kept in the list: its traceback holds this frame
+def raise_first(errors: list[ScaletorchError]) -> None:
+    """Raise the first error, if there is one."""
+    if errors:
+        raise errors.pop(0)  # not kept in the list: its traceback holds this frame

@@ -301,11 +301,9 @@ class ShardedBucket(Bucket):
 
     def _own_ranges(self, own: Tensor) -> Iterator[tuple[int, Shard, Tensor]]:
         """Yield the index of a slot, its shard on this rank, and its range of `own`."""
-        start = 0
         for index, shard in self._shard_of.items():
-            length = shard.stop - shard.start
-            yield index, shard, own[start : start + length]
-            start += length
+            start = self._places[index] + shard.start - self.own.start
+            yield index, shard, own[start : start + shard.stop - shard.start]
 
     def _own_shards(self, own: range, whole: bool) -> Iterator[tuple[int, Shard]]:
         for slot in self.slots:
@@ -331,8 +329,7 @@ class ShardedBucket(Bucket):
     @torch.no_grad()
     def _move_parameters(self) -> Tensor:
         first = self.slots[0].parameter
-        values = torch.empty(self.length, dtype=first.dtype, device=first.device)
-        values.zero_()
+        values = torch.zeros(self.length, dtype=first.dtype, device=first.device)
         for slot, view in self._views(values):
             view.copy_(slot.parameter)
             slot.parameter.data = view
