@@ -161,11 +161,10 @@ class DataParallelBucket(ModuleWrapper):
         """
         stage_backward = getattr(self.module, "backward", None)
         if stage_backward is None:
-            message = (
+            raise StateError(
                 f"{type(self.module).__name__} has no backward(input_tensor, output_tensor, "
                 "output_tensor_grad): that call is for pipeline stages, others use loss.backward()"
             )
-            raise StateError(message)
         completed = self._sync.completed
         for manager in self._sync.managers:
             if manager.eager:
@@ -232,11 +231,10 @@ class DataParallelBucket(ModuleWrapper):
         return twin
 
     def __getstate__(self) -> NoReturn:
-        message = (
+        raise StateError(
             f"{type(self).__name__} cannot be pickled, since its hooks and group would stay "
             "behind: save its state_dict() instead"
         )
-        raise StateError(message)
 
     def use_shards(self, shards: list[Shard], gather: ParameterGather) -> None:
         """Note the shards that optimizers update on this rank; `shard_optimizer` calls it."""
@@ -283,16 +281,15 @@ def _check_arguments(
     module: object, grad_type: object, bucket_size: object, init_sync: object
 ) -> None:
     if not isinstance(module, nn.Module):
-        message = f"module must be a torch.nn.Module, got {type(module).__name__}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     if isinstance(bucket_size, bool) or not isinstance(bucket_size, int) or bucket_size < 1:
-        message = f"bucket_size must be a number of elements, at least 1, got {bucket_size!r}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(
+            f"bucket_size must be a number of elements, at least 1, got {bucket_size!r}"
+        )
     check_floating("grad_type", grad_type)
     if init_sync not in INIT_SYNCS:
         known = ", ".join(map(repr, INIT_SYNCS))
-        message = f"init_sync must be one of {known}, got {init_sync!r}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"init_sync must be one of {known}, got {init_sync!r}")
 
 
 def _agree(
@@ -338,16 +335,13 @@ def widened(wrapper: DataParallelBucket) -> Iterator[None]:
     wrapper.reset()
     narrow = [(p, p.data) for p in wrapper.parameters() if p.dtype in NARROW]
     with ExitStack() as undo:
-        undo.callback(_restore_values, narrow)  # also if memory does not suffice for all
-        for parameter, values in narrow:
-            parameter.data = values.float()
-        for manager in wrapper.bucket_managers:
-            undo.enter_context(manager.widened())
-        undo.callback(_restore_values, narrow)  # before the managers read the dtypes again
-        undo.callback(wrapper.reset)
-        yield
-
-
-def _restore_values(held: list[tuple[nn.Parameter, Tensor]]) -> None:
-    for parameter, values in held:
-        parameter.data = values
+        try:
+            for parameter, values in narrow:
+                parameter.data = values.float()
+            for manager in wrapper.bucket_managers:
+                undo.enter_context(manager.widened())
+            yield
+        finally:  # before the managers read the dtypes again
+            wrapper.reset()
+            for parameter, values in narrow:
+                parameter.data = values

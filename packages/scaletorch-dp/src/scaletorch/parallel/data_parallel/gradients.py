@@ -61,17 +61,18 @@ def norm_over(
 
     Result and errors are those of `global_grad_norm`.
     """
-    order = _checked_order(norm_type)
+    if not isinstance(norm_type, int | float) or not norm_type > 0:
+        raise InvalidArgumentError(f"norm_type must be a number above 0, or inf, got {norm_type!r}")
     check_module(model)
     dtype, first = torch.float32, next(model.parameters(), None)
     for parameter in model.parameters():
         dtype = torch.promote_types(dtype, parameter.dtype.to_real())
     device = get_comm_device(groups[0] if groups else None) if first is None else first.device
-    total = _power_sum(gradients, order, device)
+    total = _power_sum(gradients, norm_type, device)
     for group in groups:
-        all_reduce(total, "max" if order == math.inf else "sum", group)
-    if order not in (1.0, math.inf):
-        total = total.sqrt() if order == 2.0 else total.pow(1 / order)
+        all_reduce(total, "max" if norm_type == math.inf else "sum", group)
+    if norm_type not in (1, math.inf):
+        total = total.sqrt() if norm_type == 2 else total.pow(1 / norm_type)
     return total.to(dtype)
 
 
@@ -122,8 +123,7 @@ def clip_by(
     `find_culprits` returns the gradients that are not finite, for the error.
     """
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
-        message = f"max_norm must be a number of at least 0, got {max_norm!r}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"max_norm must be a number of at least 0, got {max_norm!r}")
     found = norm()
     if error_if_nonfinite and not found.isfinite():
         text = name_culprits(find_culprits())
@@ -213,18 +213,6 @@ def _power_sum(gradients: Iterable[Tensor], order: float, device: torch.device) 
         norms.append(torch.stack(found).to(device, wide))
     joined = torch.cat(norms)
     return joined.amax() if order == math.inf else joined.pow(order).sum()
-
-
-def _checked_order(norm_type: float) -> float:
-    """Return `norm_type` as a float, or refuse it."""
-    try:
-        order = float(norm_type)
-    except (TypeError, ValueError):
-        order = math.nan
-    if not order > 0:
-        message = f"norm_type must be a number above 0, or inf, got {norm_type!r}"
-        raise InvalidArgumentError(message)
-    return order
 
 
 def _values(gradient: Tensor) -> Tensor:

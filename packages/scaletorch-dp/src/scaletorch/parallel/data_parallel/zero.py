@@ -74,8 +74,7 @@ def shard_optimizer(
     shards = _all_shards(model)
     gather = ParameterGather(model.module, buckets)
     model.use_shards(shards, gather)
-    known = {id(slot.parameter) for slot in _slots(model)}
-    _replace_parameters(optimizer, shards, known)
+    _replace_parameters(optimizer, shards, {id(slot.parameter) for slot in _slots(model)})
     hook_optimizer(optimizer, gather, weakref.ref(model), overlap=overlap)
     return optimizer
 
@@ -203,25 +202,20 @@ def _refuse_shared_memory(model: nn.Module, slots: Iterable[Slot]) -> None:
     """Refuse parameters that share memory with another tensor of the model: they will be moved."""
     moved = {id(slot.parameter): slot.name for slot in slots}
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.numel()}
-    ranges = sorted(
-        (*_memory(tensor), key) for key, tensor in tensors.items() if not tensor.is_meta
-    )
-    end, owner = 0, 0
-    for start, stop, key in ranges:
-        if start < end and (key in moved or owner in moved):
+    dense = {k: t for k, t in tensors.items() if t.layout is torch.strided and not t.is_meta}
+    end, last = 0, ""
+    for start, stop, name in sorted((*_memory(t), moved.get(k, "")) for k, t in dense.items()):
+        if start < end and (name or last):
             raise StateError(
-                f"{describe_rank()}: {moved.get(key) or moved[owner]} shares memory with another "
-                "tensor of the model, which would no longer follow it; make them one parameter, "
-                "or separate ones"
+                f"{describe_rank()}: {name or last} shares memory with another tensor of the "
+                "model, which would no longer follow it; make them one parameter, or separate ones"
             )
         if stop > end:
-            end, owner = stop, key
+            end, last = stop, name
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
     """Return the start and end address of a tensor's memory."""
-    if tensor.layout is not torch.strided:
-        return 0, 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
@@ -250,18 +244,13 @@ def _replace_parameters(optimizer: Optimizer, shards: Iterable[Shard], known: se
                 continue
             state, shard = optimizer.state.pop(parameter, None), own.get(id(parameter))
             if shard is not None:
-                replaced.append(_stand_in(shard))
+                replaced.append(shard.tensor)
+                if shard.tensor is not parameter:
+                    shard.tensor.stands_for = parameter  # type: ignore[attr-defined]  # for checks
                 if state:
                     optimizer.state[shard.tensor] = {k: _cut(v, shard) for k, v in state.items()}
         group["params"] = replaced
         group.pop("param_names", None)
-
-
-def _stand_in(shard: Shard) -> Tensor:
-    """Return the optimizer's tensor for a parameter, with a reference to it for checks."""
-    if shard.tensor is not shard.parameter:
-        shard.tensor.stands_for = shard.parameter  # type: ignore[attr-defined]
-    return shard.tensor
 
 
 def _cut(value: Any, shard: Shard) -> Any:

@@ -93,16 +93,12 @@ class Slot:
         self.index = index
         self.parameter = parameter
         self.local = False
-        self._dtype = parameter.dtype
+        self.dtype = parameter.dtype  # when it was wrapped
         self._held: Tensor | None = None
         self._view: Tensor | None = None
         self._shown: Tensor | None = None
         self._version = 0
         self._seen: int | None = None  # the parameter's version when its gradient came
-
-    def follow_dtype(self) -> None:
-        """Follow a change of the parameter's dtype."""
-        self._dtype = self.parameter.dtype
 
     def open(self) -> bool:
         """Follow changes of this rank's own gradient since `close`, when a backward begins.
@@ -158,11 +154,10 @@ class Slot:
         if grad is None:
             return False
         if grad.layout is not torch.strided:
-            message = (
+            raise StateError(
                 f"the gradient of {self.name} has layout {grad.layout}, and only dense gradients "
                 "are synchronised: build its module with sparse=False"
             )
-            raise StateError(message)
         # If it is the view, autograd has already added to the buffer in place.
         if grad is not self._view or not self.local:
             self._store(grad, place)
@@ -214,9 +209,9 @@ class Slot:
 
     def _store(self, grad: Tensor, place: Callable[[Slot], Tensor]) -> None:
         """Move a gradient that autograd made into the buffer."""
-        if self.parameter.dtype != self._dtype:
+        if self.parameter.dtype != self.dtype:
             raise StateError(
-                f"{self.name} was {self._dtype} when it was wrapped, and is "
+                f"{self.name} was {self.dtype} when it was wrapped, and is "
                 f"{self.parameter.dtype} now: convert the module first, then wrap it"
             )
         if self.local and self._view is not None:
@@ -277,7 +272,7 @@ class Bucket:
         self.dtype = dtype
         self._buffer = self._spare = None
         for slot in self.slots:
-            slot.follow_dtype()
+            slot.dtype = slot.parameter.dtype
 
     def reset(self) -> None:
         """Forget which gradients are ready, and the reduction in flight."""

@@ -16,6 +16,21 @@ from ...pg_manager import describe_rank
 from ..parameters import name_culprits, share_names, shorten
 from .bucket import LATE, NONFINITE, UNUSED, Bucket, Reduction, Slot
 
+# What ranks must have done alike; formatted with the number of this rank and those of others.
+_DISAGREEMENTS = (
+    "this backward adds to gradients of an earlier one on some ranks and begins without on others "
+    "(it adds on this rank: {own}): the ranks ran backward or zero_grad a different number of "
+    "times",
+    "this rank has made and dropped gradients {own} times without a synchronisation, and other "
+    "ranks {low} to {high} times: only some were in no_sync(), and may have updated with their "
+    "own gradients; enter and leave it on all ranks together",
+    "{own} of the parameters of this rank that were trainable when wrapped require grad now, and "
+    "on other ranks {low} to {high}: gradients would be sums over only some ranks; freeze the "
+    "same parameters on all ranks",
+)
+FEW = 8  # the least number of buckets, so that messages overlap with backward
+SMALL = 2**18  # elements of a bucket that takes about as long to start as to send
+
 
 class BucketManager:
     """Reduces slots over a group in buckets, in the same order on every rank.
@@ -52,8 +67,32 @@ class BucketManager:
         self.use_buckets(self.fill(reversed(self.slots)))
 
     def fill(self, slots: Iterable[Slot]) -> list[Bucket]:
-        """Divide slots into buckets, in the order of their launches."""
-        return fill_buckets(slots, self._bucket_size, self._grad_type, self.reduction)
+        """Divide slots, in the given order, into buckets of at most `bucket_size` elements.
+
+        A bucket has one dtype and one device, and at least one parameter, however large. At least
+        about `FEW` are made, unless they would be smaller than `SMALL`. The first has at most
+        `SMALL` elements, so that its reduction begins early. Buckets are in the order of their last
+        parameters.
+        """
+        slots = list(slots)
+        share = sum(slot.parameter.numel() for slot in slots) // FEW
+        usual = min(self._bucket_size, max(share, SMALL))
+        members: list[tuple[torch.dtype, list[Slot]]] = []
+        current: dict[Any, list[Slot]] = {}
+        room: dict[Any, int] = {}
+        place = {slot.index: at for at, slot in enumerate(slots)}
+        for slot in slots:
+            own = slot.parameter.dtype
+            dtype = own if self._grad_type is None or not own.is_floating_point else self._grad_type
+            key = (dtype, own, slot.parameter.device)
+            elements = slot.parameter.numel()
+            if elements > room.get(key, -1):
+                current[key], room[key] = [], usual if members else min(usual, SMALL)
+                members.append((dtype, current[key]))
+            current[key].append(slot)
+            room[key] -= elements
+        members.sort(key=lambda entry: place[entry[1][-1].index])
+        return [Bucket(slots, dtype, self.reduction.multiple(dtype)) for dtype, slots in members]
 
     def use_buckets(self, buckets: Iterable[Bucket]) -> None:
         """Use other buckets over the same slots; nothing may be in flight."""
@@ -215,55 +254,3 @@ class BucketManager:
             found = shared.tolist()
         if found != [slot.index for bucket in self.buckets for slot in bucket.slots]:
             self.use_buckets(self.fill(self.slots[index] for index in found))
-
-
-# What ranks must have done alike; formatted with the number of this rank and those of others.
-_DISAGREEMENTS = (
-    "this backward adds to gradients of an earlier one on some ranks and begins without on others "
-    "(it adds on this rank: {own}): the ranks ran backward or zero_grad a different number of "
-    "times",
-    "this rank has made and dropped gradients {own} times without a synchronisation, and other "
-    "ranks {low} to {high} times: only some were in no_sync(), and may have updated with their "
-    "own gradients; enter and leave it on all ranks together",
-    "{own} of the parameters of this rank that were trainable when wrapped require grad now, and "
-    "on other ranks {low} to {high}: gradients would be sums over only some ranks; freeze the "
-    "same parameters on all ranks",
-)
-FEW = 8  # the least number of buckets, so that messages overlap with backward
-SMALL = 2**18  # elements of a bucket that takes about as long to start as to send
-
-
-def fill_buckets(
-    slots: Iterable[Slot], bucket_size: int, grad_type: torch.dtype | None, reduction: Reduction
-) -> list[Bucket]:
-    """Divide slots, in the given order, into buckets of at most `bucket_size` elements.
-
-    A bucket has one dtype and one device, and at least one parameter, however large. At least
-    about `FEW` are made, unless they would be smaller than `SMALL`. The first has at most `SMALL`
-    elements, so that its reduction begins early. Buckets are in the order of their last parameters.
-    """
-    slots = list(slots)
-    share = sum(slot.parameter.numel() for slot in slots) // FEW
-    usual = min(bucket_size, max(share, SMALL))
-    members: list[tuple[torch.dtype, list[Slot]]] = []
-    current: dict[Any, list[Slot]] = {}
-    room: dict[Any, int] = {}
-    place: dict[int, int] = {}
-    for slot in slots:
-        place[slot.index] = len(place)
-        dtype = _buffer_dtype(slot, grad_type)
-        key = (dtype, slot.parameter.dtype, slot.parameter.device)
-        elements = slot.parameter.numel()
-        if elements > room.get(key, -1):
-            current[key], room[key] = [], usual if members else min(usual, SMALL)
-            members.append((dtype, current[key]))
-        current[key].append(slot)
-        room[key] -= elements
-    members.sort(key=lambda entry: place[entry[1][-1].index])
-    return [Bucket(slots, dtype, reduction.multiple(dtype)) for dtype, slots in members]
-
-
-def _buffer_dtype(slot: Slot, grad_type: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a gradient's buffer; `grad_type` applies to real floating gradients."""
-    dtype = slot.parameter.dtype
-    return dtype if grad_type is None or not dtype.is_floating_point else grad_type
