@@ -88,10 +88,7 @@ def _describe(root: Path, whole: WholeModel) -> dict[str, Any]:
     if whole.optimizer is not None and (states := _states(saved, whole.firsts)):
         _add_state(root, states, whole, document)
         document["groups"] = [{} for _ in whole.optimizer.param_groups]
-    try:
-        check_whole(entries)
-    except CheckpointError as error:
-        raise DamagedCheckpointError(f"{root}: {error}") from error
+    check_whole(root, entries)
     return document
 
 

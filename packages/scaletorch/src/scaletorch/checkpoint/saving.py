@@ -164,7 +164,7 @@ def _write(
                 known += [chunk for chunk in entry["chunks"] if chunk["at"] not in places]
             for kind, note in noted.items():
                 joined.setdefault(kind, {}).update(note)
-        check_whole(saved)
+        check_whole(folder, saved)
         described = {**document, **joined, "files": _sizes(folder, saved), "entries": saved}
         with (folder / metadata.METADATA).open("x", encoding="utf-8") as file:
             file.write(seal(described))

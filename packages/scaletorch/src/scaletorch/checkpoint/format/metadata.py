@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
-from ..agreement import CheckpointError, DamagedCheckpointError
+from ..agreement import DamagedCheckpointError
 
 FORMAT, VERSION = "scaletorch-checkpoint", 1
 METADATA = "metadata.json"
@@ -59,8 +59,8 @@ def from_json(entries: Mapping[str, Any]) -> dict[str, SavedTensor]:
     return found
 
 
-def check_whole(entries: Mapping[str, Any]) -> None:
-    """Refuse descriptions of tensors whose chunks do not cover them exactly."""
+def check_whole(folder: Path, entries: Mapping[str, Any]) -> None:
+    """Refuse descriptions of tensors whose chunks in `folder` do not cover them exactly."""
     for name, entry in from_json(entries).items():
         filled = [chunk for chunk in entry.chunks if prod(chunk.shape)]
         inside = all(
@@ -70,8 +70,8 @@ def check_whole(entries: Mapping[str, Any]) -> None:
         )
         held, places = sum(prod(chunk.shape) for chunk in filled), {chunk.at for chunk in filled}
         if not inside or held != prod(entry.shape) or len(places) != len(filled):
-            raise CheckpointError(
-                f"the {len(entry.chunks)} chunks of {name} do not cover its shape {entry.shape}"
+            raise DamagedCheckpointError(
+                f"{folder}: the {len(entry.chunks)} chunks of {name} do not cover {entry.shape}"
             )
 
 
