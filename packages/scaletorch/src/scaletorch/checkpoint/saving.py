@@ -37,6 +37,12 @@ class Saving:
         self.folder = folder  # its final folder, which exists once the checkpoint is finished
         self._written = Future[None]()
 
+    def _start(self, write: Callable[[], None]) -> None:
+        """Run in a thread that is no daemon, so that the program waits for it when it ends."""
+        global _last
+        name, _last = f"checkpoint {self.folder.name}", self
+        threading.Thread(target=self._run, args=(write,), name=name, daemon=False).start()
+
     def _run(self, write: Callable[[], None]) -> None:
         """Call `write`, and keep its error for `wait`."""
         try:
@@ -108,7 +114,6 @@ def save(
         MismatchError: Ranks were given different arguments, or another rank failed before.
         CheckpointError: A rank could not write; on every rank.
     """
-    global _last
     ranks, root = Ranks(), Path(folder).absolute()
     lines: list[str] = []
     failed: Exception | None = None
@@ -128,10 +133,8 @@ def save(
     notes: dict[str, Mapping[str, Any]] = {"scalars": record.scalars, "ties": record.ties}
     write = partial(_write, entries, notes, root, keep, document, ranks)
     saving = Saving(folders.step_folder(root, step))
-    if asynchronous:  # not a daemon, so that the program waits for it when it ends
-        name = f"checkpoint {saving.folder.name}"
-        threading.Thread(target=saving._run, args=(write,), name=name, daemon=False).start()
-        _last = saving
+    if asynchronous:
+        saving._start(write)
     else:
         saving._run(write)
         saving.wait()

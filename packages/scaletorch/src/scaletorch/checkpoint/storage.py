@@ -79,13 +79,13 @@ class Reader:
     def check(self, read: Read) -> None:
         """Check the checksums of the blocks that a copy reads, each once."""
         chunk, memory = read.chunk, self._bytes(read.chunk)
-        for block in _blocks(read) if chunk.crc32 is not None else ():
+        sums = chunk.crc32 or ()  # of a foreign file none
+        for block in _blocks(read) if sums else ():
             start = block * BLOCK
             place = chunk.file, chunk.offset + start
             if place in self._checked:
                 continue
             self._checked.add(place)
-            sums = chunk.crc32 or ()
             if zlib.crc32(as_bytes(memory[start : start + BLOCK])) != sums[block]:
                 raise DamagedCheckpointError(
                     f"{self.folder / chunk.file} has changed at byte {chunk.offset + start}, in "

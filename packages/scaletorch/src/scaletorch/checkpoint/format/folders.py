@@ -77,8 +77,7 @@ def start(root: Path, step: int) -> None:
     """Create the unfinished folder of a step, without the files of an earlier attempt."""
     final, unfinished = step_folder(root, step), step_folder(root, step, UNFINISHED)
     if final.exists() and not _own_files(final):
-        message = f"{final} exists and is no checkpoint; it stays as it is: save elsewhere"
-        raise CheckpointError(message)
+        raise CheckpointError(f"{final} is no checkpoint; it stays as it is: save elsewhere")
     unfinished.mkdir(parents=True, exist_ok=True)
     for path in _own_files(unfinished):
         path.unlink()

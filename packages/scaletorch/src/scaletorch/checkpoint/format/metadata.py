@@ -94,7 +94,7 @@ def unseal(path: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(message) from error
     if document.get("format") != FORMAT or digest != found:
         raise DamagedCheckpointError(
-            f"{path} has changed, or is none of this library: its digest does not match"
+            f"{path} has changed, or is none of this library: wrong digest"
         )
     if (version := document.get("version")) != VERSION:
         raise DamagedCheckpointError(

@@ -116,8 +116,7 @@ def map_file(path: Path, size: int) -> Tensor:
     try:
         found = path.stat().st_size
     except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}"
-        raise DamagedCheckpointError(message) from error
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if found != size:
         raise DamagedCheckpointError(f"{path} has {found} bytes and was saved with {size}")
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
