@@ -37,11 +37,15 @@ class Saving:
         self.folder = folder  # its final folder, which exists once the checkpoint is finished
         self._written = Future[None]()
 
-    def _start(self, write: Callable[[], None]) -> None:
-        """Run in a thread that is no daemon, so that the program waits for it when it ends."""
+    def _start(self, write: Callable[[], None], asynchronous: bool) -> None:
+        """Write now, or in a non-daemon thread, so that the program waits for it when it ends."""
         global _last
-        name, _last = f"checkpoint {self.folder.name}", self
-        threading.Thread(target=self._run, args=(write,), name=name, daemon=False).start()
+        if asynchronous:
+            name, _last = f"checkpoint {self.folder.name}", self
+            threading.Thread(target=self._run, args=(write,), name=name, daemon=False).start()
+        else:
+            self._run(write)
+            self.wait()
 
     def _run(self, write: Callable[[], None]) -> None:
         """Call `write`, and keep its error for `wait`."""
@@ -133,11 +137,7 @@ def save(
     notes: dict[str, Mapping[str, Any]] = {"scalars": record.scalars, "ties": record.ties}
     write = partial(_write, entries, notes, root, keep, document, ranks)
     saving = Saving(folders.step_folder(root, step))
-    if asynchronous:
-        saving._start(write)
-    else:
-        saving._run(write)
-        saving.wait()
+    saving._start(write, asynchronous)
     return saving
 
 
