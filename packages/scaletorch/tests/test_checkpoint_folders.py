@@ -4,11 +4,14 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch import nn
+from training import grid
 
 from scaletorch.checkpoint import (
     CheckpointError,
@@ -23,6 +26,8 @@ from scaletorch.checkpoint.format import folders, safetensors_files
 from scaletorch.dist import RankFailedError, launch
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import setup_process_group_manager
+
+LOCK = "scaletorch.lock"
 
 
 def filled(value):
@@ -39,7 +44,7 @@ def loaded(folder):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 def write_slowly(seconds):
@@ -227,9 +232,45 @@ def test_a_folder_of_other_files_is_no_empty_one(tmp_path, name):
 
 def test_a_first_run_may_have_logs_and_files_of_killed_saves(tmp_path):
     assert load(tmp_path / "new", filled(1.0)) is None
-    for name in ("train.log", "config.json", "tensorboard/events.out.tfevents.1.host.2",
+    for name in ("train.log", "config.json", "tensorboard/events.out.tfevents.1.host.2", LOCK,
                  "step-00000001.unfinished/rank-00000.safetensors", ".gitignore"):  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert load(tmp_path, filled(1.0)) is None
     assert names(tmp_path / "step-00000001.unfinished") == ["rank-00000.safetensors"]
+
+
+JOB = """
+import fcntl, sys
+file = open(sys.argv[1], "a")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("saving", flush=True)
+sys.stdin.read()
+"""
+
+
+def save_twice(root):
+    with grid({"dp_size": 2, "tp_size": 2}):
+        model = filled(1.0)
+        for step in (1, 2):
+            saving = save(root, model, step=step, asynchronous=step == 2)
+            saving.wait()
+
+
+def refused(root):
+    with pytest.raises(CheckpointError, match=f"another job is saving into {root}: save elsewhere"):
+        save_twice(root)
+
+
+def test_a_second_job_is_refused_on_every_rank_while_the_first_saves(four, tmp_path):
+    command = [sys.executable, "-c", JOB, str(tmp_path / LOCK)]
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as job:
+        assert job.stdout.readline() == "saving\n"
+        four.run(refused, tmp_path)
+        assert names(tmp_path) == []
+        job.kill()
+        job.wait(20)
+    four.run(save_twice, tmp_path)
+    save(tmp_path, filled(3.0), step=3)
+    assert loaded(tmp_path) == (3, 3)

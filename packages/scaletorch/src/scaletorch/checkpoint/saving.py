@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,8 @@ def save(
     """Write a checkpoint that any other layout can load; all ranks call it.
 
     The folder `step-<zero-padded step>` appears once everything is on the disk, and not before. A
-    save waits for an earlier one in the background, and raises its error. Only one job at a time
-    may save into `folder`: two would overwrite each other's checkpoints.
+    save waits for an earlier one in the background, and raises its error. While one job saves into
+    `folder`, another cannot; jobs that save there in turn overwrite each other's checkpoints.
 
     Args:
         folder: Holds the checkpoints; shared by all machines.
@@ -116,7 +117,7 @@ def save(
     Raises:
         InvalidArgumentError: State that a checkpoint cannot hold.
         MismatchError: Ranks were given different arguments, or another rank failed before.
-        CheckpointError: A rank could not write; on every rank.
+        CheckpointError: A rank could not write, or another job is writing there; on every rank.
     """
     ranks, root = Ranks(), Path(folder).absolute()
     lines: list[str] = []
@@ -175,8 +176,14 @@ def _write(
         folders.finish(root, step, keep)
 
     what = f"saving {folders.step_folder(root, step)} failed"
-    ranks.collect(what, lambda: None, lambda _: folders.start(root, step))
-    ranks.collect(what, write, finish)
+    with ExitStack() as held:
+
+        def start(_: Any) -> None:
+            held.enter_context(folders.locked(root))
+            folders.start(root, step)
+
+        ranks.collect(what, lambda: None, start)
+        ranks.collect(what, write, finish)
 
 
 def _sizes(folder: Path, saved: Mapping[str, Any]) -> dict[str, int]:
@@ -188,7 +195,7 @@ def _sizes(folder: Path, saved: Mapping[str, Any]) -> dict[str, int]:
         except OSError as error:
             raise CheckpointError(
                 f"another rank wrote {folder / name}, and rank 0 cannot see it: pass a folder that "
-                "all machines share, and no other job"
+                "all machines share"
             ) from error
     return sizes
 

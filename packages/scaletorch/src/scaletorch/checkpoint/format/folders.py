@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
@@ -17,10 +19,11 @@ from .safetensors_files import flush_folder
 FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 UNFINISHED = ".unfinished"
 _REMOVED = ".removed"
+_LOCK = "scaletorch.lock"
 _FINISHED = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"step-(\d{8,})(-\d+)?\.(unfinished|removed)")
 
-_OURS = ("step-*.unfinished", "step-*.removed", "step-*.damaged")
+_OURS = (_LOCK, "step-*.unfinished", "step-*.removed", "step-*.damaged")
 _LOGS = (
     "*.log", "*.txt", "*.json", "*.jsonl", "*.yaml", "*.yml", "*.toml", "*.csv", "*.md", "*.py",
     "*.sh", "*.out", "*.err", "*.png", "events.out.tfevents.*", ".git*",
@@ -71,6 +74,20 @@ def latest(folder: str | Path) -> Path | None:
     """
     found = (path for _, path in _find(Path(folder), _FINISHED))
     return next((path for path in found if (path / METADATA).is_file()), None)
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Refuse that two jobs save into a folder at once; without effect if its disk has no locks."""
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / _LOCK).open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise CheckpointError(f"another job is saving into {root}: save elsewhere") from None
+        except OSError:
+            pass
+        yield
 
 
 def start(root: Path, step: int) -> None:
