@@ -23,7 +23,6 @@ from .state.model_tensors import (
     find_shards,
     find_tensors,
     is_whole_matrix,
-    refresh_shards,
 )
 from .state.optimizer import make_states
 from .state.record import Entry, find_random, restore_random, seed_anew
@@ -258,7 +257,6 @@ class Plan:
         reader.copy(ranks.all_or_none(what, lambda: reader.plan(self._random or {})))
         ranks.all_or_none(what, self._install_states)
         reader.copy(reads)
-        refresh_shards(program.shards)
         if program.optimizer is not None:
             for tensor, state in self._state:
                 program.optimizer.state.pop(tensor, None)

@@ -163,14 +163,11 @@ def _refuse_foreign(folder: Path) -> None:
     """Refuse a folder with files, at any depth, that may be another library's checkpoint."""
     for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
         place = path.relative_to(folder)
-        harmless = _matches(place.parts[0], _OURS) or _matches(path.name, _LOGS)
+        harmless = any(fnmatch(place.parts[0], pattern) for pattern in _OURS)
+        harmless = harmless or any(fnmatch(path.name, pattern) for pattern in _LOGS)
         if path.is_file() and not harmless:
             raise CheckpointError(
                 f"{folder} has no checkpoint of scaletorch.checkpoint.save, but {place}, and that "
                 "is no log: load it before parallelize with import_dcp, import_safetensors or the "
                 "library that wrote it, or start the new run in another folder"
             )
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)

@@ -97,9 +97,7 @@ def unseal(path: Path) -> dict[str, Any]:
             f"{path} has changed, or is none of this library: wrong digest"
         )
     if (version := document.get("version")) != VERSION:
-        raise DamagedCheckpointError(
-            f"{path} has version {version}, and this library reads version {VERSION}"
-        )
+        raise DamagedCheckpointError(f"{path} has version {version}; this library reads {VERSION}")
     return document
 
 
