@@ -213,8 +213,7 @@ def _document(
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise InvalidArgumentError(f"keep must be None or an integer of at least 1, got {keep!r}")
     if not isinstance(extra, Mapping | None):
-        message = f"extra must be a mapping of names to plain values, got {extra!r:.60}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"extra must be a mapping of plain values, got {extra!r:.60}")
     grid, programs = manager.grid, {"optimizer": optimizer, "scheduler": scheduler}
     state = None if scheduler is None else encode(dict(scheduler.state_dict()), "the scheduler")
     return {

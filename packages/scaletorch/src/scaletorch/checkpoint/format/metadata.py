@@ -90,8 +90,7 @@ def unseal(path: Path) -> dict[str, Any]:
         digest = document.pop("digest", None)
         found = sha256(canonical(document).encode()).hexdigest()
     except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
-        message = f"{path} cannot be read as JSON: {type(error).__name__}: {error}"
-        raise DamagedCheckpointError(message) from error
+        raise DamagedCheckpointError(f"{path} cannot be read as JSON: {error!r}") from error
     if document.get("format") != FORMAT or digest != found:
         raise DamagedCheckpointError(
             f"{path} has changed, or is none of this library: wrong digest"

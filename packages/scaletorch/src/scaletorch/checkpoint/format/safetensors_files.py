@@ -70,8 +70,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int
             found[name] = DTYPES[each["dtype"]], tuple(each["shape"]), *place
         return found
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        message = f"{path} cannot be read as safetensors: {type(error).__name__}: {error}"
-        raise DamagedCheckpointError(message) from error
+        raise DamagedCheckpointError(f"{path} cannot be read as safetensors: {error!r}") from error
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
