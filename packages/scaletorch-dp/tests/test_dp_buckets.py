@@ -15,9 +15,8 @@ from torch import nn
 
 from scaletorch.dist import all_gather_object
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
+from scaletorch.parallel.data_parallel import BucketManager, DataParallelBucket, DataParallelNaive
 from scaletorch.parallel.data_parallel.buckets import bucket, manager
-from scaletorch.parallel.data_parallel.buckets.manager import fill_buckets
 
 ALONE = bucket.Reduction("sum", None)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
@@ -38,7 +37,7 @@ def make_slots(parts):
 )
 def test_buckets_hold_every_slot_once(parts, bucket_size, grad_type):
     slots = make_slots(parts)
-    buckets = fill_buckets(slots, bucket_size, grad_type, ALONE)
+    buckets = BucketManager([], ALONE, bucket_size, grad_type).fill(slots)
     places = [[slot.index for slot in each.slots] for each in buckets]
     assert sorted(at for each in places for at in each) == list(range(len(slots)))
     assert all(each == sorted(each) for each in places)  # the order given, within a bucket
@@ -53,9 +52,8 @@ def test_buckets_hold_every_slot_once(parts, bucket_size, grad_type):
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=25), st.integers(1, 30))
 def test_buckets_are_full(sizes, bucket_size):
-    buckets = fill_buckets(
-        make_slots([(n, torch.float32) for n in sizes]), bucket_size, None, ALONE
-    )
+    slots = make_slots([(n, torch.float32) for n in sizes])
+    buckets = BucketManager([], ALONE, bucket_size).fill(slots)
     for each, after in itertools.pairwise(buckets):
         assert each.elements + after.slots[0].parameter.numel() > bucket_size
 

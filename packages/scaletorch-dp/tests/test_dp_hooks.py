@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import gc
@@ -393,20 +392,6 @@ def check_stage_backward():
 def test_backward_needs_a_stage():
     with pytest.raises(StateError, match=r"Linear has no backward\(input_tensor"):
         DataParallelBucket(nn.Linear(1, 1)).backward(None, None, None)
-
-
-def test_no_sync_restores_what_was():
-    model = DataParallelBucket(nn.Linear(1, 1))
-    seen = []
-    with contextlib.suppress(KeyError), model.no_sync():
-        seen.append(model.require_backward_grad_sync)
-        raise KeyError
-    assert seen == [False]
-    assert model.require_backward_grad_sync
-    model.require_backward_grad_sync = False
-    with model.no_sync():
-        pass
-    assert not model.require_backward_grad_sync
 
 
 @pytest.mark.parametrize("kind", [DataParallelBucket, DataParallelNaive])

@@ -215,10 +215,3 @@ def test_several_ranks_need_a_group():
         global_grad_norm(nn.Linear(1, 1))
     with pytest.raises(StateError, match="no process group for the world axis"):
         GradScaler("cpu")
-
-
-def test_a_module_may_have_an_attribute_groups():
-    layer = nn.Conv2d(2, 4, 1, groups=2)
-    layer(torch.ones(1, 2, 3, 3)).square().sum().backward()
-    expected = torch.stack([p.grad.norm() for p in layer.parameters()]).norm()
-    assert torch.allclose(global_grad_norm(layer), expected, rtol=1e-6)

@@ -169,18 +169,6 @@ class Program:
             expected = self.plain.state_dict()[name]
             torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-11, msg=name)
 
-    def step_of_closure(self):
-        """Step with a closure that runs backward and changes gradients."""
-
-        def closure():
-            self.zero_grad()
-            self.sync()
-            self.draw.choice([self.drop, self.replace, self.freeze])()
-            return 0.0
-
-        self.ours.step(closure)
-        self.theirs.step()
-
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
@@ -191,7 +179,7 @@ def adam(parameters):
 
 
 ALWAYS = ["sync", "sync", "sync", "accumulate", "zero_grad", "reset", "freeze", "differentiate"]
-SUMMED = ["drop", "replace", "clip", "look", "step", "step", "step_of_closure"]
+SUMMED = ["drop", "replace", "clip", "look", "step", "step"]
 
 
 def run_programs(count, stage):

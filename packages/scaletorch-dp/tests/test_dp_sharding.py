@@ -20,7 +20,6 @@ from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateErr
 from scaletorch.dist.testing import relative_error, run_ranks, worst
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
-    DataParallelNaive,
     parameter_shards,
     shard_optimizer,
     whole_gradients,
@@ -252,9 +251,8 @@ def check_refusals():
     loss(model, *batch(0, 0, 0, 2), skip=False).backward()
     with pytest.raises(StateError, match="lies in shards over the ranks: clip with clip_grad_norm"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    naive = DataParallelNaive(nn.Linear(2, 2), c10d.group.WORLD)
-    with pytest.raises(InvalidArgumentError, match="got DataParallelNaive"):
-        shard_optimizer(torch.optim.SGD(naive.parameters()), naive)
+    with pytest.raises(StateError, match="takes no closure: call backward before step"):
+        second.step(lambda: 0.0)
     pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     pair[1].weight.data = pair[0].weight.data
     shared = DataParallelBucket(pair, group=c10d.group.WORLD)

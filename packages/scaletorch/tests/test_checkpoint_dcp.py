@@ -42,17 +42,21 @@ def train(model, optimizer, steps):
     return losses
 
 
-def optimizer_of(model, lr=1e-2):
-    return adamw(model, lr, foreach=False)
+def optimizer_of(model):
+    return adamw(model, foreach=False)
 
 
 def train_first(model):
     """Return the optimizer after the first steps, with rates as a scheduler may leave them."""
     optimizer = optimizer_of(model)
     train(model, optimizer, range(STEPS))
+    set_rates(optimizer)
+    return optimizer
+
+
+def set_rates(optimizer):
     for number, group in enumerate(optimizer.param_groups):
         group["lr"] = 5e-3 / (1 + number)
-    return optimizer
 
 
 @functools.cache
@@ -102,7 +106,8 @@ def go_on(root, layout, stage, sources):
     manager, found = grid(layout), {}
     for source in sources:
         model = parallelize(build(8, 32, source == "tied"), manager, rehearse=False)
-        optimizer = optimizer_of(model, lr=9.0)
+        optimizer = optimizer_of(model)
+        set_rates(optimizer)
         if stage:
             shard_optimizer(optimizer, model, stage=stage)
         import_dcp(model, root / source, optimizer)
@@ -140,16 +145,6 @@ def lose_a_moment(state):
     del state["optim"]["state"]["layers.1.mlp.up_proj.weight"]["exp_avg_sq"]
 
 
-def regroup(state):
-    decay, rest = state["optim"]["param_groups"]
-    rest["params"].append(decay["params"].pop())
-
-
-def add_dampening(state):  # as of SGD
-    for group in state["optim"]["param_groups"]:
-        group["dampening"] = 0.0
-
-
 def number(state):
     state["optim"]["state"] = dict(enumerate(state["optim"]["state"].values()))
 
@@ -168,8 +163,6 @@ def resize(layers):
 
 STATES = {
     "moment": (lose_a_moment, "no exp_avg_sq of the optimizer for layers.1.mlp.up_proj.weight"),
-    "groups": (regroup, "another optimizer or other groups.*AdamW"),
-    "class": (add_dampening, "another optimizer.*dampening"),
     "number": (number, r"no exp_avg, exp_avg_sq, step of the optimizer for .*get_state_dict"),
     "twice": (
         lambda state: state.update(average=state["model"]),
@@ -177,7 +170,7 @@ STATES = {
     ),
     "untied": (untie, "different values for model.lm_head.weight"),
     "elsewhere": (rename, "checkpoint of another model"),
-    "model alone": (lambda state: state.pop("optim"), "saved without an optimizer"),
+    "model alone": (lambda state: state.pop("optim"), "saved without optimizer"),
     "larger": (resize(3), "no layers.2."),
     "smaller": (resize(1), "has no layers.1."),
 }

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, DamagedCheckpointError
-from .format.metadata import Chunk, SavedTensor, canonical, check_whole, encode, from_json, to_json
-from .state.optimizer import KNOBS
+from .format.metadata import Chunk, check_whole, describe_tensor, encode
 from .storage import Read, Reader
 from .weights import WholeModel, read_folder
 
@@ -46,9 +45,9 @@ def import_dcp(
     """Load a folder of `torch.distributed.checkpoint.save` with FSDP2 or DTensor state.
 
     All ranks call it, on any layout, and each reads only its own shards. Values are cast to the
-    model's dtypes; master weights get them uncast. The optimizer's state and its groups'
-    hyperparameters are found by parameter names, nested or flattened, as torch's `get_state_dict`
-    returns them. All other state stays unchanged.
+    model's dtypes; master weights get them uncast. The optimizer's state is found by parameter
+    names, nested or flattened, as torch's `get_state_dict` returns it. All else stays as it is,
+    also the hyperparameters of the optimizer's groups.
 
     `.metadata` is a pickle; only the classes that torch writes there are allowed. Values are read
     with `torch.load(weights_only=True)`. So no code in the folder runs.
@@ -86,14 +85,10 @@ def _describe(root: Path, whole: WholeModel) -> dict[str, Any]:
         if name in whole.firsts or weight:
             entries[first] = entry
     document: dict[str, Any] = {"entries": entries, "scalars": {}, "groups": None, "files": {}}
-    if whole.optimizer is not None:
-        _add_state(root, _by_parameter(saved, "state", whole.firsts), whole, document)
-        groups = _by_parameter(saved, "param_groups", whole.firsts)
-        document["groups"] = _groups(root, groups, whole, whole.optimizer)
-    try:
-        check_whole(from_json(entries))
-    except CheckpointError as error:
-        raise DamagedCheckpointError(f"{root}: {error}") from error
+    if whole.optimizer is not None and (states := _states(saved, whole.firsts)):
+        _add_state(root, states, whole, document)
+        document["groups"] = [{} for _ in whole.optimizer.param_groups]
+    check_whole(root, entries)
     return document
 
 
@@ -118,11 +113,10 @@ def _entries(root: Path) -> Entries:
     try:
         with (root / ".metadata").open("rb") as file:
             found = _Unpickler(file).load()
-        values: Entries = {}
+        entries: Entries = {}
         for index, info in found.storage_data.items():
             chunk = Chunk((), (), info.relative_path, info.offset, info.length, None)
-            values[index.fqn] = {"shape": [], "dtype": "", "chunks": [chunk._asdict()]}
-        tensors = {}
+            entries[index.fqn] = {"shape": [], "dtype": "", "chunks": [chunk._asdict()]}
         for name, entry in found.state_dict_metadata.items():
             if hasattr(entry, "chunks"):
                 chunks = []
@@ -130,8 +124,8 @@ def _entries(root: Path) -> Entries:
                     info = found.storage_data[MetadataIndex(name, chunk.offsets)]
                     where = info.relative_path, info.offset, info.length
                     chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *where, None))
-                tensors[name] = SavedTensor(tuple(entry.size), entry.properties.dtype, chunks)
-        return values | to_json(tensors)
+                entries[name] = describe_tensor(entry.size, entry.properties.dtype, chunks)
+        return entries
     except Exception as error:  # a broken pickle may raise any kind
         raise DamagedCheckpointError(
             f"{root / '.metadata'} cannot be read, pass the folder of one finished checkpoint: "
@@ -191,13 +185,13 @@ def _find_prefix(root: Path, saved: Entries, firsts: Mapping[str, str]) -> str:
     return best[0]
 
 
-def _by_parameter(saved: Entries, mark: str, names: Mapping[str, str]) -> dict[str, Entries]:
-    """Map each parameter's name, or number, to its optimizer entries of a kind (`mark`)."""
+def _states(saved: Entries, names: Mapping[str, str]) -> dict[str, Entries]:
+    """Map each parameter's name, or number, to the optimizer's state of it."""
     found: dict[str, Entries] = defaultdict(dict)
     for key, entry in saved.items():
         for match in _OPTIMIZER.finditer(key):
             name, _, item = key[match.end() :].rpartition(".")
-            if match[1] == mark and (name in names or name.isdecimal()):
+            if match[1] == "state" and (name in names or name.isdecimal()):
                 found[names.get(name, name)][item] = entry
     return found
 
@@ -213,33 +207,10 @@ def _add_state(
             else:
                 document["scalars"][key] = encode(_read(root, **entry["chunks"][0]), key)
     every = set().union(*states.values())
-    for name in sorted(set().union(*whole.groups)):
+    for name in sorted(whole.updated):
         if lacking := every - set(states.get(name, ())):
             raise CheckpointError(
                 f"{root} has no {', '.join(sorted(lacking))} of the optimizer for {name}, but for "
                 f"{', '.join(list(states)[:4])}: save what get_state_dict(model, optimizer) of "
                 "torch.distributed.checkpoint.state_dict returns, or import without optimizer"
             )
-
-
-def _groups(
-    root: Path, saved: Mapping[str, Entries], whole: WholeModel, optimizer: torch.optim.Optimizer
-) -> list[dict[str, Any]] | None:
-    """Return the saved hyperparameters of each optimizer group; None if none are saved."""
-    values: dict[str, Any] = {}
-    for name, items in saved.items():
-        kept = items.keys() - (set(KNOBS) - {"params"})
-        group = {item: _read(root, **items[item]["chunks"][0]) for item in kept}
-        members = [whole.firsts.get(member, member) for member in group.pop("params", [name])]
-        values |= dict.fromkeys(members, encode(group, f"group {name}"))
-    result = []
-    for own, names in zip(optimizer.param_groups, whole.groups, strict=True):
-        found = {canonical(values[name]): values[name] for name in sorted(names & values.keys())}
-        unknown = set().union(*found.values()) - set(own) - {"initial_lr"}
-        if saved and (len(found) != bool(names) or unknown):
-            raise CheckpointError(
-                f"{root} was saved with another optimizer or other groups: one group of the given "
-                f"{type(optimizer).__name__} was saved as {' and '.join(found) or 'nothing'}"
-            )
-        result += [*found.values()] or [{}]
-    return result if saved else None

@@ -23,7 +23,6 @@ from .state.model_tensors import (
     find_shards,
     find_tensors,
     is_whole_matrix,
-    refresh_shards,
 )
 from .state.optimizer import make_states
 from .state.record import Entry, find_random, restore_random, seed_anew
@@ -72,13 +71,12 @@ def load(
     *,
     scheduler: Any = None,
     check: Callable[[dict[str, Any]], None] | None = None,
-    fall_back: bool = True,
 ) -> Loaded | None:
     """Load the newest checkpoint, saved on any layout; all ranks call it.
 
     All ranks check everything before anything changes: the description, the sizes of the files,
     and the checksum of every block that is read. If a checkpoint is damaged, the one before it is
-    loaded, with a warning on every rank. Nothing is unpickled.
+    loaded, with a warning on every rank, unless `folder` is that checkpoint. Nothing is unpickled.
 
     If the layout is the one that saved, each rank's random generators continue from their saved
     state. On another layout they are seeded anew (`seed_ranks`) from a saved seed.
@@ -91,7 +89,6 @@ def load(
         manager: The grid; None is the current one, or one process.
         scheduler: Any object with `load_state_dict`.
         check: Called with `extra` before anything changes; may raise to refuse the checkpoint.
-        fall_back: Whether a damaged checkpoint is skipped; False raises instead.
 
     Returns:
         The step, extra and folder; None if the folder has only unfinished saves and logs.
@@ -107,7 +104,7 @@ def load(
     )
     found = ranks.on_first(lambda: candidates(root))
     damage: dict[str, str] = {}
-    for candidate in found if fall_back else found[:1]:
+    for candidate in found:
         try:
             loaded = _load_one(candidate, program, check)
         except DamagedCheckpointError as error:
@@ -118,8 +115,7 @@ def load(
             warnings.warn(said, stacklevel=2)
         return loaded
     if damage:
-        before = f"; fall_back=True loads {found[1].name}" if len(damage) < len(found) else ""
-        raise DamagedCheckpointError("\n".join(damage.values()) + before)
+        raise DamagedCheckpointError("\n".join(damage.values()))
     return None
 
 
@@ -175,26 +171,23 @@ class Plan:
         self._schedule: dict[str, Any] | None = None
         if program.scheduler is not None:
             self._schedule = like(program.scheduler.state_dict(), decode(document["scheduler"]))
-        self._random: dict[str, Tensor] | None = None
-        self._random_targets: dict[str, Entry] = {}
+        self._random: dict[str, Entry] | None = None
         grid = program.manager.grid
         if document.get("grid") == {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp}:
-            self._random = find_random(self.saved, program.manager, self._random_targets)
+            self._random = find_random(self.saved, program.manager)
 
     def _check_programs(self) -> None:
         """Refuse a checkpoint that does not fit the optimizer and scheduler to restore."""
         document, optimizer = self._document, self._program.optimizer
-        scheduler = self._program.scheduler
-        programs = {"optimizer": (optimizer, "groups"), "scheduler": (scheduler, "scheduler")}
-        for kind, (program, key) in programs.items():
+        for kind, key in (("optimizer", "groups"), ("scheduler", "scheduler")):
+            program = getattr(self._program, kind)
             saved, own = document.get("kinds", {}).get(kind), type(program).__name__
-            article = "an" if kind == "optimizer" else "a"
             if program is not None and document[key] is None:
-                raise CheckpointError(f"it was saved without {article} {kind}: load it without one")
+                raise CheckpointError(f"it was saved without {kind}: load it without one")
             if program is not None and saved not in (None, own):
                 raise CheckpointError(
-                    f"its {kind} is {article} {saved} and the given one {own}, which cannot "
-                    f"continue from its state: pass {saved}, or load without {article} {kind}"
+                    f"its {kind} is of class {saved} and the given one {own}, which cannot "
+                    f"continue from its state: pass {saved}, or load without {kind}"
                 )
         if optimizer is not None and len(document["groups"]) != len(optimizer.param_groups):
             raise CheckpointError(
@@ -221,8 +214,7 @@ class Plan:
                 tied = ties.get(name, [name])
                 if name in known and set(tied) != set(each.names):
                     others = (
-                        ", ".join(other for other in every if other != name) or "nothing"
-                        for every in (tied, each.names)
+                        sorted({*every} - {name}) or "nothing" for every in (tied, each.names)
                     )
                     wrong.append(_difference(name, "is tied to", *others))
         _refuse(wrong)
@@ -262,10 +254,9 @@ class Plan:
         """Read everything and install it; if this raises, model and optimizer are unchanged."""
         program, ranks = self._program, self._program.ranks
         reads = ranks.all_or_none(what, lambda: reader.plan(self.targets))
-        reader.copy(ranks.all_or_none(what, lambda: reader.plan(self._random_targets)))
+        reader.copy(ranks.all_or_none(what, lambda: reader.plan(self._random or {})))
         ranks.all_or_none(what, self._install_states)
         reader.copy(reads)
-        refresh_shards(program.shards)
         if program.optimizer is not None:
             for tensor, state in self._state:
                 program.optimizer.state.pop(tensor, None)

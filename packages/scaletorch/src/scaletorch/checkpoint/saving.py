@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, Ranks, find_manager
 from .format import folders, metadata
-from .format.metadata import SavedTensor, canonical, check_whole, encode, from_json, seal, to_json
+from .format.metadata import canonical, check_whole, encode, seal
 from .format.safetensors_files import flush
 from .state.model_tensors import device_of, find_shards, find_tensors, find_ties
 from .state.optimizer import encode_groups, record_shard
@@ -36,6 +37,16 @@ class Saving:
     def __init__(self, folder: Path) -> None:
         self.folder = folder  # its final folder, which exists once the checkpoint is finished
         self._written = Future[None]()
+
+    def _start(self, write: Callable[[], None], asynchronous: bool) -> None:
+        """Write now, or in a non-daemon thread, so that the program waits for it when it ends."""
+        global _last
+        if asynchronous:
+            name, _last = f"checkpoint {self.folder.name}", self
+            threading.Thread(target=self._run, args=(write,), name=name, daemon=False).start()
+        else:
+            self._run(write)
+            self.wait()
 
     def _run(self, write: Callable[[], None]) -> None:
         """Call `write`, and keep its error for `wait`."""
@@ -86,8 +97,8 @@ def save(
     """Write a checkpoint that any other layout can load; all ranks call it.
 
     The folder `step-<zero-padded step>` appears once everything is on the disk, and not before. A
-    save waits for an earlier one in the background, and raises its error. From the first save
-    until the model's parameters or this process end, no other job can save into `folder`.
+    save waits for an earlier one in the background, and raises its error. While one job saves into
+    `folder`, another cannot; jobs that save there in turn overwrite each other's checkpoints.
 
     Args:
         folder: Holds the checkpoints; shared by all machines.
@@ -106,7 +117,7 @@ def save(
     Raises:
         InvalidArgumentError: State that a checkpoint cannot hold.
         MismatchError: Ranks were given different arguments, or another rank failed before.
-        CheckpointError: A rank could not write, or another job writes there; on every rank.
+        CheckpointError: A rank could not write, or another job is writing there; on every rank.
     """
     ranks, root = Ranks(), Path(folder).absolute()
     lines: list[str] = []
@@ -124,23 +135,10 @@ def save(
     except Exception as error:  # any kind: the other ranks must know
         failed = error
     agree("the checkpoint to save", lines, ranks.group, error=failed)
-    owner = next(model.parameters(), model)  # `model` may be a wrapper that ends before it
-    ranks.on_first(lambda: folders.lock(root, owner))
     notes: dict[str, Mapping[str, Any]] = {"scalars": record.scalars, "ties": record.ties}
     write = partial(_write, entries, notes, root, keep, document, ranks)
-    return _started(Saving(folders.step_folder(root, step)), write, asynchronous)
-
-
-def _started(saving: Saving, write: Callable[[], None], asynchronous: bool) -> Saving:
-    """Write now, or in a non-daemon thread, so that the program waits for it when it ends."""
-    global _last
-    if asynchronous:
-        name = f"checkpoint {saving.folder.name}"
-        threading.Thread(target=saving._run, args=(write,), name=name, daemon=False).start()
-        _last = saving
-    else:
-        write()
-        saving._run(lambda: None)
+    saving = Saving(folders.step_folder(root, step))
+    saving._start(write, asynchronous)
     return saving
 
 
@@ -154,38 +152,44 @@ def _write(
 ) -> None:
     """Write one file per rank, then the description of all, and give the folder its final name."""
     step = document["step"]
-    folder = folders.unfinished_folder(root, step)
+    folder = folders.step_folder(root, step, folders.UNFINISHED)
 
     def write() -> tuple[Any, Any]:
-        written = write_chunks(folder / f"rank-{get_rank():05d}.safetensors", entries, step)
-        return to_json(written), notes
+        path = folder / f"rank-{get_rank():05d}.safetensors"
+        return write_chunks(path, entries, step), notes
 
     def finish(reports: list[tuple[Any, Any]]) -> None:
-        saved: dict[str, SavedTensor] = {}
+        saved: dict[str, Any] = {}
         joined: dict[str, dict[str, Any]] = {}
         for written, noted in reports:
-            for name, entry in from_json(written).items():
-                known = saved.setdefault(name, entry._replace(chunks=[])).chunks
-                places = {chunk.at for chunk in known}  # several ranks may write the same chunk
-                known += [chunk for chunk in entry.chunks if chunk.at not in places]
+            for name, entry in written.items():
+                known = saved.setdefault(name, entry | {"chunks": []})["chunks"]
+                places = {chunk["at"] for chunk in known}  # several ranks may write the same chunk
+                known += [chunk for chunk in entry["chunks"] if chunk["at"] not in places]
             for kind, note in noted.items():
                 joined.setdefault(kind, {}).update(note)
-        check_whole(saved)
-        described = {**document, **joined, "files": _sizes(folder, saved)}
+        check_whole(folder, saved)
+        described = {**document, **joined, "files": _sizes(folder, saved), "entries": saved}
         with (folder / metadata.METADATA).open("x", encoding="utf-8") as file:
-            file.write(seal(described | {"entries": to_json(saved)}))
+            file.write(seal(described))
             flush(file)
         folders.finish(root, step, keep)
 
     what = f"saving {folders.step_folder(root, step)} failed"
-    ranks.collect(what, lambda: None, lambda _: folders.start(root, step))
-    ranks.collect(what, write, finish)
+    with ExitStack() as held:
+
+        def start(_: Any) -> None:
+            held.enter_context(folders.locked(root))
+            folders.start(root, step)
+
+        ranks.collect(what, lambda: None, start)
+        ranks.collect(what, write, finish)
 
 
-def _sizes(folder: Path, saved: Mapping[str, SavedTensor]) -> dict[str, int]:
+def _sizes(folder: Path, saved: Mapping[str, Any]) -> dict[str, int]:
     """Return the sizes of all ranks' files."""
     sizes = {}
-    for name in sorted({chunk.file for entry in saved.values() for chunk in entry.chunks}):
+    for name in sorted({chunk["file"] for entry in saved.values() for chunk in entry["chunks"]}):
         try:
             sizes[name] = (folder / name).stat().st_size
         except OSError as error:
@@ -209,10 +213,7 @@ def _document(
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise InvalidArgumentError(f"keep must be None or an integer of at least 1, got {keep!r}")
     if not isinstance(extra, Mapping | None):
-        raise InvalidArgumentError(
-            f"extra must be a mapping of names to plain values, got {extra!r:.60}; "
-            "pass {'name': value}"
-        )
+        raise InvalidArgumentError(f"extra must be a mapping of plain values, got {extra!r:.60}")
     grid, programs = manager.grid, {"optimizer": optimizer, "scheduler": scheduler}
     state = None if scheduler is None else encode(dict(scheduler.state_dict()), "the scheduler")
     return {

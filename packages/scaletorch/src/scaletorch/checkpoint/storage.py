@@ -6,37 +6,36 @@ import zlib
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .agreement import DamagedCheckpointError
-from .format.metadata import Chunk, SavedTensor
+from .format.metadata import Chunk, SavedTensor, describe_tensor
 from .format.safetensors_files import BLOCK, as_bytes, map_file, view_as, write_file
 from .state.record import Entry
 
 
-def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[str, SavedTensor]:
-    """Write this rank's entries into one new file; return a description of its chunks."""
+def write_chunks(path: Path, entries: Mapping[str, Entry], step: int) -> dict[str, Any]:
+    """Write this rank's entries into one new file; return descriptions of what it holds of them."""
     found = [(name, rect) for name, entry in entries.items() for rect in entry.rectangles]
     if not found:
         return {}
     # The largest items first, which keeps all tensors aligned.
     found.sort(key=lambda pair: (-pair[1].tensor.itemsize, pair[0], pair[1].offsets))
     slots = []
-    saved: dict[str, SavedTensor] = {}
     for name, rectangle in found:
         shape, place = tuple(rectangle.tensor.shape), ",".join(map(str, rectangle.offsets))
         slot = name if shape == entries[name].shape else f"{name}@{place}"
         slots.append((slot, rectangle.tensor.dtype, shape))
     tensors = [rectangle.tensor for _, rectangle in found]
-    written = write_file(path, slots, tensors, {"format": "pt", "step": str(step)}, "xb")
+    written = write_file(path, slots, tensors, step=str(step))
+    chunks: dict[str, list[Chunk]] = {}
     for (name, rectangle), (start, sums) in zip(found, written, strict=True):
         shape, size = tuple(rectangle.tensor.shape), rectangle.tensor.nbytes
         chunk = Chunk(rectangle.offsets, shape, path.name, start, size, sums)
-        entry = SavedTensor(entries[name].shape, entries[name].dtype, [])
-        saved.setdefault(name, entry).chunks.append(chunk)
-    return saved
+        chunks.setdefault(name, []).append(chunk)
+    return {n: describe_tensor(entries[n].shape, entries[n].dtype, c) for n, c in chunks.items()}
 
 
 class Read(NamedTuple):
@@ -80,13 +79,13 @@ class Reader:
     def check(self, read: Read) -> None:
         """Check the checksums of the blocks that a copy reads, each once."""
         chunk, memory = read.chunk, self._bytes(read.chunk)
-        for block in _blocks(read) if chunk.crc32 is not None else ():
+        sums = chunk.crc32 or ()  # of a foreign file none
+        for block in _blocks(read) if sums else ():
             start = block * BLOCK
             place = chunk.file, chunk.offset + start
             if place in self._checked:
                 continue
             self._checked.add(place)
-            sums = chunk.crc32 or ()
             if zlib.crc32(as_bytes(memory[start : start + BLOCK])) != sums[block]:
                 raise DamagedCheckpointError(
                     f"{self.folder / chunk.file} has changed at byte {chunk.offset + start}, in "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, DamagedCheckpointError, Ranks, find_manager
 from .format.folders import UNFINISHED
-from .format.metadata import dtype_name
+from .format.metadata import Chunk, describe_tensor
 from .format.safetensors_files import flush_folder, read_header, write_file
 from .loading import Plan, Program, all_names
 from .saving import wait_for_last
@@ -35,24 +35,19 @@ _TRAINED = ("modules_to_save", "bias", "trainable_token_indices")  # peft would 
 
 
 def export_safetensors(
-    model: nn.Module,
-    folder: str | Path,
-    manager: ProcessGroupManager | None = None,
-    *,
-    max_file_bytes: int = MAX_FILE,
+    model: nn.Module, folder: str | Path, manager: ProcessGroupManager | None = None
 ) -> None:
     """Write the plain model's weights for other programs; all ranks call it.
 
-    Writes `model.safetensors`, or several `model-00001-of-0000n.safetensors` and an index: each
-    pipeline stage writes its own files. Names are the plain model's; a tied parameter is written
-    under its first name. Tensors are gathered one by one, so that no rank holds more than one whole
-    tensor in addition to its shards.
+    Writes `model.safetensors`, or several `model-00001-of-0000n.safetensors` of at most 5 GB and an
+    index: each pipeline stage writes its own files. Names are the plain model's; a tied parameter
+    is written under its first name. Tensors are gathered one by one, so that no rank holds more
+    than one whole tensor in addition to its shards.
 
     Args:
         model: The module that `parallelize` returned, or any other.
         folder: Destination; created if missing.
         manager: The grid; None is the current one, or one process.
-        max_file_bytes: Begin another file rather than exceed this; a larger tensor gets its own.
 
     Raises:
         CheckpointError: `folder` has weights already, or a rank could not write; the same on
@@ -61,25 +56,27 @@ def export_safetensors(
     ranks, what, root = Ranks(), f"the export to {folder} failed", Path(folder)
     grid, held = ranks.all_or_none(what, lambda: _describe(model, manager))
     ranks.on_first(lambda: _start(root))
-    names = all_gather_object([each.name for each in held], grid.pp_group)
-    earlier = set().union(*names[: grid.pp_rank])  # such as a buffer that all stages have
-    files = list(_split((each for each in held if each.name not in earlier), max_file_bytes))
-    listing = [[(each.name, each.nbytes) for each in file] for file in files]
-    stages = all_gather_object(listing, grid.pp_group)
-    total, before = sum(map(len, stages)), sum(map(len, stages[: grid.pp_rank]))
-    gathers = grid.cp_dp_rank == 0 or grid.ep_size > 1
+    sizes = {name: each.nbytes for name, each in held.items()}
+    files = list(_split(all_gather_object(sizes, grid.pp_group)))
+    names = [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    named = dict(zip([WHOLE] if len(files) == 1 else names, files, strict=True))
+    own = {
+        name: [held[tensor] for tensor in file]
+        for name, (stage, file) in named.items()
+        if stage == grid.pp_rank and (grid.cp_dp_rank == 0 or grid.ep_size > 1)
+    }
     writes = grid.cp_dp_rank == 0 and grid.tp_rank == 0
-    numbered = {_file_name(n, total): file for n, file in enumerate(files, before + 1)}
-    ranks.all_or_none(what, lambda: _write_all(root, numbered if gathers else {}, writes=writes))
-    ranks.on_first(lambda: _finish(root, stages))
+    ranks.all_or_none(what, lambda: _write_all(root, own, writes=writes))
+    ranks.on_first(lambda: _finish(root, {name: file for name, (_, file) in named.items()}))
 
 
 def _describe(
     model: nn.Module, manager: ProcessGroupManager | None
-) -> tuple[ProcessGroupManager, list[ModelTensor]]:
+) -> tuple[ProcessGroupManager, dict[str, ModelTensor]]:
     wait_for_last()
     found = find_manager(manager)
-    return found, [each for each in find_tensors(model, found).values() if each.first]
+    held = find_tensors(model, found).values()
+    return found, {each.name: each for each in held if each.first}
 
 
 def _start(root: Path) -> None:
@@ -89,19 +86,19 @@ def _start(root: Path) -> None:
         raise CheckpointError(f"{root} has weights already ({names[0]}); export to another folder")
 
 
-def _split(held: Iterable[ModelTensor], max_bytes: int) -> Iterator[list[ModelTensor]]:
-    file: list[ModelTensor] = []
-    for each in held:
-        if file and sum(one.nbytes for one in file) + each.nbytes > max_bytes:
-            yield file
-            file = []
-        file.append(each)
-    if file:
-        yield file
-
-
-def _file_name(number: int, total: int) -> str:
-    return WHOLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+def _split(stages: Sequence[Mapping[str, int]]) -> Iterator[tuple[int, dict[str, int]]]:
+    """Divide the stages' tensors into files, each with its stage and its tensors' bytes."""
+    seen: set[str] = set()
+    for stage, sizes in enumerate(stages):
+        file: dict[str, int] = {}
+        for name in (name for name in sizes if name not in seen):
+            if file and sum(file.values()) + sizes[name] > MAX_FILE:
+                yield stage, file
+                file = {}
+            file[name] = sizes[name]
+        if file:
+            yield stage, file
+        seen |= sizes.keys()  # such as a buffer that all stages have
 
 
 def _write_all(root: Path, files: Mapping[str, list[ModelTensor]], *, writes: bool) -> None:
@@ -113,7 +110,7 @@ def _write_all(root: Path, files: Mapping[str, list[ModelTensor]], *, writes: bo
         tensors = map(_gather, held)
         try:
             if writes:
-                write_file(root / f"{name}{UNFINISHED}", slots, tensors, {"format": "pt"}, "wb")
+                write_file(root / f"{name}{UNFINISHED}", slots, tensors)
         except (OSError, CheckpointError) as error:  # the latter for an unsupported dtype
             failed = error
         for _ in tensors:
@@ -134,17 +131,14 @@ def _gather(held: ModelTensor) -> Tensor:
     return tensor
 
 
-def _finish(root: Path, stages: list[list[list[tuple[str, int]]]]) -> None:
-    """Give the stages' files (tensors' names and sizes) final names, and index several files."""
-    files = [file for stage in stages for file in stage]
-    names = [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
-    for name in names:
+def _finish(root: Path, files: Mapping[str, Mapping[str, int]]) -> None:
+    """Give files (names, and their tensors' bytes) final names, and index several files."""
+    for name in files:
         os.replace(root / f"{name}{UNFINISHED}", root / name)
     if len(files) > 1:
-        pairs = zip(names, files, strict=True)
-        where = {tensor: name for name, file in pairs for tensor, _ in file}
-        size = sum(nbytes for file in files for _, nbytes in file)
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+        size = sum(sum(file.values()) for file in files.values())
+        where = sorted((tensor, name) for name, file in files.items() for tensor in file)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(where)}
         unfinished = root / f"{INDEX}{UNFINISHED}"
         unfinished.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         os.replace(unfinished, root / INDEX)
@@ -213,8 +207,7 @@ def _config(model: nn.Module, adapter: str) -> Any:
         what = f"has {' and '.join(trained)}" if trained else f"is of kind {kind}"
         raise InvalidArgumentError(
             f"adapter {adapter!r} {what}, and of adapters only the matrices of LoRA are exported: "
-            "save checkpoints of it (scaletorch.checkpoint.save), or export the whole model "
-            "(export_safetensors)"
+            "export the whole model (export_safetensors)"
         )
     return config
 
@@ -226,7 +219,7 @@ def _write_adapter(root: Path, tensors: dict[str, Tensor], config: Any) -> None:
     ordered = sorted(tensors.items(), key=lambda pair: -pair[1].dtype.itemsize)  # keeps alignment
     slots = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
     unfinished = root / f"{ADAPTER}{UNFINISHED}"
-    write_file(unfinished, slots, (tensor for _, tensor in ordered), {"format": "pt"}, "wb")
+    write_file(unfinished, slots, (tensor for _, tensor in ordered))
     saved = copy(config)
     saved.inference_mode = True  # as peft writes it
     saved.save_pretrained(str(root))
@@ -240,7 +233,7 @@ class WholeModel(NamedTuple):
     firsts: dict[str, str]  # each name -> the name that its tensor is saved under
     ties: dict[str, list[str]]  # the name that a tied tensor is saved under -> all its names
     optimizer: torch.optim.Optimizer | None  # if its state is to be loaded too
-    groups: list[set[str]]  # for each of the optimizer's groups, the names of its parameters
+    updated: set[str]  # the names of its parameters
 
 
 def import_safetensors(
@@ -274,28 +267,21 @@ def read_folder(
     reader: type[Reader],
 ) -> None:
     """Load another program's folder, which `find` describes like `metadata.json` on rank 0."""
-    ranks, what = Ranks(), f"{root}"
+    ranks, what = Ranks(), str(root)
     program = ranks.all_or_none(what, lambda: Program(model, optimizer, None, manager, ranks))
     names = all_names(program.held, program.manager)
     stages = all_gather_object(find_ties(program.held), program.manager.pp_group)
     ties = {name: tied for stage in stages for name, tied in stage.items()}
     firsts = {name: name for name in names}
     firsts |= {alias: first for first, tied in ties.items() for alias in tied}
-    whole = WholeModel(firsts, ties, optimizer, _group_names(program))
+    groups = [] if optimizer is None else optimizer.param_groups
+    tensors = {id(tensor) for group in groups for tensor in group["params"]}
+    updated = sorted(own.name for shard, own in program.shards if id(shard.tensor) in tensors)
+    every = set().union(*all_gather_object(updated, ranks.group))
+    whole = WholeModel(firsts, ties, optimizer, every)
     document = ranks.on_first(lambda: find(root, whole)) | {"ties": ties}
     plan = ranks.all_or_none(what, lambda: Plan(program, document, names, cast=True))
     plan.read(reader(root, plan.saved, document["files"]), what)
-
-
-def _group_names(program: Program) -> list[set[str]]:
-    """Return the names of each optimizer group's parameters, over all ranks."""
-    if program.optimizer is None:
-        return []
-    names = {id(shard.tensor): own.name for shard, own in program.shards}
-    groups = [group["params"] for group in program.optimizer.param_groups]
-    own = [sorted({names[id(t)] for t in each if id(t) in names}) for each in groups]
-    every = all_gather_object(own, program.ranks.group)
-    return [set().union(*ranks) for ranks in zip(*every, strict=True)]
 
 
 def _describe_files(root: Path, whole: WholeModel) -> dict[str, Any]:
@@ -313,16 +299,14 @@ def _describe_files(root: Path, whole: WholeModel) -> dict[str, Any]:
             if length != size or min(start, length) < 0:
                 message = f"{root / file} has {length} bytes for {name}, which needs {size}"
                 raise DamagedCheckpointError(message)
-            chunk = {"at": [0] * len(shape), "shape": shape, "file": file, "offset": start}
-            chunk |= {"length": length, "crc32": None}
-            entry = {"shape": shape, "dtype": dtype_name(dtype), "chunks": [chunk]}
+            chunk = Chunk((0,) * len(shape), shape, file, start, length, None)
             first = whole.firsts.get(name, name)
             if f"model.{first}" in entries:
                 raise CheckpointError(
                     f"{root} has several of {' and '.join(whole.ties[first])}, which are one "
                     "tensor in the model: untie them, or remove all but one from the files"
                 )
-            entries[f"model.{first}"] = entry
+            entries[f"model.{first}"] = describe_tensor(shape, dtype, [chunk])
     return {"entries": entries, "files": sizes, "groups": None}
 
 

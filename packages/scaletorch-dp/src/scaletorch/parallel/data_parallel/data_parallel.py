@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Self
 
 import torch
@@ -18,7 +17,7 @@ from ...dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
 from ..pg_manager.building import connect_all, digest_text
 from .buckets.bucket import Reduction, Slot, check_floating
-from .buckets.hooks import GradientSync, WrappedParameters, raise_failed, refuse_taken
+from .buckets.hooks import GradientSync, WrappedParameters, refuse_taken
 from .buckets.manager import BucketManager
 from .parameters import Named, describe, group_parameters
 from .sharding.gather import ParameterGather
@@ -29,81 +28,90 @@ __all__ = ["DataParallelBucket", "DataParallelNaive"]
 INIT_SYNCS = ("check", "broadcast", "none")
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The options of a wrapper, as of `DataParallelBucket`; the same on every rank."""
+class DataParallelBucket(ModuleWrapper):
+    """Reduces gradients in flat buckets, each as soon as backward has filled it.
 
-    op: str
-    bucket_size: int = 1
-    grad_type: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    check_finite: bool = False
-    init_sync: str = "check"
+    When a backward outside `no_sync` returns, `p.grad` on every rank is its last synchronised value
+    plus `op` over the ranks of all gradients accumulated since. It stays None for parameters that
+    no rank used; a rank that did not use one adds zeros.
 
+    Args:
+        module: Any module.
+        grad_type: Dtype in which gradients are accumulated and summed over ranks, such as
+            `torch.float32` for bfloat16 parameters; None is each parameter's own.
+        bucket_size: Maximum elements in a bucket; a larger parameter has one to itself. The first
+            bucket is small, and a model that would fill only a few has smaller ones. They
+            are filled in the order of gradients in the first synchronised backward.
+        group: The ranks to reduce over, by default the `cp_dp` axis.
+        op: `"sum"`, for losses already divided by the global token count, or `"mean"`, which
+            divides by the group's size as DistributedDataParallel does.
+        reduce_dtype: Dtype of gradients in transit, such as `torch.bfloat16` to send half as
+            much; None is the dtype of accumulation.
+        init_sync: Treatment of parameters and buffers that differ between ranks at the start:
+            `"check"` refuses them by name, `"broadcast"` sends the first rank's, `"none"`
+            leaves them.
+        check_finite: Refuse, on every rank, gradients that are not finite before they are summed,
+            with the parameters and the ranks that made them. Costs one more pass over them.
+        groups: Parameters that are reduced over other ranks, by name, such as experts over the
+            ranks that hold the same experts. All ranks of a group hold all its parameters.
 
-class _DataParallel(ModuleWrapper):
-    """A module whose gradients are the same on every rank when backward returns.
-
-    With `overlap` buckets leave during backward, else all at its end.
+    Raises:
+        InvalidArgumentError: An unknown `op` or `init_sync`, a `grad_type` or
+            `reduce_dtype` that is not a floating dtype, a `bucket_size` below 1, an object that is
+            not a module, a name in `groups` that is not a parameter's, or `groups` with "mean".
+        MismatchError: The ranks' parameters differ in name, shape, dtype, order, frozenness or,
+            under "check", values.
+        StateError: No group to be found, a live wrapper has a parameter already, or the gradient
+            of one goes to its `main_grad`.
     """
+
+    _overlap = True  # whether buckets leave during backward, or all at its end
 
     def __init__(
         self,
         module: nn.Module,
-        group: ProcessGroup | None,
-        settings: Settings,
-        groups: Mapping[str, ProcessGroup | None],
+        grad_type: torch.dtype | None = None,
+        bucket_size: int = 2**24,
+        group: ProcessGroup | None = None,
         *,
-        overlap: bool,
+        op: str = "sum",
+        reduce_dtype: torch.dtype | None = None,
+        init_sync: str = "check",
+        check_finite: bool = False,
+        groups: Mapping[str, ProcessGroup | None] | None = None,
     ) -> None:
-        if not isinstance(module, nn.Module):
-            message = f"module must be a torch.nn.Module, got {type(module).__name__}"
-            raise InvalidArgumentError(message)
-        if settings.init_sync not in INIT_SYNCS:
-            known = ", ".join(map(repr, INIT_SYNCS))
-            message = f"init_sync must be one of {known}, got {settings.init_sync!r}"
-            raise InvalidArgumentError(message)
-        group = axis_group("cp_dp", group)
+        op, groups = str(op).lower(), groups or {}
+        _check_arguments(module, grad_type, bucket_size, init_sync)
         parameters = list(module.named_parameters())
-        by_group = group_parameters(parameters, group, groups)
-        if len(by_group) > 1 and settings.op == "mean":
+        by_group = group_parameters(parameters, axis_group("cp_dp", group), groups)
+        if len(by_group) > 1 and op == "mean":
             raise InvalidArgumentError(
                 "op='mean' would divide by another number for the parameters of other groups: "
                 "divide the loss by the global number of tokens, and sum"
             )
-        reductions = [
-            self._agreed_reduction(module, named, ranks, settings) for ranks, named in by_group
-        ]
+        options = {
+            "wrapper": type(self).__name__, "op": op, "bucket_size": bucket_size,
+            "grad_type": grad_type, "reduce_dtype": reduce_dtype, "check_finite": check_finite,
+            "init_sync": init_sync,
+        }  # fmt: skip
+        managers = []
+        for ranks, named in by_group:
+            reduction = Reduction(op, ranks, reduce_dtype)
+            if reduction.size > 1:
+                _agree(module, named, reduction, options)
+            trainable = [(name, p) for name, p in named if p.requires_grad]
+            slots = [Slot(name, index, p) for index, (name, p) in enumerate(trainable)]
+            managers.append(
+                BucketManager(slots, reduction, bucket_size, grad_type, check_finite=check_finite)
+            )
         super().__init__(module)
         prepare_backward(module.parameters())  # for the matrix products of sharded layers
         self.wrapped = WrappedParameters(parameters)
         self.parameter_groups = dict(groups)
-        managers = [
-            _bucket_manager(named, reduction, settings)
-            for (_, named), reduction in zip(by_group, reductions, strict=True)
-        ]
-        self._sync = GradientSync(managers, overlap=overlap)
-        self._sync.attach(manager for manager in managers if _has_work(manager))
-
-    def _agreed_reduction(
-        self, module: nn.Module, parameters: Named, group: ProcessGroup | None, settings: Settings
-    ) -> Reduction:
-        """Return the reduction over a group whose ranks have the same parameters."""
-        reduction = Reduction(settings.op, group, settings.reduce_dtype)
-        if reduction.size == 1:
-            return reduction
-        named = {"wrapper": type(self).__name__, **asdict(settings)}
-        error = caught(refuse_taken, [(n, p) for n, p in parameters if p.requires_grad])
-        agree("the model to wrap", describe(parameters, named), group, error=error)
-        _sync_initial_values([*parameters, *module.named_buffers()], settings.init_sync, group)
-        if any(reduction.folds(settings.grad_type or p.dtype) for _, p in parameters):
-            connect_all(group)
-        return reduction
-
-    @property
-    def op(self) -> str:
-        """`"sum"` or `"mean"`."""
-        return self._sync.managers[0].reduction.op
+        self.optimizer_shards: list[Shard] | None = None
+        self._gathers: list[ParameterGather] = []
+        self._sync = GradientSync(managers, overlap=self._overlap)
+        self._sync.attach(manager for manager in managers if manager.has_work)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -153,11 +161,10 @@ class _DataParallel(ModuleWrapper):
         """
         stage_backward = getattr(self.module, "backward", None)
         if stage_backward is None:
-            message = (
+            raise StateError(
                 f"{type(self.module).__name__} has no backward(input_tensor, output_tensor, "
                 "output_tensor_grad): that call is for pipeline stages, others use loss.backward()"
             )
-            raise StateError(message)
         completed = self._sync.completed
         for manager in self._sync.managers:
             if manager.eager:
@@ -165,7 +172,6 @@ class _DataParallel(ModuleWrapper):
         result = stage_backward(input_tensor, output_tensor, output_tensor_grad)
         if self._sync.completed == completed:
             self._sync.finish_if_due()
-        raise_failed([self._sync])
         return result
 
     @property
@@ -215,7 +221,8 @@ class _DataParallel(ModuleWrapper):
         """Return a copy for evaluation, averages or a teacher, without synchronisation."""
         twin: Self = object.__new__(type(self))
         memo[id(self)] = twin
-        new: dict[str, Any] = {"_sync": None, "wrapped": WrappedParameters([], copied=True)}
+        self.wait_for_parameters()
+        new: dict[str, Any] = {"_sync": None, "wrapped": WrappedParameters(None)}
         new |= {"parameter_groups": {}, "optimizer_shards": None, "_gathers": []}
         state = {n: new[n] if n in new else copy.deepcopy(v, memo) for n, v in vars(self).items()}
         vars(twin).update(state)
@@ -224,95 +231,10 @@ class _DataParallel(ModuleWrapper):
         return twin
 
     def __getstate__(self) -> NoReturn:
-        message = (
+        raise StateError(
             f"{type(self).__name__} cannot be pickled, since its hooks and group would stay "
             "behind: save its state_dict() instead"
         )
-        raise StateError(message)
-
-
-class DataParallelNaive(_DataParallel):
-    """Reduces gradients one by one at the end of backward: the baseline for comparisons.
-
-    It gives the results of `DataParallelBucket` at another speed, with the same args and errors.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        group: ProcessGroup | None = None,
-        *,
-        op: str = "sum",
-        init_sync: str = "check",
-    ) -> None:
-        settings = Settings(str(op).lower(), init_sync=init_sync)
-        super().__init__(module, group, settings, {}, overlap=False)
-
-
-class DataParallelBucket(_DataParallel):
-    """Reduces gradients in flat buckets, each as soon as backward has filled it.
-
-    When a backward outside `no_sync` returns, `p.grad` on every rank is its last synchronised value
-    plus `op` over the ranks of all gradients accumulated since. It stays None for parameters that
-    no rank used; a rank that did not use one adds zeros.
-
-    Args:
-        module: Any module.
-        grad_type: Dtype in which gradients are accumulated and summed over ranks, such as
-            `torch.float32` for bfloat16 parameters; None is each parameter's own.
-        bucket_size: Maximum elements in a bucket; a larger parameter has one to itself. The first
-            bucket is small, and a model that would fill only a few has smaller ones. They
-            are filled in the order of gradients in the first synchronised backward.
-        group: The ranks to reduce over, by default the `cp_dp` axis.
-        op: `"sum"`, for losses already divided by the global token count, or `"mean"`, which
-            divides by the group's size as DistributedDataParallel does.
-        reduce_dtype: Dtype of gradients in transit, such as `torch.bfloat16` to send half as
-            much; None is the dtype of accumulation.
-        init_sync: Treatment of parameters and buffers that differ between ranks at the start:
-            `"check"` refuses them by name, `"broadcast"` sends the first rank's, `"none"`
-            leaves them.
-        check_finite: Refuse, on every rank, gradients that are not finite before they are summed,
-            with the parameters and the ranks that made them. Costs one more pass over them.
-        groups: Parameters that are reduced over other ranks, by name, such as experts over the
-            ranks that hold the same experts. All ranks of a group hold all its parameters.
-
-    Raises:
-        InvalidArgumentError: An unknown `op` or `init_sync`, a `grad_type` or
-            `reduce_dtype` that is not a floating dtype, a `bucket_size` below 1, an object that is
-            not a module, a name in `groups` that is not a parameter's, or `groups` with "mean".
-        MismatchError: The ranks' parameters differ in name, shape, dtype, order, frozenness or,
-            under "check", values.
-        StateError: No group to be found, a live wrapper has a parameter already, or the gradient
-            of one goes to its `main_grad`.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        grad_type: torch.dtype | None = None,
-        bucket_size: int = 2**24,
-        group: ProcessGroup | None = None,
-        *,
-        op: str = "sum",
-        reduce_dtype: torch.dtype | None = None,
-        init_sync: str = "check",
-        check_finite: bool = False,
-        groups: Mapping[str, ProcessGroup | None] | None = None,
-    ) -> None:
-        if isinstance(bucket_size, bool) or not isinstance(bucket_size, int) or bucket_size < 1:
-            message = f"bucket_size must be a number of elements, at least 1, got {bucket_size!r}"
-            raise InvalidArgumentError(message)
-        check_floating("grad_type", grad_type)
-        settings = Settings(
-            str(op).lower(), bucket_size, grad_type, reduce_dtype, check_finite, init_sync
-        )
-        super().__init__(module, group, settings, groups or {}, overlap=True)
-        self.optimizer_shards: list[Shard] | None = None
-        self._gathers: list[ParameterGather] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        self.wait_for_parameters()
-        return super().__deepcopy__(memo)
 
     def use_shards(self, shards: list[Shard], gather: ParameterGather) -> None:
         """Note the shards that optimizers update on this rank; `shard_optimizer` calls it."""
@@ -336,18 +258,50 @@ class DataParallelBucket(_DataParallel):
             gather.wait()
 
 
-def _bucket_manager(parameters: Named, reduction: Reduction, settings: Settings) -> BucketManager:
-    """Put the trainable parameters into buckets."""
-    trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    slots = [Slot(name, index, parameter) for index, (name, parameter) in enumerate(trainable)]
-    size, dtype = settings.bucket_size, settings.grad_type
-    return BucketManager(slots, reduction, size, dtype, check_finite=settings.check_finite)
+class DataParallelNaive(DataParallelBucket):
+    """Reduces gradients one by one at the end of backward: the baseline for comparisons.
+
+    It gives the results of `DataParallelBucket` at another speed, with the same args and errors.
+    """
+
+    _overlap = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: ProcessGroup | None = None,
+        *,
+        op: str = "sum",
+        init_sync: str = "check",
+    ) -> None:
+        super().__init__(module, None, 1, group, op=op, init_sync=init_sync)
 
 
-def _has_work(manager: BucketManager) -> bool:
-    """Return whether gradients are summed, kept in another dtype, or checked."""
-    wider = any(b.dtype != slot.parameter.dtype for b in manager.buckets for slot in b.slots)
-    return manager.reduction.size > 1 or wider or manager.checks_finite
+def _check_arguments(
+    module: object, grad_type: object, bucket_size: object, init_sync: object
+) -> None:
+    if not isinstance(module, nn.Module):
+        raise InvalidArgumentError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    if isinstance(bucket_size, bool) or not isinstance(bucket_size, int) or bucket_size < 1:
+        raise InvalidArgumentError(
+            f"bucket_size must be a number of elements, at least 1, got {bucket_size!r}"
+        )
+    check_floating("grad_type", grad_type)
+    if init_sync not in INIT_SYNCS:
+        known = ", ".join(map(repr, INIT_SYNCS))
+        raise InvalidArgumentError(f"init_sync must be one of {known}, got {init_sync!r}")
+
+
+def _agree(
+    module: nn.Module, named: Named, reduction: Reduction, options: Mapping[str, Any]
+) -> None:
+    """Refuse ranks with other parameters, options or values than this one, and connect them."""
+    group, grad_type = reduction.group, options["grad_type"]
+    error = caught(refuse_taken, [(n, p) for n, p in named if p.requires_grad])
+    agree("the model to wrap", describe(named, options), group, error=error)
+    _sync_initial_values([*named, *module.named_buffers()], options["init_sync"], group)
+    if any(reduction.folds(grad_type or p.dtype) for _, p in named):
+        connect_all(group)
 
 
 def _sync_initial_values(
@@ -368,7 +322,7 @@ NARROW = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def widened(wrapper: _DataParallel) -> Iterator[None]:
+def widened(wrapper: DataParallelBucket) -> Iterator[None]:
     """Give 16-bit parameters float32 values, and sum all gradients in float32, within a context.
 
     All gradients are None before and after. Parameters get their own memory back afterwards: values
@@ -381,16 +335,13 @@ def widened(wrapper: _DataParallel) -> Iterator[None]:
     wrapper.reset()
     narrow = [(p, p.data) for p in wrapper.parameters() if p.dtype in NARROW]
     with ExitStack() as undo:
-        undo.callback(_restore_values, narrow)  # also if memory does not suffice for all
-        for parameter, values in narrow:
-            parameter.data = values.float()
-        for manager in wrapper.bucket_managers:
-            undo.enter_context(manager.widened())
-        undo.callback(_restore_values, narrow)  # before the managers read the dtypes again
-        undo.callback(wrapper.reset)
-        yield
-
-
-def _restore_values(held: list[tuple[nn.Parameter, Tensor]]) -> None:
-    for parameter, values in held:
-        parameter.data = values
+        try:
+            for parameter, values in narrow:
+                parameter.data = values.float()
+            for manager in wrapper.bucket_managers:
+                undo.enter_context(manager.widened())
+            yield
+        finally:  # before the managers read the dtypes again
+            wrapper.reset()
+            for parameter, values in narrow:
+                parameter.data = values

@@ -61,12 +61,19 @@ def norm_over(
 
     Result and errors are those of `global_grad_norm`.
     """
-    order = _checked_order(norm_type)
+    if not isinstance(norm_type, int | float) or not norm_type > 0:
+        raise InvalidArgumentError(f"norm_type must be a number above 0, or inf, got {norm_type!r}")
     check_module(model)
-    total = _power_sum(gradients, order, _device_of(model, groups))
+    dtype, first = torch.float32, next(model.parameters(), None)
+    for parameter in model.parameters():
+        dtype = torch.promote_types(dtype, parameter.dtype.to_real())
+    device = get_comm_device(groups[0] if groups else None) if first is None else first.device
+    total = _power_sum(gradients, norm_type, device)
     for group in groups:
-        all_reduce(total, "max" if order == math.inf else "sum", group)
-    return _root(total, order, model)
+        all_reduce(total, "max" if norm_type == math.inf else "sum", group)
+    if norm_type not in (1, math.inf):
+        total = total.sqrt() if norm_type == 2 else total.pow(1 / norm_type)
+    return total.to(dtype)
 
 
 def clip_grad_norm_(
@@ -116,8 +123,7 @@ def clip_by(
     `find_culprits` returns the gradients that are not finite, for the error.
     """
     if not isinstance(max_norm, int | float) or not max_norm >= 0:
-        message = f"max_norm must be a number of at least 0, got {max_norm!r}"
-        raise InvalidArgumentError(message)
+        raise InvalidArgumentError(f"max_norm must be a number of at least 0, got {max_norm!r}")
     found = norm()
     if error_if_nonfinite and not found.isfinite():
         text = name_culprits(find_culprits())
@@ -209,34 +215,6 @@ def _power_sum(gradients: Iterable[Tensor], order: float, device: torch.device) 
     return joined.amax() if order == math.inf else joined.pow(order).sum()
 
 
-def _root(total: Tensor, order: float, model: nn.Module) -> Tensor:
-    """Return the norm from all ranks' `_power_sum`, in the parameters' dtype, float32 at least."""
-    dtype = torch.float32
-    for parameter in model.parameters():
-        dtype = torch.promote_types(dtype, parameter.dtype.to_real())
-    if order in (1.0, math.inf):
-        return total.to(dtype)
-    return (total.sqrt() if order == 2.0 else total.pow(1 / order)).to(dtype)
-
-
-def _device_of(model: nn.Module, groups: Sequence[ProcessGroup | None]) -> torch.device:
-    """Return the first parameter's device, or without parameters the communication device."""
-    first = next(model.parameters(), None)
-    return first.device if first is not None else get_comm_device(groups[0] if groups else None)
-
-
-def _checked_order(norm_type: float) -> float:
-    """Return `norm_type` as a float, or refuse it."""
-    try:
-        order = float(norm_type)
-    except (TypeError, ValueError):
-        order = math.nan
-    if not order > 0:
-        message = f"norm_type must be a number above 0, or inf, got {norm_type!r}"
-        raise InvalidArgumentError(message)
-    return order
-
-
 def _values(gradient: Tensor) -> Tensor:
     """Return a gradient, or the values of a sparse one."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -300,16 +278,13 @@ class GradScaler(torch.amp.GradScaler):
         group: ProcessGroup | None = None,
     ) -> None:
         kind = current_device().type if device is None else torch.device(device).type
-        if not 0 < init_scale < math.inf:
-            message = f"init_scale must be a finite number above 0, got {init_scale!r}"
-            raise InvalidArgumentError(message)
-        if not (1 < growth_factor < math.inf and 0 < backoff_factor < 1 <= growth_interval):
-            message = (
-                "growth_factor must be a finite number above 1, backoff_factor between 0 and 1, "
-                "and growth_interval at least 1 step, got "
-                f"{growth_factor!r}, {backoff_factor!r} and {growth_interval!r}"
+        grows = 0 < init_scale < math.inf and 1 < growth_factor < math.inf
+        if not (grows and 0 < backoff_factor < 1 <= growth_interval):
+            raise InvalidArgumentError(
+                "init_scale must be above 0 and finite, growth_factor above 1 and finite, "
+                "backoff_factor between 0 and 1, and growth_interval at least 1 step, got "
+                f"{init_scale!r}, {growth_factor!r}, {backoff_factor!r} and {growth_interval!r}"
             )
-            raise InvalidArgumentError(message)
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if self._enabled:
             self._group = axis_group("world", group)

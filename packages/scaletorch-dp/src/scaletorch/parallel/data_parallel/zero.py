@@ -14,7 +14,7 @@ from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import Scope, known_elementwise, update_scope
-from .buckets.bucket import Bucket, Slot
+from .buckets.bucket import Slot
 from .buckets.manager import BucketManager
 from .data_parallel import DataParallelBucket
 from .sharding.gather import ParameterGather, hook_optimizer
@@ -74,8 +74,7 @@ def shard_optimizer(
     shards = _all_shards(model)
     gather = ParameterGather(model.module, buckets)
     model.use_shards(shards, gather)
-    known = {id(slot.parameter) for slot in _slots(model)}
-    _replace_parameters(optimizer, shards, known)
+    _replace_parameters(optimizer, shards, {id(slot.parameter) for slot in _slots(model)})
     hook_optimizer(optimizer, gather, weakref.ref(model), overlap=overlap)
     return optimizer
 
@@ -84,15 +83,15 @@ def _shard_rest(optimizer: Optimizer, model: DataParallelBucket, manager: Bucket
     """Put the optimizer's parameters that are not sharded yet into sharded buckets."""
     whole = not known_elementwise(optimizer)
     sharded = [b for b in manager.buckets if isinstance(b, ShardedBucket)]
-    slots = _slots_to_shard(optimizer, model, manager)
     sharded += [
         ShardedBucket(bucket.slots, bucket.dtype, manager.reduction, whole=whole)
-        for bucket in manager.fill(slots)
+        for bucket in manager.fill(_slots_to_shard(optimizer, model, manager))
     ]
     settled = {slot.index for bucket in sharded for slot in bucket.slots}
     ordered = (slot for bucket in manager.buckets for slot in bucket.slots)
     rest = manager.fill(slot for slot in ordered if slot.index not in settled)
-    manager.use_settled([*sharded, *rest])
+    manager.use_buckets([*sharded, *rest])
+    manager.order = None  # shards belong to ranks: the first backward does not fill buckets anew
 
 
 def _slots_to_shard(
@@ -111,12 +110,7 @@ def _slots_to_shard(
 
 def _buckets_of(optimizer: Optimizer, model: DataParallelBucket) -> list[ShardedBucket]:
     taken = _parameters_of(optimizer)
-    return [
-        bucket
-        for bucket in _buckets(model)
-        if isinstance(bucket, ShardedBucket)
-        and any(id(slot.parameter) in taken for slot in bucket.slots)
-    ]
+    return [b for b in _sharded(model) if any(id(slot.parameter) in taken for slot in b.slots)]
 
 
 def _parameters_of(optimizer: Optimizer) -> set[int]:
@@ -139,16 +133,17 @@ def whole_gradients(model: nn.Module, names: Collection[str] | None = None) -> d
     parameters = dict(model.named_parameters())
     wanted = parameters.keys() if names is None else {*names}
     found = {n: p.grad for n, p in parameters.items() if n in wanted and p.grad is not None}
-    for bucket in _buckets(model):
-        if isinstance(bucket, ShardedBucket) and any(s.name in wanted for s in bucket.slots):
+    for bucket in _sharded(model):
+        if any(slot.name in wanted for slot in bucket.slots):
             whole = bucket.whole_gradients()
             found |= {slot.name: grad for slot, grad in whole if slot.name in wanted}
     return found
 
 
-def _buckets(model: nn.Module) -> list[Bucket]:
+def _sharded(model: nn.Module) -> list[ShardedBucket]:
     managers: list[BucketManager] = getattr(model, "bucket_managers", [])
-    return [bucket for manager in managers for bucket in manager.buckets]
+    buckets = (bucket for manager in managers for bucket in manager.buckets)
+    return [bucket for bucket in buckets if isinstance(bucket, ShardedBucket)]
 
 
 def _slots(model: DataParallelBucket) -> list[Slot]:
@@ -207,65 +202,55 @@ def _refuse_shared_memory(model: nn.Module, slots: Iterable[Slot]) -> None:
     """Refuse parameters that share memory with another tensor of the model: they will be moved."""
     moved = {id(slot.parameter): slot.name for slot in slots}
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.numel()}
-    ranges = sorted(
-        (*_memory(tensor), key) for key, tensor in tensors.items() if not tensor.is_meta
-    )
-    end, owner = 0, 0
-    for start, stop, key in ranges:
-        if start < end and (key in moved or owner in moved):
+    dense = {k: t for k, t in tensors.items() if t.layout is torch.strided and not t.is_meta}
+    end, last = 0, ""
+    for start, stop, name in sorted((*_memory(t), moved.get(k, "")) for k, t in dense.items()):
+        if start < end and (name or last):
             raise StateError(
-                f"{describe_rank()}: {moved.get(key) or moved[owner]} shares memory with another "
-                "tensor of the model, which would no longer follow it; make them one parameter, "
-                "or separate ones"
+                f"{describe_rank()}: {name or last} shares memory with another tensor of the "
+                "model, which would no longer follow it; make them one parameter, or separate ones"
             )
         if stop > end:
-            end, owner = stop, key
+            end, last = stop, name
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
     """Return the start and end address of a tensor's memory."""
-    if tensor.layout is not torch.strided:
-        return 0, 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _all_shards(model: DataParallelBucket) -> list[Shard]:
-    found: dict[str, list[Shard]] = {}
-    for bucket in _buckets(model):
-        for slot in bucket.slots:
-            parameter = slot.parameter
-            if isinstance(bucket, ShardedBucket):
-                found[slot.name] = [s for s in bucket.shards if s.parameter is parameter]
-            else:
-                found[slot.name] = [whole_parameter(slot.name, parameter)]
-    return [shard for slot in _slots(model) for shard in found[slot.name]]
+    """Return what this rank updates: its shards, and parameters that are not sharded."""
+    buckets = _sharded(model)
+    divided = {id(slot.parameter) for bucket in buckets for slot in bucket.slots}
+    own = {id(shard.parameter): shard for bucket in buckets for shard in bucket.shards}
+    own |= {
+        id(slot.parameter): whole_parameter(slot.name, slot.parameter)
+        for slot in _slots(model)
+        if id(slot.parameter) not in divided
+    }
+    return [own[id(slot.parameter)] for slot in _slots(model) if id(slot.parameter) in own]
 
 
 def _replace_parameters(optimizer: Optimizer, shards: Iterable[Shard], known: set[int]) -> None:
     """Replace parameters by shards, and their state by shards of the state."""
-    by_parameter: dict[int, list[Shard]] = {key: [] for key in known}
-    for shard in shards:
-        by_parameter[id(shard.parameter)].append(shard)
+    own = {id(shard.parameter): shard for shard in shards}
     for group in optimizer.param_groups:
         replaced = []
         for parameter in group["params"]:
-            if id(parameter) not in by_parameter:  # another model's
+            if id(parameter) not in known:  # another model's
                 replaced.append(parameter)
                 continue
-            replaced += [_stand_in(shard) for shard in by_parameter[id(parameter)]]
-            state = optimizer.state.pop(parameter, None)
-            for shard in by_parameter[id(parameter)] if state else []:
-                optimizer.state[shard.tensor] = {k: _cut(v, shard) for k, v in state.items()}
+            state, shard = optimizer.state.pop(parameter, None), own.get(id(parameter))
+            if shard is not None:
+                replaced.append(shard.tensor)
+                if shard.tensor is not parameter:
+                    shard.tensor.stands_for = parameter  # type: ignore[attr-defined]  # for checks
+                if state:
+                    optimizer.state[shard.tensor] = {k: _cut(v, shard) for k, v in state.items()}
         group["params"] = replaced
         group.pop("param_names", None)
-
-
-def _stand_in(shard: Shard) -> Tensor:
-    """Return the optimizer's tensor for a parameter, with a reference to it for checks."""
-    if shard.tensor is not shard.parameter:
-        shard.tensor.stands_for = shard.parameter  # type: ignore[attr-defined]
-    return shard.tensor
 
 
 def _cut(value: Any, shard: Shard) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
-from ..agreement import CheckpointError, DamagedCheckpointError
+from ..agreement import DamagedCheckpointError
 
 FORMAT, VERSION = "scaletorch-checkpoint", 1
 METADATA = "metadata.json"
-_KEYS = {
-    "step", "grid", "seed", "groups", "scheduler", "extra", "ties", "scalars", "files", "entries",
-}  # fmt: skip
 _PLAIN = (str, int, float, bool, type(None))
 _MARKS = {"tuple", "pairs", "tensor"}
 
@@ -44,20 +41,16 @@ class SavedTensor(NamedTuple):
     chunks: list[Chunk]
 
 
-def to_json(saved: Mapping[str, SavedTensor]) -> dict[str, Any]:
-    """Return the description of a checkpoint's tensors as plain values for JSON."""
-    return {
-        name: {
-            "shape": list(entry.shape),
-            "dtype": dtype_name(entry.dtype),
-            "chunks": [chunk._asdict() for chunk in entry.chunks],
-        }
-        for name, entry in sorted(saved.items())
-    }
+def describe_tensor(
+    shape: Sequence[int], dtype: torch.dtype, chunks: Iterable[Chunk]
+) -> dict[str, Any]:
+    """Return the description of a tensor as plain values for JSON."""
+    described = [chunk._asdict() for chunk in chunks]
+    return {"shape": list(shape), "dtype": dtype_name(dtype), "chunks": described}
 
 
 def from_json(entries: Mapping[str, Any]) -> dict[str, SavedTensor]:
-    """Return the tensors that `to_json` described."""
+    """Return the tensors that `describe_tensor` described, by name."""
     found = {}
     for name, entry in entries.items():
         tuples = ({key: tuple(each[key]) for key in ("at", "shape")} for each in entry["chunks"])
@@ -66,9 +59,9 @@ def from_json(entries: Mapping[str, Any]) -> dict[str, SavedTensor]:
     return found
 
 
-def check_whole(saved: Mapping[str, SavedTensor]) -> None:
-    """Refuse tensors whose chunks do not cover them exactly."""
-    for name, entry in saved.items():
+def check_whole(folder: Path, entries: Mapping[str, Any]) -> None:
+    """Refuse descriptions of tensors whose chunks in `folder` do not cover them exactly."""
+    for name, entry in from_json(entries).items():
         filled = [chunk for chunk in entry.chunks if prod(chunk.shape)]
         inside = all(
             at >= 0 and at + size <= whole
@@ -77,8 +70,8 @@ def check_whole(saved: Mapping[str, SavedTensor]) -> None:
         )
         held, places = sum(prod(chunk.shape) for chunk in filled), {chunk.at for chunk in filled}
         if not inside or held != prod(entry.shape) or len(places) != len(filled):
-            raise CheckpointError(
-                f"the {len(entry.chunks)} chunks of {name} do not cover its shape {entry.shape}"
+            raise DamagedCheckpointError(
+                f"{folder}: the {len(entry.chunks)} chunks of {name} do not cover {entry.shape}"
             )
 
 
@@ -97,18 +90,13 @@ def unseal(path: Path) -> dict[str, Any]:
         digest = document.pop("digest", None)
         found = sha256(canonical(document).encode()).hexdigest()
     except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
-        message = f"{path} cannot be read as JSON: {type(error).__name__}: {error}"
-        raise DamagedCheckpointError(message) from error
-    if document.get("format") != FORMAT:
-        raise DamagedCheckpointError(f"{path} does not describe a checkpoint of this library")
-    if digest != found:
-        raise DamagedCheckpointError(f"{path} has changed: its digest does not match")
-    if (version := document.get("version")) != VERSION:
+        raise DamagedCheckpointError(f"{path} cannot be read as JSON: {error!r}") from error
+    if document.get("format") != FORMAT or digest != found:
         raise DamagedCheckpointError(
-            f"{path} has version {version}, and this library reads version {VERSION}"
+            f"{path} has changed, or is none of this library: wrong digest"
         )
-    if lacking := sorted(_KEYS - set(document)):
-        raise DamagedCheckpointError(f"{path} lacks {', '.join(lacking)}")
+    if (version := document.get("version")) != VERSION:
+        raise DamagedCheckpointError(f"{path} has version {version}; this library reads {VERSION}")
     return document
 
 

@@ -12,7 +12,7 @@ import ctypes
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,13 +35,10 @@ Slot = tuple[str, torch.dtype, Sequence[int]]  # a tensor in a file: name, dtype
 
 
 def write_file(
-    path: Path, slots: Iterable[Slot], tensors: Iterable[Tensor], note: Mapping[str, str], mode: str
+    path: Path, slots: Iterable[Slot], tensors: Iterable[Tensor], **note: str
 ) -> list[tuple[int, list[int]]]:
-    """Write a file, and wait until it is on the disk; return each tensor's offset and checksums.
-
-    `mode` is 'wb', or 'xb' for a file that must not exist.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(note)}
+    """Write a file, and wait until it is on the disk; return each tensor's offset and checksums."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **note}}
     end = 0
     for name, dtype, shape in slots:
         if dtype not in CODES:
@@ -50,7 +47,7 @@ def write_file(
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open(mode) as file:
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         written = [(file.tell(), write_tensor(file, tensor)) for tensor in tensors]
         flush(file)
@@ -73,8 +70,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int
             found[name] = DTYPES[each["dtype"]], tuple(each["shape"]), *place
         return found
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        message = f"{path} cannot be read as safetensors: {type(error).__name__}: {error}"
-        raise DamagedCheckpointError(message) from error
+        raise DamagedCheckpointError(f"{path} cannot be read as safetensors: {error!r}") from error
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -119,8 +115,7 @@ def map_file(path: Path, size: int) -> Tensor:
     try:
         found = path.stat().st_size
     except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}"
-        raise DamagedCheckpointError(message) from error
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if found != size:
         raise DamagedCheckpointError(f"{path} has {found} bytes and was saved with {size}")
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)

@@ -38,13 +38,10 @@ def split_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row  # whole rows
-    if first > last:
-        yield from _within(last, start, stop, shape)
-        return
-    yield from _within(first - 1, start, first * row, shape)
+    yield from _within(first - 1, start, min(first * row, stop), shape)
     if first < last:
         yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    yield from _within(last, last * row, stop, shape)
+    yield from _within(last, max(first, last) * row, stop, shape)
 
 
 def _within(index: int, start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
@@ -146,17 +143,6 @@ def find_tensors(model: nn.Module, manager: ProcessGroupManager) -> dict[int, Mo
             owner = 0 if manager.grid.etp > 1 else manager.tp_rank  # 0: all tp ranks have them
         held[key] = ModelTensor(every, tensor, shape, cut, expert_cut, owner, first)
     return held
-
-
-@torch.no_grad()
-def refresh_shards(shards: Sequence[tuple[Shard, ModelTensor]]) -> None:
-    """Copy parameters into the shards that are copies of them, except masters and matrices."""
-    for shard, held in shards:
-        begin = shard.parameter.data_ptr() + shard.start * shard.parameter.itemsize
-        is_copy = shard.tensor.data_ptr() != begin and not is_whole_matrix(shard, held)
-        if is_copy and not shard.is_master:
-            own = shard.parameter.flatten()[shard.start : shard.stop]
-            shard.tensor.copy_(own.view_as(shard.tensor))
 
 
 def find_ties(held: Iterable[ModelTensor]) -> dict[str, list[str]]:

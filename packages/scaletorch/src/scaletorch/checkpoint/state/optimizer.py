@@ -23,16 +23,10 @@ KNOBS = {
 }  # fmt: skip
 
 
-def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def encode_groups(optimizer: torch.optim.Optimizer) -> Any:
     """Return the hyperparameters of an optimizer's groups as JSON."""
-    return [
-        {
-            key: encode(value, f"{key} of the optimizer's group {number}")
-            for key, value in group.items()
-            if key not in KNOBS
-        }
-        for number, group in enumerate(optimizer.param_groups)
-    ]
+    groups = [{k: v for k, v in g.items() if k not in KNOBS} for g in optimizer.param_groups]
+    return [encode(group, f"the optimizer's group {at}") for at, group in enumerate(groups)]
 
 
 def record_shard(
@@ -84,8 +78,7 @@ def make_states(
 ) -> list[tuple[Tensor, dict[str, Any]]]:
     """Return each tensor of an optimizer with new state, to be filled by loading `targets`.
 
-    State that was saved in its tensor's dtype gets the dtype of the tensor on this rank. Memory of
-    the current state is reused if it fits.
+    State that was saved in its tensor's dtype gets the dtype of the tensor on this rank.
     """
     tensors, numbers = _by_parameter(saved), _by_parameter(scalars)
     groups = {id(t): group for group in optimizer.param_groups for t in group["params"]}
@@ -101,13 +94,12 @@ def make_states(
             if isinstance(state[key], Tensor) and (moves_step or key != "step"):
                 state[key] = state[key].to(shard.tensor.device)
         of_parameter = saved.get(f"master.{held.name}", saved[f"model.{held.name}"])
-        current = optimizer.state.get(shard.tensor, {})
         for key, entry in tensors.get(held.name, {}).items():
             name = f"optimizer.{held.name}.{key}"
             target = Entry(entry.shape, entry.dtype, [], name)
             if entry.shape == held.shape:
                 dtype = shard.tensor.dtype if entry.dtype == of_parameter.dtype else entry.dtype
-                value = _memory(current.get(key), shard.tensor, dtype)
+                value = torch.empty_like(shard.tensor, dtype=dtype, requires_grad=False)
                 found = held.rectangles(value, shard.start, shard.stop)
                 targets.setdefault(name, target).rectangles.extend(found)
             elif is_whole(shard, held):
@@ -134,12 +126,3 @@ def _by_parameter(saved: Mapping[str, T]) -> dict[str, dict[str, T]]:
             name, _, key = entry.removeprefix("optimizer.").rpartition(".")
             found.setdefault(name, {})[key] = value
     return found
-
-
-def _memory(current: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory of a tensor's shape in a dtype: `current` if it fits, else new memory."""
-    if isinstance(current, Tensor) and current.is_contiguous() and tensor.is_contiguous():
-        found = current.shape, current.dtype, current.device
-        if found == (tensor.shape, dtype, tensor.device):
-            return current
-    return torch.empty_like(tensor, dtype=dtype, requires_grad=False)

@@ -116,22 +116,20 @@ def record_random(record: Record, manager: ProcessGroupManager, device: torch.de
         record.add(f"random.{manager.global_rank}.{kind}", entry)
 
 
-def find_random(
-    saved: Mapping[str, SavedTensor], manager: ProcessGroupManager, targets: dict[str, Entry]
-) -> dict[str, Tensor]:
-    """Return new tensors for this rank's saved states, and add them to `targets` to be filled."""
-    states = {}
+def find_random(saved: Mapping[str, SavedTensor], manager: ProcessGroupManager) -> dict[str, Entry]:
+    """Return the entries of this rank's saved states, with new memory to be filled."""
+    targets = {}
     for name, entry in saved.items():
-        prefix, _, kind = name.rpartition(".")
-        if prefix == f"random.{manager.global_rank}":
-            states[kind] = torch.empty(entry.shape, dtype=torch.uint8)
-            whole = [Rectangle((0,), states[kind], manager.tp_rank)]
+        if name.rpartition(".")[0] == f"random.{manager.global_rank}":
+            memory = torch.empty(entry.shape, dtype=torch.uint8)
+            whole = [Rectangle((0,), memory, manager.tp_rank)]
             targets[name] = Entry(entry.shape, torch.uint8, whole, name)
-    return states
+    return targets
 
 
-def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set this rank's generators to saved states."""
+def restore_random(found: Mapping[str, Entry], device: torch.device) -> None:
+    """Set this rank's generators to the states that `find_random` found."""
+    states = {name.rpartition(".")[2]: e.rectangles[0].tensor for name, e in found.items()}
     torch.set_rng_state(states["cpu"])
     if (module := _device_module(device)) is not None and device.type in states:
         module.set_rng_state(states[device.type], device)

@@ -27,7 +27,7 @@ A **bucket** (`bucket.py`) is slots whose gradients travel together in one flat 
     _buffer: this rank's own         before it left        _sent: its buffer        buffer, again
 
     Buckets that are not ready when backward ends leave then, with zeros for slots without a
-    gradient; `_used` has a flag for each slot, and the maximum flag of all ranks counts.
+    gradient; each slot has a flag (`flags`), and the maximum flag of all ranks counts.
 
 A **backward** is followed by `GradientSync` (`hooks.py`), one for each wrapper:
 

@@ -93,16 +93,12 @@ class Slot:
         self.index = index
         self.parameter = parameter
         self.local = False
-        self._dtype = parameter.dtype
+        self.dtype = parameter.dtype  # when it was wrapped
         self._held: Tensor | None = None
         self._view: Tensor | None = None
         self._shown: Tensor | None = None
         self._version = 0
         self._seen: int | None = None  # the parameter's version when its gradient came
-
-    def follow_dtype(self) -> None:
-        """Follow a change of the parameter's dtype."""
-        self._dtype = self.parameter.dtype
 
     def open(self) -> bool:
         """Follow changes of this rank's own gradient since `close`, when a backward begins.
@@ -158,11 +154,10 @@ class Slot:
         if grad is None:
             return False
         if grad.layout is not torch.strided:
-            message = (
+            raise StateError(
                 f"the gradient of {self.name} has layout {grad.layout}, and only dense gradients "
                 "are synchronised: build its module with sparse=False"
             )
-            raise StateError(message)
         # If it is the view, autograd has already added to the buffer in place.
         if grad is not self._view or not self.local:
             self._store(grad, place)
@@ -214,9 +209,9 @@ class Slot:
 
     def _store(self, grad: Tensor, place: Callable[[Slot], Tensor]) -> None:
         """Move a gradient that autograd made into the buffer."""
-        if self.parameter.dtype != self._dtype:
+        if self.parameter.dtype != self.dtype:
             raise StateError(
-                f"{self.name} was {self._dtype} when it was wrapped, and is "
+                f"{self.name} was {self.dtype} when it was wrapped, and is "
                 f"{self.parameter.dtype} now: convert the module first, then wrap it"
             )
         if self.local and self._view is not None:
@@ -268,7 +263,7 @@ class Bucket:
         """Prepare for another backward; keep gradients that have already arrived."""
         self.launched = False
         self._missing = set(self._places)
-        self._used: dict[int, int] = {}
+        self._used = [False] * len(self.slots)  # whether this rank has a gradient
         self._finite: Tensor | None = None  # bool, one for each slot
         self._work: Work[Tensor] | None = None
 
@@ -277,7 +272,7 @@ class Bucket:
         self.dtype = dtype
         self._buffer = self._spare = None
         for slot in self.slots:
-            slot.follow_dtype()
+            slot.dtype = slot.parameter.dtype
 
     def reset(self) -> None:
         """Forget which gradients are ready, and the reduction in flight."""
@@ -298,9 +293,7 @@ class Bucket:
 
     def place(self, slot: Slot) -> Tensor:
         """Return the memory of one parameter's gradient; its values are arbitrary."""
-        start = self._places[slot.index]
-        memory = self._own_buffer()[start : start + slot.parameter.numel()]
-        return memory.view(slot.parameter.shape)
+        return self._view(self._own_buffer(), slot)
 
     def mark_ready(self, index: int) -> None:
         """Note that a parameter has its gradient."""
@@ -314,9 +307,7 @@ class Bucket:
     @torch.no_grad()
     def launch(self, reduction: Reduction, *, check_finite: bool = False) -> None:
         """Start reducing the buffer, with zeros for parameters without one on this rank."""
-        for slot in self.slots:
-            used = slot.take(self.place(slot))
-            self._used[slot.index] = USED if used else UNUSED
+        self._used = [slot.take(self.place(slot)) for slot in self.slots]
         buffer, self._buffer = self._own_buffer(), None
         buffer[self.elements :] = 0
         if check_finite:
@@ -335,8 +326,8 @@ class Bucket:
     def flags(self) -> Iterator[tuple[Slot, int]]:
         """Yield the parameters with this rank's flags."""
         finite = [True] * len(self.slots) if self._finite is None else self._finite.tolist()
-        for slot, fine in zip(self.slots, finite, strict=True):
-            flag = self._used.get(slot.index, UNUSED) if fine else NONFINITE
+        for slot, used, fine in zip(self.slots, self._used, finite, strict=True):
+            flag = (USED if used else UNUSED) if fine else NONFINITE
             yield slot, LATE if slot.local else flag  # late: a gradient came after the launch
 
     def wait(self) -> None:
@@ -366,8 +357,11 @@ class Bucket:
 
     def _views(self, buffer: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         for slot in self.slots:
-            start, parameter = self._places[slot.index], slot.parameter
-            yield slot, buffer[start : start + parameter.numel()].view(parameter.shape)
+            yield slot, self._view(buffer, slot)
+
+    def _view(self, buffer: Tensor, slot: Slot) -> Tensor:
+        start, parameter = self._places[slot.index], slot.parameter
+        return buffer[start : start + parameter.numel()].view(parameter.shape)
 
     def _own_buffer(self) -> Tensor:
         if self._buffer is None:

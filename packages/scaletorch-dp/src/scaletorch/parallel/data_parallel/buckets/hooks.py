@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
 from ....dist.building import one_per_process, tensors_in
 from ....dist.errors import MismatchError, NonFiniteError, ScaletorchError, StateError
@@ -39,7 +38,6 @@ class GradientSync:
     def __init__(self, managers: Iterable[BucketManager], *, overlap: bool) -> None:
         self.enabled = True
         self.completed = 0  # synchronisations so far
-        self.failed: list[ScaletorchError] = []  # errors of the last one, until they are raised
         self.held: list[NonFiniteError] | None = None  # collects errors for the caller
         self.managers = tuple(managers)
         self.groups = tuple(manager.reduction.group for manager in self.managers)
@@ -54,11 +52,17 @@ class GradientSync:
 
     def attach(self, managers: Iterable[BucketManager]) -> None:
         """Register the hooks of these buckets' parameters; other buckets are never summed."""
-        for manager in managers:
-            if manager not in self._attached:
-                weakref.finalize(self, remove_hooks, self._register_hooks(manager)).atexit = False
-                self._attached.append(manager)
-                self._alive.add(self)
+        this = weakref.ref(self)
+        for manager in (each for each in managers if each not in self._attached):
+            at, handles = self.managers.index(manager), []
+            for slot in manager.slots:
+                before = partial(_call, this, GradientSync.gradient_coming, at, slot.index)
+                after = partial(_call, this, GradientSync.gradient_added, at, slot.index)
+                handles.append(slot.parameter.register_hook(before))
+                handles.append(slot.parameter.register_post_accumulate_grad_hook(after))
+            weakref.finalize(self, remove_hooks, handles).atexit = False
+            self._attached.append(manager)
+            self._alive.add(self)
 
     @property
     def syncs(self) -> bool:
@@ -88,7 +92,9 @@ class GradientSync:
         if self._attached and self.syncs:
             for manager in self._attached:
                 manager.open()
-            self._finish()
+            errors: list[ScaletorchError] = []
+            self._finish(errors)
+            raise_first(errors)
 
     def reset(self) -> None:
         """Forget all gradients and all reductions in flight."""
@@ -113,12 +119,11 @@ class GradientSync:
         if not self.syncs:
             return
         if slot.parameter.grad is not None and slot.parameter.grad.requires_grad:
-            message = (
+            raise StateError(
                 f"{describe_rank()}: the gradient of {slot.name} has a graph of its own "
                 "(create_graph=True), which a sum over ranks would lose: use torch.autograd.grad "
                 "instead, or run this backward in no_sync()"
             )
-            raise StateError(message)
         # The user's hooks that run after this one see the gradient, and may change it.
         watched = len(slot.parameter._post_accumulate_grad_hooks or ()) > 1
         manager.mark_ready(index, self._overlap and not self._shares_group and not watched)
@@ -134,13 +139,8 @@ class GradientSync:
             self._root = task
             # Another wrapper's calls on the same group could come between ours in another order on
             # another rank: then all calls are made at the end, wrapper by wrapper.
-            self._shares_group = any(
-                group is ours
-                for other in self._alive
-                if other is not self
-                for group in other.groups
-                for ours in self.groups
-            )
+            others = [group for sync in self._alive if sync is not self for group in sync.groups]
+            self._shares_group = any(group is ours for group in others for ours in self.groups)
             for manager in self._attached:
                 manager.open()
         # Each backward gets a callback, also inner ones: if the root has raised, its own callback
@@ -157,26 +157,25 @@ class GradientSync:
             if torch._C._current_autograd_node() is not None:
                 return  # a node is running: this backward was nested, the outer one goes on
             self.reset()
-            message = (
+            raise StateError(
                 f"{describe_rank()}: an earlier backward raised and left incomplete gradients; "
                 "they are None now: start this step again (after an error, call reset())"
             )
-            raise StateError(message)
         # Callbacks run in the order of the wrappers' first gradients, which may differ between
         # ranks. So the first callback ends all wrappers, in the order of their numbers.
         ending = [sync for sync in self._alive if sync._root == task]
-        ending.sort(key=lambda sync: sync._serial)
-        for sync in ending:  # all, even if one has errors: other ranks end theirs too
-            sync._end()
-        raise_failed([sync for sync in ending if isinstance(sync, GradientSync)])
+        errors: list[ScaletorchError] = []
+        for sync in sorted(ending, key=lambda sync: sync._serial):
+            sync._end(errors)  # all, even if one has errors: other ranks end theirs too
+        raise_first(errors)
 
-    def _end(self) -> None:
+    def _end(self, errors: list[ScaletorchError]) -> None:
         if self._touched and self.syncs:
-            self._finish()
+            self._finish(errors)
         else:
             self._close()
 
-    def _finish(self) -> None:
+    def _finish(self, errors: list[ScaletorchError]) -> None:
         self._forget_backward()
         # All managers, even after an error: the ranks of their groups may have none, and wait.
         for manager in self._attached:
@@ -184,9 +183,9 @@ class GradientSync:
                 try:
                     finish()
                 except NonFiniteError as error:
-                    (self.failed if self.held is None else self.held).append(error)
+                    (errors if self.held is None else self.held).append(error)
                 except (MismatchError, StateError) as error:
-                    self.failed.append(error)
+                    errors.append(error)
         self.completed += 1
 
     def _close(self) -> None:
@@ -199,17 +198,6 @@ class GradientSync:
         self._touched = False
         self._root = None
         self._tasks.clear()
-
-    def _register_hooks(self, manager: BucketManager) -> list[RemovableHandle]:
-        this, at = weakref.ref(self), self.managers.index(manager)
-        handles = []
-        for slot in manager.slots:
-            parameter = slot.parameter
-            before = partial(_call, this, GradientSync.gradient_coming, at, slot.index)
-            after = partial(_call, this, GradientSync.gradient_added, at, slot.index)
-            handles.append(parameter.register_hook(before))
-            handles.append(parameter.register_post_accumulate_grad_hook(after))
-        return handles
 
 
 def _alive() -> weakref.WeakSet[GradientSync]:
@@ -231,28 +219,26 @@ def refuse_taken(parameters: Named) -> None:
     }
     names = [name for name, parameter in parameters if id(parameter) in taken]
     if names:
-        message = (
+        raise StateError(
             f"{describe_rank()}: {shorten(names)} would be synchronised twice: a "
             "data-parallel wrapper has them already; use that wrapper, or delete it first"
         )
-        raise StateError(message)
     names = [name for name, parameter in parameters if hasattr(parameter, "main_grad")]
     if names:
-        message = (
+        raise StateError(
             f"{describe_rank()}: the gradient of {names[0]} goes to its main_grad, past this "
             "wrapper, which would synchronise nothing: sum main gradients over the group "
             "yourself, or remove them"
         )
-        raise StateError(message)
 
 
 class WrappedParameters:
-    """The parameters that a module had when it was wrapped; none are summed if it is `copied`."""
+    """The parameters that a module had when it was wrapped; None for a deep copy."""
 
-    def __init__(self, parameters: Named, *, copied: bool = False) -> None:
-        self._copied = copied
+    def __init__(self, parameters: Named | None) -> None:
+        self._copied = parameters is None
         # The parameters are kept alive, so that the ids stay theirs.
-        self._synchronised = {id(p): p for _, p in parameters if p.requires_grad}
+        self._synchronised = {id(p): p for _, p in parameters or () if p.requires_grad}
 
     def refuse_others(self, module: nn.Module) -> None:
         """Refuse parameters whose gradients would not be summed: late ones, and those of copies."""
@@ -299,11 +285,7 @@ def remove_hooks(handles: Iterable[Any]) -> None:
         handle.remove()
 
 
-def raise_failed(syncs: Iterable[GradientSync]) -> None:
-    """Raise the first error of the last synchronisations that the caller does not collect."""
-    found: list[ScaletorchError] = []
-    for sync in syncs:
-        found += sync.failed
-        sync.failed = []
-    if found:
-        raise found.pop(0)  # not kept in the list: its traceback holds this frame
+def raise_first(errors: list[ScaletorchError]) -> None:
+    """Raise the first error, if there is one."""
+    if errors:
+        raise errors.pop(0)  # not kept in the list: its traceback holds this frame

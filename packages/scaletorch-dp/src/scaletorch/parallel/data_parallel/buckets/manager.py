@@ -5,16 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....dist import all_reduce, broadcast, group_ranks
-from ....dist.errors import MismatchError, NonFiniteError, StateError
+from ....dist.errors import MismatchError, NonFiniteError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
 from ..parameters import name_culprits, share_names, shorten
 from .bucket import LATE, NONFINITE, UNUSED, Bucket, Reduction, Slot
+
+# What ranks must have done alike; formatted with the number of this rank and those of others.
+_DISAGREEMENTS = (
+    "this backward adds to gradients of an earlier one on some ranks and begins without on others "
+    "(it adds on this rank: {own}): the ranks ran backward or zero_grad a different number of "
+    "times",
+    "this rank has made and dropped gradients {own} times without a synchronisation, and other "
+    "ranks {low} to {high} times: only some were in no_sync(), and may have updated with their "
+    "own gradients; enter and leave it on all ranks together",
+    "{own} of the parameters of this rank that were trainable when wrapped require grad now, and "
+    "on other ranks {low} to {high}: gradients would be sums over only some ranks; freeze the "
+    "same parameters on all ranks",
+)
+FEW = 8  # the least number of buckets, so that messages overlap with backward
+SMALL = 2**18  # elements of a bucket that takes about as long to start as to send
 
 
 class BucketManager:
@@ -52,8 +67,32 @@ class BucketManager:
         self.use_buckets(self.fill(reversed(self.slots)))
 
     def fill(self, slots: Iterable[Slot]) -> list[Bucket]:
-        """Divide slots into buckets, in the order of their launches."""
-        return fill_buckets(slots, self._bucket_size, self._grad_type, self.reduction)
+        """Divide slots, in the given order, into buckets of at most `bucket_size` elements.
+
+        A bucket has one dtype and one device, and at least one parameter, however large. At least
+        about `FEW` are made, unless they would be smaller than `SMALL`. The first has at most
+        `SMALL` elements, so that its reduction begins early. Buckets are in the order of their last
+        parameters.
+        """
+        slots = list(slots)
+        share = sum(slot.parameter.numel() for slot in slots) // FEW
+        usual = min(self._bucket_size, max(share, SMALL))
+        members: list[tuple[torch.dtype, list[Slot]]] = []
+        current: dict[Any, list[Slot]] = {}
+        room: dict[Any, int] = {}
+        place = {slot.index: at for at, slot in enumerate(slots)}
+        for slot in slots:
+            own = slot.parameter.dtype
+            dtype = own if self._grad_type is None or not own.is_floating_point else self._grad_type
+            key = (dtype, own, slot.parameter.device)
+            elements = slot.parameter.numel()
+            if elements > room.get(key, -1):
+                current[key], room[key] = [], usual if members else min(usual, SMALL)
+                members.append((dtype, current[key]))
+            current[key].append(slot)
+            room[key] -= elements
+        members.sort(key=lambda entry: place[entry[1][-1].index])
+        return [Bucket(slots, dtype, self.reduction.multiple(dtype)) for dtype, slots in members]
 
     def use_buckets(self, buckets: Iterable[Bucket]) -> None:
         """Use other buckets over the same slots; nothing may be in flight."""
@@ -62,10 +101,11 @@ class BucketManager:
         self._in_flight: list[Bucket] = []  # with memory to free as soon as they arrive
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
 
-    def use_settled(self, buckets: Iterable[Bucket]) -> None:
-        """Use buckets that the first backward does not fill anew: their shards belong to ranks."""
-        self.use_buckets(buckets)
-        self.order = None
+    @property
+    def has_work(self) -> bool:
+        """True if gradients are summed, kept in another dtype, or checked."""
+        wider = any(b.dtype != slot.parameter.dtype for b in self.buckets for slot in b.slots)
+        return self.reduction.size > 1 or wider or self.checks_finite
 
     @contextmanager
     def widened(self) -> Iterator[None]:
@@ -142,6 +182,9 @@ class BucketManager:
                 for bucket in self._expected:
                     bucket.finish(flags)
             self._reorder()
+        except ScaletorchError:  # on every rank
+            self.clear()
+            raise
         finally:
             self.reset()
 
@@ -161,72 +204,41 @@ class BucketManager:
         self._in_flight.append(bucket)
 
     def _agree(self) -> list[int]:
-        """Return for each slot the maximum flag of all ranks."""
+        """Return for each slot the maximum flag of all ranks; refuse what they disagree about."""
         flags = [UNUSED] * len(self.slots)
         for bucket in self.buckets:
             for slot, flag in bucket.flags():
                 flags[slot.index] = flag
-        group = self.reduction.group
         trained = sum(slot.parameter.requires_grad for slot in self.slots)
-        places = [int(self._adds), int(not self._adds), self._dropped, -self._dropped]
-        places += [trained, -trained]
+        facts = (self._adds, self._dropped, trained)
         # On the CPU, so that the host does not wait for an accelerator.
-        shared = torch.tensor([*flags, *places], dtype=torch.int32)
-        work = all_reduce(shared, "max", group=group, async_op=True)
+        shared = torch.tensor([*flags, *facts, *(-own for own in facts)], dtype=torch.int32)
+        work = all_reduce(shared, "max", group=self.reduction.group, async_op=True)
         for bucket in self.buckets:  # the flags travel meanwhile
             bucket.wait()
         work.wait()
-        *result, adds, begins, most, least, many, few = shared.tolist()
-        dropped, self._dropped = self._dropped, 0
-        if adds and begins:
-            self._disagree(
-                f"this backward {'adds to' if self._adds else 'begins without'} gradients of an "
-                "earlier one, unlike those of other ranks: the ranks ran backward or zero_grad a "
-                "different number of times"
-            )
-        if most + least:
-            self._disagree(
-                f"this rank has made and dropped gradients {dropped} times without a "
-                f"synchronisation, and other ranks {-least} to {most} times: only some were in "
-                "no_sync(), and may have updated with their own gradients; enter and leave it on "
-                "all ranks together"
-            )
-        if many + few:
-            self._disagree(
-                f"{trained} of the parameters of this rank that were trainable when wrapped "
-                f"require grad now, and on other ranks {-few} to {many}: gradients would be sums "
-                "over only some ranks; freeze the same parameters on all ranks"
-            )
+        self._dropped = 0
+        found = shared.tolist()
+        result, most, least = found[: len(flags)], found[-6:-3], found[-3:]
+        for text, own, high, low in zip(_DISAGREEMENTS, facts, most, least, strict=True):
+            if high != -low:
+                text = text.format(own=own, low=-low, high=high)
+                raise MismatchError(f"{describe_rank()}: {text}; all gradients are None now")
         if LATE in result:
             late = [slot.name for slot in self.slots if result[slot.index] == LATE]
-            self._drop()
             raise StateError(
                 f"{describe_rank()}: {shorten(late)} got another gradient after its sum over ranks "
                 "had begun, as in a module that a reentrant checkpoint runs again; all gradients "
                 "are None now: pass use_reentrant=False to the checkpoints"
             )
         if NONFINITE in result:
-            self._refuse_nonfinite(flags)
+            names = [slot.name for slot in self.slots if flags[slot.index] == NONFINITE]
+            culprits = name_culprits(share_names(names, self.reduction.group))
+            raise NonFiniteError(
+                f"{describe_rank()}: gradients are not finite: {culprits}; none was summed, and "
+                "all are None now: look at the batches of these ranks, or lower the learning rate"
+            )
         return result
-
-    def _disagree(self, text: str) -> NoReturn:
-        self._drop()
-        raise MismatchError(f"{describe_rank()}: {text}; all gradients are None now")
-
-    def _drop(self) -> None:
-        for bucket in self.buckets:
-            bucket.finish([UNUSED] * len(self.slots))
-            bucket.clear()
-
-    def _refuse_nonfinite(self, flags: Sequence[int]) -> NoReturn:
-        """Drop all gradients, and raise on every rank."""
-        self._drop()
-        names = [slot.name for slot in self.slots if flags[slot.index] == NONFINITE]
-        found = name_culprits(share_names(names, self.reduction.group))
-        raise NonFiniteError(
-            f"{describe_rank()}: gradients are not finite: {found}; none was summed, and all are "
-            "None now: look at the batches of these ranks, or lower the learning rate"
-        )
 
     def _reorder(self) -> None:
         """Fill the buckets anew in the order of gradients in the first backward."""
@@ -242,43 +254,3 @@ class BucketManager:
             found = shared.tolist()
         if found != [slot.index for bucket in self.buckets for slot in bucket.slots]:
             self.use_buckets(self.fill(self.slots[index] for index in found))
-
-
-FEW = 8  # the least number of buckets, so that messages overlap with backward
-SMALL = 2**18  # elements of a bucket that takes about as long to start as to send
-
-
-def fill_buckets(
-    slots: Iterable[Slot], bucket_size: int, grad_type: torch.dtype | None, reduction: Reduction
-) -> list[Bucket]:
-    """Divide slots, in the given order, into buckets of at most `bucket_size` elements.
-
-    A bucket has one dtype and one device, and at least one parameter, however large. At least
-    about `FEW` are made, unless they would be smaller than `SMALL`. The first has at most `SMALL`
-    elements, so that its reduction begins early. Buckets are in the order of their last parameters.
-    """
-    slots = list(slots)
-    share = sum(slot.parameter.numel() for slot in slots) // FEW
-    usual = min(bucket_size, max(share, SMALL))
-    members: list[tuple[torch.dtype, list[Slot]]] = []
-    current: dict[Any, list[Slot]] = {}
-    room: dict[Any, int] = {}
-    place: dict[int, int] = {}
-    for slot in slots:
-        place[slot.index] = len(place)
-        dtype = _buffer_dtype(slot, grad_type)
-        key = (dtype, slot.parameter.dtype, slot.parameter.device)
-        elements = slot.parameter.numel()
-        if elements > room.get(key, -1):
-            current[key], room[key] = [], usual if members else min(usual, SMALL)
-            members.append((dtype, current[key]))
-        current[key].append(slot)
-        room[key] -= elements
-    members.sort(key=lambda entry: place[entry[1][-1].index])
-    return [Bucket(slots, dtype, reduction.multiple(dtype)) for dtype, slots in members]
-
-
-def _buffer_dtype(slot: Slot, grad_type: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a gradient's buffer; `grad_type` applies to real floating gradients."""
-    dtype = slot.parameter.dtype
-    return dtype if grad_type is None or not dtype.is_floating_point else grad_type

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -111,20 +111,18 @@ def hook_optimizer(
     optimizers change weights, gather them too. `model` is the wrapper of the parameters.
     """
 
-    def ready() -> None:
+    def before(_: Optimizer, args: Any, kwargs: Any) -> None:
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
+            raise StateError(
+                f"{describe_rank()}: the step of a sharded optimizer takes no closure: call "
+                "backward before step()"
+            )
         this = model()
         if this is not None:
             this.wrapped.refuse_others(this.module)
             this.wait_for_parameters()
         for bucket in gather.buckets:
             bucket.before_step()
-
-    def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            ready()
-            return None
-        return _prepare_closure(args, kwargs, closure, ready)
 
     def after(*_: Any) -> None:
         gather.start()
@@ -139,9 +137,8 @@ def hook_optimizer(
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     for name in ("train", "eval"):
         if callable(getattr(type(optimizer), name, None)):
-            setattr(
-                optimizer, name, partial(_call_and_gather, weakref.ref(optimizer), gather, name)
-            )
+            call = partial(_call_and_gather, weakref.ref(optimizer), gather, name)
+            setattr(optimizer, name, call)
     _gathers[optimizer] = gather
 
 
@@ -150,21 +147,6 @@ def settle(optimizer: Optimizer) -> None:
     gather = _gathers.get(optimizer)
     if gather is not None:
         gather.settle()
-
-
-def _prepare_closure(
-    args: Any, kwargs: Any, closure: Callable[[], Any], ready: Callable[[], None]
-) -> tuple[Any, Any]:
-    """Return the arguments of a step with a closure that ends with `ready`."""
-
-    def closure_then_ready() -> Any:
-        loss = closure()
-        ready()
-        return loss
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": closure_then_ready}
-    return (args[0], closure_then_ready, *args[2:]), kwargs
 
 
 def _zero_grad(

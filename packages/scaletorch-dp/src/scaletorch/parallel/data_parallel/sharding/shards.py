@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,11 +162,10 @@ class ShardedBucket(Bucket):
         super().__init__(slots, dtype, 1 if whole else reduction.size)
         self.reduction, self.whole = reduction, whole
         self.counts = self._whole_counts() if whole else even_counts(self.length, reduction.size)
-        before = sum(self.counts[: reduction.rank])
-        own = range(before, before + self.counts[reduction.rank])
-        self.own = slice(own.start, own.stop)
+        start = sum(self.counts[: reduction.rank])
+        self.own = slice(start, start + self.counts[reduction.rank])
         self.values = self._move_parameters()
-        self._shard_of = dict(self._own_shards(own, whole))  # by the slot's index
+        self._shard_of = dict(self._own_shards())  # by the slot's index
         self.shards = list(self._shard_of.values())
         self._versions = self._current_versions()
         for slot in self.slots:
@@ -183,8 +182,8 @@ class ShardedBucket(Bucket):
     def clear(self) -> None:
         """Forget all gradients, also in shards."""
         super().clear()
-        for slot in self.slots:
-            self._forget(slot)
+        for shard in self.shards:
+            shard.tensor.grad = None
 
     def collect_if_done(self) -> bool:
         """Keep only this rank's shard of the sum, if it has arrived.
@@ -204,9 +203,11 @@ class ShardedBucket(Bucket):
         """Follow all changes of parameters and gradients since the last update."""
         for slot, place in self._views(self.values):
             if slot.parameter.numel() and slot.parameter.data_ptr() != place.data_ptr():
-                self._refuse(f"{slot.name} has been moved or replaced since its optimizer was "
-                             "sharded (by module.to, load_state_dict(assign=True) or .data), and "
-                             "would not be updated; copy values into it instead")  # fmt: skip
+                raise StateError(
+                    f"{describe_rank()}: {slot.name} has been moved or replaced since its "
+                    "optimizer was sharded (by module.to, load_state_dict(assign=True) or .data), "
+                    "and would not be updated; copy values into it instead"
+                )
         self.settle()
         versions = self._current_versions()
         if versions != self._versions:
@@ -220,22 +221,22 @@ class ShardedBucket(Bucket):
         self.open()
         for slot in self.slots:
             if slot.local:
-                self._refuse(f"the gradient of {slot.name} has not been synchronised; step only "
-                             "after a backward outside no_sync(), or drop it by "
-                             "zero_grad()")  # fmt: skip
+                raise StateError(
+                    f"{describe_rank()}: the gradient of {slot.name} has not been synchronised; "
+                    "step only after a backward outside no_sync(), or drop it by zero_grad()"
+                )
 
     @torch.no_grad()
     def _adopt(self, slot: Slot) -> None:
         """Copy a whole gradient that all ranks have, or its absence, to the shards."""
-        gradient = slot.parameter.grad
-        self._forget(slot)
-        if gradient is None:
-            return
-        shard = self._shard_of.get(slot.index)
+        gradient, shard = slot.parameter.grad, self._shard_of.get(slot.index)
         if shard is not None:
+            shard.tensor.grad = None
+        if shard is not None and gradient is not None:
             own = gradient.reshape(-1)[shard.start : shard.stop]
             shard.tensor.grad = own.to(shard.tensor.dtype, copy=True).view_as(shard.tensor)
-        self._show_placeholder(slot)
+        if gradient is not None:
+            self._show_placeholder(slot)
 
     @torch.no_grad()
     def gather(self) -> Work[Any]:
@@ -271,13 +272,11 @@ class ShardedBucket(Bucket):
             for index, shard in self._shard_of.items()
         )
         for index, shard, own in self._own_ranges(reduced):
-            if flags[index] == UNUSED:
-                continue
             gradient = own.view(shard.tensor.shape)
-            if shard.tensor.grad is None:
-                shard.tensor.grad = gradient if views else gradient.clone()
-            else:
+            if flags[index] != UNUSED and shard.tensor.grad is not None:
                 shard.tensor.grad += gradient
+            elif flags[index] != UNUSED:
+                shard.tensor.grad = gradient if views else gradient.clone()
         for slot in self.slots:
             if flags[slot.index] == UNUSED:
                 slot.give(None)
@@ -289,32 +288,23 @@ class ShardedBucket(Bucket):
         tensor = None if shard is None else shard.tensor
         slot.set_placeholder(ShardedGradient(slot.parameter, tensor))
 
-    def _refuse(self, text: str) -> NoReturn:
-        raise StateError(f"{describe_rank()}: {text}")
-
-    def _forget(self, slot: Slot) -> None:
-        if slot.index in self._shard_of:
-            self._shard_of[slot.index].tensor.grad = None
-
     def _shard_dtype(self) -> torch.dtype:
         return self.shards[0].tensor.dtype if self.shards else _master_dtype(self.values.dtype)
 
     def _own_ranges(self, own: Tensor) -> Iterator[tuple[int, Shard, Tensor]]:
         """Yield the index of a slot, its shard on this rank, and its range of `own`."""
-        start = 0
         for index, shard in self._shard_of.items():
-            length = shard.stop - shard.start
-            yield index, shard, own[start : start + length]
-            start += length
+            start = self._places[index] + shard.start - self.own.start
+            yield index, shard, own[start : start + shard.stop - shard.start]
 
-    def _own_shards(self, own: range, whole: bool) -> Iterator[tuple[int, Shard]]:
+    def _own_shards(self) -> Iterator[tuple[int, Shard]]:
         for slot in self.slots:
             first = self._places[slot.index]
-            start = max(own.start - first, 0)
-            stop = min(own.stop - first, slot.parameter.numel())
+            start = max(self.own.start - first, 0)
+            stop = min(self.own.stop - first, slot.parameter.numel())
             if start < stop:
                 values = slot.parameter.detach().view(-1)[start:stop]
-                values = values.view(slot.parameter.shape) if whole else values
+                values = values.view(slot.parameter.shape) if self.whole else values
                 tensor = nn.Parameter(values.to(_master_dtype(values.dtype)))
                 shard = Shard(slot.name, slot.parameter, start, stop, tensor, replicated=False)
                 yield slot.index, shard
@@ -331,8 +321,7 @@ class ShardedBucket(Bucket):
     @torch.no_grad()
     def _move_parameters(self) -> Tensor:
         first = self.slots[0].parameter
-        values = torch.empty(self.length, dtype=first.dtype, device=first.device)
-        values.zero_()
+        values = torch.zeros(self.length, dtype=first.dtype, device=first.device)
         for slot, view in self._views(values):
             view.copy_(slot.parameter)
             slot.parameter.data = view
