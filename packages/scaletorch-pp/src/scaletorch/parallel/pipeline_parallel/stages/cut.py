@@ -79,7 +79,8 @@ class PassThrough(nn.Module):
         # SyncBatchNorm communicates, so its forward is not run to find the output's form.
         self._plain = is_plain_layer(replaced) and not isinstance(replaced, nn.SyncBatchNorm)
         self._where, self._name = where, where.partition(" ")[0]
-        self._embeds = hasattr(replaced, "num_embeddings") and hasattr(replaced, "embedding_dim")
+        embeds = hasattr(replaced, "num_embeddings")
+        self._row: int | None = getattr(replaced, "embedding_dim", None) if embeds else None
         self._width = replaced.out_features if isinstance(replaced, nn.Linear) else None
         self._idles = isinstance(replaced, nn.Identity | _DropoutNd)
         self._runs_plain_forward = runs_plain_forward(replaced)
@@ -120,6 +121,11 @@ class PassThrough(nn.Module):
         sample, received = passage.samples.get(self._siblings), passage.source[1]
         if sample is None and self._stage > passage.source[0]:  # one class, one form of output
             sample = passage.kinds.get(self._kind)
+        if isinstance(value, StandIn) and isinstance(sample, Tensor):
+            trains = self._counts and torch.is_grad_enabled()
+            same = (value.shape, value.dtype) == (sample.shape, sample.dtype)
+            if same and (value.requires_grad or not trains):
+                return value
         known = passage.left if passage.over else received
         trained = isinstance(value, Tensor) and value.requires_grad
         base = value if trained else first_with_gradient(value, known)
@@ -130,11 +136,8 @@ class PassThrough(nn.Module):
         starts = starts and not any(tensor.requires_grad for tensor in tensors_in(value))
         stand_in = partial(standing_like, forward=self._passages, base=base, trained=self._counts)
         if sample is not None:
-            same = isinstance(value, StandIn) and isinstance(sample, Tensor)
-            if same and not starts and (value.shape, value.dtype) == (sample.shape, sample.dtype):
-                return value
             return stand_in(sample)
-        if self._embeds and isinstance(value, Tensor) and not isinstance(value, StandIn):
+        if self._row and isinstance(value, Tensor) and not isinstance(value, StandIn):
             return stand_in(self._rows(value, passage.first, next(tensors_in((known, value)))))
         if self._width is not None and isinstance(value, Tensor):
             shape = (*value.shape[:-1], self._width)
@@ -160,7 +163,7 @@ class PassThrough(nn.Module):
         if isinstance(first, Tensor) and not _has_dims_of(like, first):
             shape = tuple(like.shape[: ids.ndim]) if ids is first else (1,) * ids.ndim
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
-        return torch.empty((*shape, self.embedding_dim), dtype=dtype, device="meta")
+        return torch.empty((*shape, self._row), dtype=dtype, device="meta")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PassThrough:
         """Cast the tensors of the module's twin too."""

@@ -279,7 +279,7 @@ class Extras:
         }
         self.dependent = WeakTensorKeyDictionary() if examines else None
         self.inside = 0
-        numbers_here = {numbers[name] for name in modules}
+        numbers_here = {numbers[name] for name in modules} if self._received else ()
         self._leaving = {
             place: (tensor, version_of(tensor))
             for place, tensor in self._received.items()

@@ -243,32 +243,47 @@ class PipelineParallel(ModuleWrapper):
         if len(inputs) != 1 or (self.runtime.steps_alone and not self.runtime.in_step):
             raise InvalidArgumentError(_called_whole(self.num_stages, len(inputs), kwargs))
         (input_or_hidden,) = inputs
-        runtime = self.runtime
-        stage = self.stages[runtime.chunks.selected]
-        gates = runtime.gates[runtime.chunks.selected]
+        runtime, chunk = self.runtime, self.runtime.chunks.selected
+        if not runtime.in_step:
+            self._watch(chunk)
+        stage, gates, model = self.stages[chunk], runtime.gates[chunk], self.module
         kind = (stage, self.training, torch.is_grad_enabled(), *facts_of(input_or_hidden, kwargs))
-        # Adapters may have replaced modules since the last call.
-        modules = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
-        gates.watch(modules, self._siblings)
         before = self._siblings[self.placement.stages[stage - 1][-1]]
-        with runtime.passages.begin(kind, stage, input_or_hidden, modules, before) as passage:
-            output = self._run(passage, gates, kwargs)
-        show_output(self.module, output)
+        with runtime.passages.begin(kind, stage, input_or_hidden, gates.modules, before) as passage:
+            output = self._run(model, passage, gates, kwargs)
+        show_output(model, output)
         return output
 
-    def _run(self, passage: Passage, gates: Gates, kwargs: Mapping[str, Any]) -> Any:
+    def watch(self) -> None:
+        """Surround the modules of all the rank's stages; each step begins with it.
+
+        Adapters may have replaced modules since the last step.
+        """
+        if self.num_stages > 1:
+            self.select_all()
+            for chunk in range(len(self.stages)):
+                self._watch(chunk)
+
+    def _watch(self, chunk: int) -> None:
+        check_crossed(self.module, self._crossed)
+        names = self.placement.stages[self.stages[chunk]]
+        modules = {name: self.module.get_submodule(name) for name in names}
+        self.runtime.gates[chunk].watch(modules, self._siblings)
+
+    def _run(
+        self, model: nn.Module, passage: Passage, gates: Gates, kwargs: Mapping[str, Any]
+    ) -> Any:
         """Run the model's forward with a single process's arguments; return the stage's output."""
         passage.first, named = self._first(passage)
         output: Any = None
-        check_crossed(self.module, self._crossed)
         with (
             examining(passage.extras) if passage.examines else nullcontext(),
             suppress(UnknownValueError),
         ):
             if named:
-                output = self.module(inputs_embeds=passage.first, **kwargs)
+                output = model(inputs_embeds=passage.first, **kwargs)
             else:
-                output = self.module(passage.first, **kwargs)
+                output = model(passage.first, **kwargs)
         if passage.source[0] < self.num_stages - 1:
             own = (p for module in gates.modules.values() for p in module.parameters())
             return passage.passed_on(output, own, self._siblings[next(reversed(gates.modules))])
@@ -323,7 +338,9 @@ class PipelineParallel(ModuleWrapper):
         ]
         pairs = zip(parameters, before, strict=True)
         fresh = [parameter for parameter, gradient in pairs if parameter.grad is not gradient]
-        _give_own_memory(fresh, passed_back if into is None else [*passed_back, *into.gradients()])
+        if fresh:
+            kept = passed_back if into is None else [*passed_back, *into.gradients()]
+            _give_own_memory(fresh, kept)
         if input_tensor is None:
             return None
         return passed_back[0] if isinstance(input_tensor, Tensor) and passed_back else passed_back

@@ -83,6 +83,7 @@ class Step:
             self.plan = plan_of(chosen, len(pipeline.ranks), len(batches), pipeline.rank)
             _require_stages(self.plan.schedule, pipeline)
             pipeline.check_ties()
+            pipeline.watch()
             if trains:
                 self._require_training(self.plan.schedule)
             lines = [*self.inputs.describe(), self.plan.text]
