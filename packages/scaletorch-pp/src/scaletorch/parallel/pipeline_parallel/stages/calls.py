@@ -191,22 +191,25 @@ def check_output(output: Any) -> None:
 class Gates:
     """Wrappers of a stage's modules: they refuse stand-ins, and take the last module's output."""
 
-    def __init__(self, passages: Passages, stage: int, *, last: bool) -> None:
-        self.passages, self.stage, self.last = passages, stage, last
+    def __init__(
+        self, passages: Passages, stage: int, lists: Mapping[str, str], *, last: bool
+    ) -> None:
+        """`lists` names the list that holds each of the stage's modules, in order."""
+        self.passages, self.stage, self.lists, self.last = passages, stage, lists, last
         self.modules: dict[str, nn.Module] = {}
         # For each module its name, the list that holds it, and the stage's modules after it.
         self._places: dict[nn.Module, tuple[str, str, list[nn.Module]]] = {}
 
-    def watch(self, modules: Mapping[str, nn.Module], siblings: Mapping[str, str]) -> None:
-        """Surround these modules, in order; `siblings` names the list that holds each."""
-        known = (self.modules.get(name) is module for name, module in modules.items())
-        if all(known) and all(map(is_surrounded, modules.values())):
+    def watch(self, model: nn.Module) -> None:
+        """Surround the stage's modules in a model."""
+        modules = {name: model.get_submodule(name) for name in self.lists}
+        if modules == self.modules and all(map(is_surrounded, modules.values())):
             return
         for module in self._places:
             release(module, self)
-        self.modules, later = dict(modules), list(modules.values())
+        self.modules, later = modules, list(modules.values())
         self._places = {
-            module: (name, siblings[name], later[place:])
+            module: (name, self.lists[name], later[place:])
             for place, (name, module) in enumerate(modules.items(), 1)
         }
         for module in self._places:

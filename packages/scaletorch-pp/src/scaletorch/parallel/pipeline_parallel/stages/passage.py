@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,27 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import NOTHING, Form, Hidden, is_hidden, strangers
+from ..runtime.forms import Form, Hidden, Passed, Place, is_hidden, strangers
 from .stand_ins import StandIn
-
-MANY_FORMS = 4096  # at most this many kinds of forwards, and forms, are remembered on a rank
-
-
-class Place(NamedTuple):
-    """An argument of a call."""
-
-    module: int  # its index among the modules of all stages
-    call: int  # the number of the call in a forward, from 1
-    tensor: int  # the index of the tensor among those in the arguments
-
-
-class Passed(NamedTuple):
-    """A value that a stage passes on if it sends more than hidden states."""
-
-    hidden: Any
-    tensors: list[Tensor]  # the extra tensors; those of the same form are stacked
-    places: dict[Place, tuple[int, int]]  # an argument's stack, and its index in the stack
-    forms: Form = NOTHING  # outputs of layers of other lists, such as an encoder's, by list
 
 
 @dataclass(slots=True)
@@ -89,8 +70,6 @@ class Passages:
         `kind` holds the facts that may decide which code the forward runs. `siblings` is the list
         that holds the last module of the previous stage.
         """
-        if len(self.found) > MANY_FORMS:
-            self.found.clear()
         findings, examines = self.found.get(kind, Findings()), kind not in self.found
         extras = Extras(self._numbers, modules, findings.places, value, examines=examines)
         self.running = Passage(stage, extras, findings, siblings)

@@ -29,10 +29,12 @@ from ..splitting.modules import forward_takes, siblings_of
 from ..splitting.split import Split
 from .calls import Gates, check_crossed, check_output, examining
 from .cut import Chunks, agreed_placement, cut
-from .passage import MANY_FORMS, Passage, Passages
+from .passage import Passage, Passages
 from .stand_ins import UnknownValueError, has_stand_ins, standing_like, with_received
 from .ties import Tie, TiedGradients, find_ties, groups_of_owners, neighbours
 from .weights import Deferral, WeightGradients, defer_weight_gradients
+
+MANY_FORMS = 4096  # at most this many kinds of micro-batches are remembered on a rank
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +45,7 @@ class RuntimeState:
         chunks: The rank's stages in the model; one can be selected.
         passages: The forwards of its stages.
         gates: The wrappers of each stage's modules.
+        crossed: Names of the modules around those of several stages.
         tied: The parameters that several ranks hold; None if there are none.
         deferral: The collector of the linear layers' postponed weight gradients.
         parameters: The rank's parameters when the running step began.
@@ -57,6 +60,7 @@ class RuntimeState:
     chunks: Chunks
     passages: Passages
     gates: list[Gates]
+    crossed: tuple[str, ...]
     tied: TiedGradients | None
     deferral: Deferral
     parameters: tuple[nn.Parameter, ...] = ()
@@ -66,6 +70,12 @@ class RuntimeState:
     ids: Tensor | None = None
     steps_alone: bool = False
     in_step: bool = False
+
+    def watch(self, model: nn.Module, gates: Iterable[Gates]) -> None:
+        """Surround the modules of stages; adapters may have replaced some since the last step."""
+        check_crossed(model, self.crossed)
+        for gate in gates:
+            gate.watch(model)
 
     def note_parameters(self, module: nn.Module) -> int:
         """Record the parameters at the beginning of a step, since adapters may add some.
@@ -148,16 +158,15 @@ class PipelineParallel(ModuleWrapper):
         passages = Passages(name for name, _ in placement.homes())
         deferral = Deferral()
         last = self.num_stages - 1
-        gates = [Gates(passages, stage, last=stage == last) for stage in self.stages]
-        self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
-        self._crossed = placement.crossed()
+        self._lists = [{n: siblings_of(model, n) for n in names} for names in placement.stages]
+        gates = [Gates(passages, s, self._lists[s], last=s == last) for s in self.stages]
         chunks = cut(model, placement, self.stages, passages)
         if splits:
             defer_weight_gradients(model, deferral)
         if tied is not None:
             tied.share_values()
         prepare_backward(model.parameters())
-        self.runtime = RuntimeState(chunks, passages, gates, tied, deferral)
+        self.runtime = RuntimeState(chunks, passages, gates, placement.crossed(), tied, deferral)
         self.runtime.note_parameters(self)
         if self.num_stages > 1:
             mark_staged(model)
@@ -244,31 +253,15 @@ class PipelineParallel(ModuleWrapper):
             raise InvalidArgumentError(_called_whole(self.num_stages, len(inputs), kwargs))
         (input_or_hidden,) = inputs
         runtime, chunk = self.runtime, self.runtime.chunks.selected
-        if not runtime.in_step:
-            self._watch(chunk)
         stage, gates, model = self.stages[chunk], runtime.gates[chunk], self.module
+        if not runtime.in_step:  # a step has done so for all its forwards
+            runtime.watch(model, [gates])
         kind = (stage, self.training, torch.is_grad_enabled(), *facts_of(input_or_hidden, kwargs))
-        before = self._siblings[self.placement.stages[stage - 1][-1]]
+        before = next(reversed(self._lists[stage - 1].values()))
         with runtime.passages.begin(kind, stage, input_or_hidden, gates.modules, before) as passage:
             output = self._run(model, passage, gates, kwargs)
         show_output(model, output)
         return output
-
-    def watch(self) -> None:
-        """Surround the modules of all the rank's stages; each step begins with it.
-
-        Adapters may have replaced modules since the last step.
-        """
-        if self.num_stages > 1:
-            self.select_all()
-            for chunk in range(len(self.stages)):
-                self._watch(chunk)
-
-    def _watch(self, chunk: int) -> None:
-        check_crossed(self.module, self._crossed)
-        names = self.placement.stages[self.stages[chunk]]
-        modules = {name: self.module.get_submodule(name) for name in names}
-        self.runtime.gates[chunk].watch(modules, self._siblings)
 
     def _run(
         self, model: nn.Module, passage: Passage, gates: Gates, kwargs: Mapping[str, Any]
@@ -286,7 +279,7 @@ class PipelineParallel(ModuleWrapper):
                 output = model(passage.first, **kwargs)
         if passage.source[0] < self.num_stages - 1:
             own = (p for module in gates.modules.values() for p in module.parameters())
-            return passage.passed_on(output, own, self._siblings[next(reversed(gates.modules))])
+            return passage.passed_on(output, own, next(reversed(gates.lists.values())))
         if has_stand_ins(output):
             output = with_received(output)  # it may have been received for a layer of this stage
             check_output(output)

@@ -83,7 +83,9 @@ class Step:
             self.plan = plan_of(chosen, len(pipeline.ranks), len(batches), pipeline.rank)
             _require_stages(self.plan.schedule, pipeline)
             pipeline.check_ties()
-            pipeline.watch()
+            if pipeline.num_stages > 1:
+                pipeline.select_all()
+                pipeline.runtime.watch(pipeline.module, pipeline.runtime.gates)
             if trains:
                 self._require_training(self.plan.schedule)
             lines = [*self.inputs.describe(), self.plan.text]

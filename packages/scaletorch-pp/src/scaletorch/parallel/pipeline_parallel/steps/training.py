@@ -137,24 +137,12 @@ def pipeline_forward(
 
     The model's mode does not change: call `model.eval()` before if it matters.
 
-    Args:
-        model: A `PipelineParallel`, or wrappers around one; the outermost is called.
-        data_loader: Micro-batches with `input_ids`; `labels` are not needed.
-        tensor_shapes: Shape of one micro-batch's hidden states, [B, L, H]; None takes any.
-        device: Device on which the stage computes; None is the device of its parameters.
-        dtype: Dtype of hidden states; None takes any.
-        group: The ranks in order; None is the model's own group.
-        each: A function of output and batch; its result, such as a loss, is returned in place of
-            the output. None returns the output's logits [B, L, V], or its first tensor.
+    Other arguments and errors are those of `train_step_pipeline`; micro-batches need no `labels`.
+    `each` is a function of output and batch; its result, such as a loss, is returned in place of
+    the output. None returns the output's logits [B, L, V], or its first tensor.
 
     Returns:
         One tensor for each micro-batch, on the rank of the last stage; an empty list on others.
-
-    Raises:
-        InvalidArgumentError: A bad argument, or a stage's output of another shape, dtype or device
-            than announced.
-        MismatchError: Ranks differ in micro-batches or their shapes.
-        StageError: Another rank has failed; the message has its error.
     """
     given = data_loader, tensor_shapes, device, dtype, group
     forwards = _forwards(unwrap(model)[1].all_stages)
@@ -321,8 +309,7 @@ def _checked_loss(loss: Any) -> Tensor:
         return scalar
     came = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
-        came = f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
-        came += f", {loss.dtype}"
+        came = f"a tensor of {Form(loss)}"
     raise InvalidArgumentError(
         f"{describe_rank()}: loss_fn(output, batch) must return a scalar tensor with a gradient, "
         f"got {came}; sum the losses, and do not detach the sum"
