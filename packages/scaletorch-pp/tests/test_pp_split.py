@@ -132,9 +132,9 @@ REFUSED = [
     (ResNet, ["layer4.1.conv.x"], "'layer4.1.conv.x', .* it has no modules in layer4.1.conv"),
     (ResNet, ["layer2", "layer2"], "names layer2 twice; name each module once"),
     (ResNet, ["layer4.1", "layer2"], "got layer4.1, layer2; expected layer2, layer4.1"),
-    (ResNet, ["layer2", "layer2.0"], "leaves stage 1, from layer2 to layer2.0, .* no modules;"),
-    (ResNet, ["conv1"], "leaves stage 0, from the beginning to conv1, without parameters"),
-    (ResNet, ["avgpool", "fc"], "stage 1, from avgpool to fc, .* it has avgpool, flatten; move"),
+    (ResNet, ["layer2", "layer2.0"], "leaves stage 1 without parameters: .* no modules;"),
+    (ResNet, ["conv1"], "leaves stage 0 without parameters: .* no modules; move"),
+    (ResNet, ["avgpool", "fc"], "stage 1 without parameters: .* it has avgpool, flatten; move"),
 ]
 
 

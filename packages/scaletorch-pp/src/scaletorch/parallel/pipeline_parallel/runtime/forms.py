@@ -77,7 +77,7 @@ def _without_contents(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=needs)
 
 
-NOTHING = Form(())  # a stage that has failed sends it if it has not sent the form of its output
+NOTHING = Form(())
 
 
 class Place(NamedTuple):

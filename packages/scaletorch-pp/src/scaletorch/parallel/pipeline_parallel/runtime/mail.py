@@ -227,7 +227,7 @@ class Mail:
             self._send(key, message.peer)
 
     def skip(self, messages: Iterable[Message]) -> None:
-        """Complete the messages of a failed step: send zeros, or the form of nothing."""
+        """Complete the messages of a failed step: send zeros, or nothing if their form is new."""
         self._outputs.clear()
         # Tensors of one form share memory, since they are never read and memory may have run out.
         empty, zeros = cache(self._empty), cache(self._zeros)
@@ -236,7 +236,8 @@ class Mail:
             if isinstance(message, Receive):
                 self._receive(key, message.peer, empty)
             else:
-                self._send_nothing(key, message.peer, zeros)
+                self._outputs[key] = zeros(self._expected(key))
+                self._send(key, message.peer)
 
     def wait(self, key: Key | None) -> None:
         """Start the messages gathered so far, and wait for this output if it is on its way."""
@@ -284,14 +285,6 @@ class Mail:
             self._posts.send(to_header(form).to(self._posts.device), peer)
             forms[key.stage] = form
         for tensor in tensors_in(value):
-            self._posts.send(tensor, peer)
-
-    def _send_nothing(self, key: Key, peer: int, make: Make) -> None:
-        forms = self._forms[key.micro_batch]
-        if not key.gradient and key.stage not in forms:
-            self._posts.send(to_header(NOTHING).to(self._posts.device), peer)
-            forms[key.stage] = NOTHING
-        for tensor in make(self._expected(key)):
             self._posts.send(tensor, peer)
 
     def _receive(self, key: Key, peer: int, make: Make) -> None:

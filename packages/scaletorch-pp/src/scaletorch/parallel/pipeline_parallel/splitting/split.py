@@ -259,7 +259,11 @@ def _cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...],
             stages[-1][name] = module
     for stage, modules in enumerate(stages):
         if not any(map(has_parameters, modules.values())):
-            raise InvalidArgumentError(_empty(points, stage, modules))
+            raise InvalidArgumentError(
+                f"Split(points={points}) leaves stage {stage} without parameters: every stage "
+                f"needs a layer, and it has {listing(modules) or 'no modules'}; move the points "
+                "apart or leave one out"
+            )
     return tuple(_called(model, modules) for modules in stages)
 
 
@@ -271,13 +275,3 @@ def _pieces(parent: nn.Module, prefix: str, points: tuple[str, ...]) -> Iterator
         yield name, module, not opened and (in_turn or name in points or is_placed(module))
         if opened:
             yield from _pieces(module, f"{name}.", points)
-
-
-def _empty(points: tuple[str, ...], stage: int, modules: Iterable[str]) -> str:
-    begins = f"from {points[stage - 1]}" if stage else "from the beginning"
-    ends = f"to {points[stage]}" if stage < len(points) else "to the end"
-    return (
-        f"Split(points={points}) leaves stage {stage}, {begins} {ends}, without parameters: every "
-        f"stage needs a layer, and it has {listing(modules) or 'no modules'}; move the points "
-        "apart or leave one out"
-    )

@@ -254,28 +254,21 @@ class Chunks:
 
     def select(self, chunk: int) -> None:
         """Keep one stage's modules in place, and placeholders for the rank's other stages."""
-        if self._all:
-            self._take_up()
-        self.selected, stage, self._all = chunk, self._stages[chunk], False
+        if self._all:  # modules may have replaced others since, such as adapters
+            self._switches = [(s, n, home, s[n], p) for s, n, home, _, p in self._switches]
+        self.selected, self._all = chunk, False
         for siblings, name, home, module, passing in self._switches:
-            siblings[name] = module if home == stage else passing
+            siblings[name] = module if home == self._stages[chunk] else passing
 
     def restore(self) -> None:
         """Put back the modules of all the rank's stages."""
-        self.selected = 0
-        if not self._all:
-            for siblings, name, _, module, _ in self._switches:
-                siblings[name] = module
-        self._all = True
+        for siblings, name, _, module, _ in () if self._all else self._switches:
+            siblings[name] = module
+        self.selected, self._all = 0, True
 
     def passing(self) -> Iterator[PassThrough]:
         """Yield the placeholders of this rank's modules, used while another of its stages runs."""
         return (passing for *_, passing in self._switches)
-
-    def _take_up(self) -> None:
-        """Record modules that have replaced others since, such as adapters."""
-        for index, (siblings, name, home, _, passing) in enumerate(self._switches):
-            self._switches[index] = siblings, name, home, siblings[name], passing
 
 
 # The dict that registers a module, its key in it, its stage, the module and its `PassThrough`.
