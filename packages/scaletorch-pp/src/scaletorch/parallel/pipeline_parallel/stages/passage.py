@@ -181,14 +181,13 @@ class Passage:
         if self._passed is None:  # the model skips the last module, or all of them
             self._passed = self.source[1] if self.left is None else self.left
         hidden = self._passed
-        if hidden is None:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the model's forward has called no module of the first stage, "
-                "so the stage has no output; take fewer stages, or name the modules that the "
-                "forward calls in Split(...)"
-            )
         if not is_hidden(hidden):
-            raise InvalidArgumentError(_stranger_message(hidden))
+            kinds = {type(value).__name__ for value in strangers(hidden)} or {"no tensor"}
+            raise InvalidArgumentError(
+                f"{describe_rank()}: layers must pass on a tensor, or tuples, lists or dicts of "
+                f"tensors, numbers, strings and None, got a {type(hidden).__name__} with "
+                f"{', '.join(sorted(kinds))}; leave that out, or put it into a tensor"
+            )
         if self._changes and self._changes != _changes(hidden):
             raise InvalidArgumentError(
                 f"{describe_rank()}: the model's forward changes the hidden states after the last "
@@ -343,16 +342,6 @@ def version_of(tensor: Tensor) -> int:
 def _alias(tensor: Tensor) -> Tensor:
     """Return a view: a reentrant checkpoint sets its own `grad_fn` on the tensor it returns."""
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
-
-
-def _stranger_message(left: Any) -> str:
-    kinds = ", ".join(sorted({type(value).__name__ for value in strangers(left)})) or "no tensor"
-    inside = "" if kinds == type(left).__name__ else f" with {kinds} in it"
-    return (
-        f"{describe_rank()}: layers must pass on a tensor, or tuples, lists or dicts of tensors, "
-        f"numbers, strings and None, got a {type(left).__name__}{inside}; leave that out, or put "
-        "it into a tensor"
-    )
 
 
 def _changes(value: Any) -> list[tuple[int, int]]:

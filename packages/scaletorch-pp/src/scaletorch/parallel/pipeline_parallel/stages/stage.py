@@ -250,7 +250,12 @@ class PipelineParallel(ModuleWrapper):
         if self.num_stages == 1:
             return self.module(*inputs, **kwargs)
         if len(inputs) != 1 or (self.runtime.steps_alone and not self.runtime.in_step):
-            raise InvalidArgumentError(_called_whole(self.num_stages, len(inputs), kwargs))
+            raise InvalidArgumentError(
+                f"{describe_rank()}: this is one of {self.num_stages} stages of a pipeline, which "
+                "takes one input: input_ids, or the output of the previous stage; and it was "
+                "called as the whole model. Call on every rank train_step, eval_step or "
+                "forward_step of scaletorch.compose, or train_step_pipeline or pipeline_forward"
+            )
         (input_or_hidden,) = inputs
         runtime, chunk = self.runtime, self.runtime.chunks.selected
         stage, gates, model = self.stages[chunk], runtime.gates[chunk], self.module
@@ -321,8 +326,8 @@ class PipelineParallel(ModuleWrapper):
         parameters, into = self.runtime.parameters, self.runtime.deferral.into
         before = [parameter.grad for parameter in parameters]
         outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
+        gradients = None if output_tensor_grad is None else [*tensors_in(output_tensor_grad)]
         if outputs:  # none if all layers so far are frozen
-            gradients = None if output_tensor_grad is None else list(tensors_in(output_tensor_grad))
             torch.autograd.backward(outputs, gradients)
         passed_back = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -369,13 +374,3 @@ def _give_own_memory(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor])
             continue  # no gradient, or a placeholder for sharded ones
         if gradient.untyped_storage().data_ptr() in memory:
             parameter.grad = gradient.clone()
-
-
-def _called_whole(num_stages: int, count: int, kwargs: Iterable[str]) -> str:
-    return (
-        f"{describe_rank()}: this is one of {num_stages} stages of a pipeline, and was called as "
-        f"the whole model, with {count} positional arguments and {', '.join(kwargs) or 'none'} by "
-        "name. A stage takes one: input_ids, or the output of the previous stage. Call on every "
-        "rank train_step, eval_step or forward_step of scaletorch.compose, or train_step_pipeline "
-        "or pipeline_forward, with micro-batches"
-    )
