@@ -78,12 +78,7 @@ def materialize(
         InvalidArgumentError: The state lacks names or has tensors of other shapes, or a buffer on
             meta is not persistent. The stage is unchanged then.
     """
-    read = getattr(state, "get_tensor", None) or getattr(state, "__getitem__", None)
-    if read is None or not hasattr(state, "keys"):
-        raise InvalidArgumentError(
-            "state must be a mapping of names to tensors, such as a state_dict, or an open "
-            f"safetensors file, got {type(state).__name__}"
-        )
+    read = state.__getitem__ if isinstance(state, Mapping) else state.get_tensor
     unsaved = list(_buffers(stage, persistent=False))
     lost = [name for name, buffer in unsaved if buffer.is_meta]
     if lost:
@@ -116,8 +111,7 @@ def _sources(stage: nn.Module, known: set[str]) -> dict[Tensor, str]:
     if missing:
         raise InvalidArgumentError(
             f"the state lacks {len(missing)} of the stage's {len(names)} tensors: "
-            f"{listing(missing)}; it has {listing(sorted(known)[:5]) or 'none at all'}"
-            f"{', ...' if len(known) > 5 else ''}: name them as the plain model's state_dict does"
+            f"{listing(missing)}; name its tensors as the plain model's state_dict does"
         )
     return {tensor: name for tensor, name in found.items() if name is not None}
 
