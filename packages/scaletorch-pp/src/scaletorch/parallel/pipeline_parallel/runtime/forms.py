@@ -40,11 +40,6 @@ class Form:
         """The tensors that require grad, so that their gradient comes back."""
         return tuple(tensor for tensor in self.tensors if tensor.requires_grad)
 
-    def filled(self, tensors: Iterable[Tensor]) -> Any:
-        """Return the value with these tensors in it, in order."""
-        left = iter(tensors)
-        return map_tensors(lambda _: next(left), self.value)
-
     def __str__(self) -> str:
         """Return shapes and dtypes as text."""
         texts = [

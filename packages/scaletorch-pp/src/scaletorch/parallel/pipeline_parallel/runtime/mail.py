@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....dist import Work, all_gather, all_gather_object, exchange, irecv, isend
-from ....dist.building import tell_guard, tensors_in
+from ....dist.building import map_tensors, tell_guard, tensors_in
 from ....dist.errors import InvalidArgumentError, RankFaultError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import has_streams
@@ -259,17 +259,18 @@ class Mail:
         """Return the previous stage's hidden states, as leaves that require grad if sent so."""
         parcel = self._incoming.pop(key, None)
         if parcel is None:
-            value = self._outputs.pop(key)
+            like = self._outputs.pop(key)
             # From another stage of this rank: detached, so that each stage has its own backward.
-            form, tensors = Form(value), [tensor.detach() for tensor in tensors_in(value)]
+            tensors = [tensor.detach() for tensor in tensors_in(like)]
         else:
-            form, tensors = self._forms[key.micro_batch][key.stage], parcel.tensors
-            if not form.tensors:
+            like, tensors = self._forms[key.micro_batch][key.stage].value, parcel.tensors
+            if not tensors:
                 raise StageError(f"{describe_rank()}: the previous stage has failed")
         if torch.is_grad_enabled():
-            for tensor, like in zip(tensors, form.tensors, strict=True):
-                tensor.requires_grad_(like.requires_grad)
-        hidden: Hidden = form.filled(tensors)
+            for tensor, known in zip(tensors, tensors_in(like), strict=True):
+                tensor.requires_grad_(known.requires_grad)
+        left = iter(tensors)
+        hidden: Hidden = map_tensors(lambda _: next(left), like)
         return hidden
 
     def take_gradients(self, key: Key) -> list[Tensor]:
