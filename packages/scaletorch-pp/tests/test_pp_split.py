@@ -10,7 +10,7 @@ from torch import nn
 
 from scaletorch.dist import InvalidArgumentError, all_gather_object
 from scaletorch.dist.testing import distributed_test
-from scaletorch.parallel.pipeline_parallel import PassThrough, Split, layers_of, train_step_pipeline
+from scaletorch.parallel.pipeline_parallel import Split, layers_of, train_step_pipeline
 from scaletorch.parallel.pipeline_parallel.splitting.split import place
 
 
@@ -217,15 +217,6 @@ def test_a_split_is_written_and_shown_shortly():
     text = "Split(first=('a',), layers='b', costs=(0.1, 2, 0))"
     assert repr(Split("a", "b", costs=[0.1, 2, 0])) == text
     assert repr(Split()) == "Split()"
-
-
-def test_pass_through_outside_of_a_forward():
-    module = PassThrough(nn.Linear(3, 5).eval(), "lm_head is on stage 2 of the pipeline")
-    hidden = torch.ones(2)
-    assert module(hidden, 1) is hidden
-    assert module(x=hidden) is hidden
-    assert module.out_features == 5
-    assert not module.training
 
 
 class Seeing(nn.Module):

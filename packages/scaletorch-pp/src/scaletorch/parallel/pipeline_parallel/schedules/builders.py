@@ -293,16 +293,13 @@ def build_schedule(schedule: AnySchedule, num_ranks: int, num_micro_batches: int
             message = f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}"
             raise InvalidArgumentError(message)
         schedule = SCHEDULES[schedule]
-    if not isinstance(schedule, Schedule):
-        if not callable(schedule):
-            raise InvalidArgumentError(
-                "schedule must be a name, a Schedule, or a function of ranks and micro-batches "
-                f"that returns one, got {type(schedule).__name__}"
-            )
+    if callable(schedule):
         schedule = schedule(num_ranks, num_micro_batches)
-        if not isinstance(schedule, Schedule):
-            message = f"schedule must return a Schedule, got {type(schedule).__name__}"
-            raise InvalidArgumentError(message)
+    if not isinstance(schedule, Schedule):
+        raise InvalidArgumentError(
+            "schedule must be a name, a Schedule, or a function of ranks and micro-batches that "
+            f"returns one, got {type(schedule).__name__}"
+        )
     sizes = schedule.num_ranks, schedule.num_micro_batches
     if sizes != (num_ranks, num_micro_batches):
         raise InvalidArgumentError(
