@@ -241,10 +241,6 @@ def _cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...],
     for name in points:
         check_name(model, name)
     pieces = list(_pieces(model, "", points))
-    twice = sorted({name for name in points if points.count(name) > 1})
-    if twice:
-        message = f"Split(points=...) names {listing(twice)} twice; name each module once"
-        raise InvalidArgumentError(message)
     registered = [name for name, *_ in pieces if name in points]
     if list(points) != registered:
         raise InvalidArgumentError(

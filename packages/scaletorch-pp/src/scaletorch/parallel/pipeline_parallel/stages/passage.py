@@ -91,34 +91,23 @@ class Passage:
     The next stage computes the code after the last module, so its results are unused here. That
     code gets a copy of the hidden states passed on, and may write to it. Anything that it collects
     for the model's output, such as auxiliary losses of layers, would be lost.
-
-    Attributes:
-        source: The stage, and the hidden states it received; None for these on the first stage.
-        extras: The tensors that are sent along with the hidden states.
-        examines: Whether this is the first forward of its kind.
-        first: The first argument of the model's forward.
-        furthest: The latest stage with a module that was called, on this rank or another one.
-        delivered: Whether the received hidden states were returned to the model's code.
-        copy: The copy that was returned, if the model's code may write to it.
-        samples: The output of a layer, by the list that holds the layer.
-        kinds: The output of a layer of this stage, by its class.
-        left: The output of this stage's most recent module.
-        over: Whether the rest of the forward belongs to later stages.
     """
 
     def __init__(self, stage: int, extras: Extras, findings: Findings, siblings: str) -> None:
         """Begin; the list `siblings` holds the last module of the previous stage."""
+        # The stage, and the hidden states it received; None for these on the first stage.
         self.source: tuple[int, Any] = stage, extras.hidden if stage else None
         self.extras, self._findings = extras, findings
-        self.examines = extras.dependent is not None
+        self.examines = extras.dependent is not None  # the first forward of its kind
         received = {**extras.forms, siblings: extras.hidden}
-        self.samples: dict[str, Any] = received if stage else {}
-        self.kinds: dict[str, Any] = {}
-        self.delivered, self.over = stage == 0, False
-        self.furthest = 0
-        self.first: Any = None
-        self.copy: Any = None
-        self.left: Any = None
+        self.samples: dict[str, Any] = received if stage else {}  # by list, a layer's output
+        self.kinds: dict[str, Any] = {}  # by class, the output of a layer of this stage
+        self.delivered = stage == 0  # whether the model's code has got the received hidden states
+        self.over = False  # whether the rest of the forward belongs to later stages
+        self.furthest = 0  # the latest stage with a module that was called, on any rank
+        self.first: Any = None  # the first argument of the model's forward
+        self.copy: Any = None  # of the received hidden states, if the model may write to them
+        self.left: Any = None  # the output of this stage's most recent module
         self._met = ""  # the first module called of the stage `furthest`
         self._passed: Any = None  # the hidden states to pass on
         self._gradients = torch.is_grad_enabled()
@@ -226,18 +215,9 @@ class Passage:
 class Extras:
     """The extra tensors that one forward of a stage receives, and sends, with hidden states.
 
-    Args:
-        numbers: The index of each module among those of all stages, by name.
-        modules: The stage's modules.
-        known: Arguments of later stages' modules to send. The first forward of a kind adds to them.
-        value: The value received from the previous stage, or the input of the first stage.
-        examines: Whether this forward is the first of its kind.
-
-    Attributes:
-        hidden: The hidden states in `value`.
-        forms: Outputs of layers of earlier stages on the meta device, by the list of the layers.
-        dependent: Tensors that depend on the stage's modules; None unless the forward is examined.
-        inside: The number of running calls of this stage's modules, nested ones included.
+    `numbers` are the indices of all stages' modules, by name, and `modules` those of this stage.
+    `known` are the arguments of later stages' modules to send; the first forward of a kind
+    `examines`, and adds to them. `value` came from the previous stage, or is the first's input.
     """
 
     def __init__(
@@ -251,12 +231,14 @@ class Extras:
     ) -> None:
         self._numbers, self._known = numbers, known
         passed = value if isinstance(value, Passed) else Passed(value, [], {})
+        # Hidden states, and outputs of layers of earlier stages on meta, by the layers' list.
         self.hidden, self.forms = passed.hidden, dict(passed.forms.value)
         self._received = {
             place: passed.tensors[stack][index] for place, (stack, index) in passed.places.items()
         }
+        # Tensors that depend on the stage's modules; None unless the forward is examined.
         self.dependent = WeakTensorKeyDictionary() if examines else None
-        self.inside = 0
+        self.inside = 0  # running calls of this stage's modules, nested ones included
         numbers_here = {numbers[name] for name in modules} if self._received else ()
         self._leaving = {
             place: (tensor, version_of(tensor))

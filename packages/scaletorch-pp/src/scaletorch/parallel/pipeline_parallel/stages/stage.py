@@ -39,37 +39,23 @@ MANY_FORMS = 4096  # at most this many kinds of micro-batches are remembered on 
 
 @dataclass(slots=True, eq=False)
 class RuntimeState:
-    """The state of a `PipelineParallel` that the train steps use; not for users.
+    """The state of a `PipelineParallel` that the train steps use; not for users."""
 
-    Attributes:
-        chunks: The rank's stages in the model; one can be selected.
-        passages: The forwards of its stages.
-        gates: The wrappers of each stage's modules.
-        crossed: Names of the modules around those of several stages.
-        tied: The parameters that several ranks hold; None if there are none.
-        deferral: The collector of the linear layers' postponed weight gradients.
-        parameters: The rank's parameters when the running step began.
-        trained: For each rank, a hash of the parameters that it trained in the last step.
-        forms: The forms of hidden states that `Mail` knows from earlier steps.
-        reached: Stage and micro-batch signature of each input that has received a gradient.
-        ids: The `input_ids` of the next forward, on any stage; None if they are not a tensor.
-        steps_alone: Whether only steps may call the stage, since callers expect a whole model.
-        in_step: Whether a step is calling the stage.
-    """
-
-    chunks: Chunks
-    passages: Passages
-    gates: list[Gates]
-    crossed: tuple[str, ...]
-    tied: TiedGradients | None
-    deferral: Deferral
-    parameters: tuple[nn.Parameter, ...] = ()
-    trained: tuple[int, ...] = ()
+    chunks: Chunks  # the rank's stages in the model; one can be selected
+    passages: Passages  # the forwards of its stages
+    gates: list[Gates]  # the wrappers of each stage's modules
+    crossed: tuple[str, ...]  # names of the modules around those of several stages
+    tied: TiedGradients | None  # the parameters that several ranks hold; None if there are none
+    deferral: Deferral  # the collector of the linear layers' postponed weight gradients
+    parameters: tuple[nn.Parameter, ...] = ()  # the rank's, when the running step began
+    trained: tuple[int, ...] = ()  # a hash of the parameters that each rank trained last
+    # The forms of hidden states that `Mail` knows from earlier steps, by micro-batch signature.
     forms: dict[Hashable, dict[int, Form]] = field(default_factory=dict)
+    # The stage and the micro-batch signature of each input that has received a gradient.
     reached: set[Hashable] = field(default_factory=set)
-    ids: Tensor | None = None
-    steps_alone: bool = False
-    in_step: bool = False
+    ids: Tensor | None = None  # of the next forward, on any stage; None if they are not a tensor
+    steps_alone: bool = False  # only steps may call the stage: callers expect a whole model
+    in_step: bool = False  # a step is calling the stage
 
     def watch(self, model: nn.Module, gates: Iterable[Gates]) -> None:
         """Surround the modules of stages; adapters may have replaced some since the last step."""

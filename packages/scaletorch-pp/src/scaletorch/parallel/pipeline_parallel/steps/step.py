@@ -32,21 +32,8 @@ NOT_PASSED = ("input_ids", "labels")
 class Step:
     """One step on this rank, after all ranks of the pipeline agree about it.
 
-    The other arguments are those of `train_step_pipeline`.
-
-    Args:
-        subject: Name of the step, for messages.
-        with_labels: Whether micro-batches need labels on the last stage.
-        trains: Whether the step runs backwards.
-
-    Attributes:
-        model: The outermost module: its forward and backward are called.
-        wrappers: The modules around the pipeline, outermost first.
-        pipeline: The rank's stages.
-        group: The pipeline's ranks.
-        inputs: The micro-batches.
-        plan: The schedule, and this rank's program.
-        mail: Outputs on their way between stages.
+    `subject` is the step's name in messages, `with_labels` whether micro-batches need labels on the
+    last stage, `trains` whether it runs backwards; the rest is as for `train_step_pipeline`.
     """
 
     def __init__(
@@ -63,7 +50,7 @@ class Step:
         with_labels: bool = False,
         trains: bool = True,
     ) -> None:
-        self.model = model
+        self.model = model  # the outermost module: its forward and backward are called
         self.wrappers, self.pipeline = unwrap(model)
         self.group = _same_ranks(self.pipeline, group)
         pipeline, lines = self.pipeline, list[str]()
@@ -194,19 +181,12 @@ def _same_ranks(pipeline: PipelineParallel, group: ProcessGroup | None) -> Proce
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The input of a step.
-
-    Attributes:
-        batches: The micro-batches.
-        device: Device on which the stage computes them.
-        shape: Required shape of hidden states; None takes any.
-        dtype: Required dtype of hidden states, to which autocast casts them; None takes any.
-    """
+    """The input of a step."""
 
     batches: list[Batch]
-    device: torch.device
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
+    device: torch.device  # on which the stage computes them
+    shape: tuple[int, ...] | None = None  # required of hidden states; None takes any
+    dtype: torch.dtype | None = None  # required too, and autocast casts to it; None takes any
 
     def inputs(self, micro_batch: int, hidden: Hidden | None) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of a stage's forward: `hidden` or the ids, and the rest by name."""

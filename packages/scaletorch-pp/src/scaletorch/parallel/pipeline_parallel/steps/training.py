@@ -184,10 +184,8 @@ def _train(step: Step, loss_fn: LossFunction | None) -> Tensor:
 class Training:
     """The computation of the actions of a training schedule.
 
-    Attributes:
-        loss_fn: Loss of one micro-batch; used on the last stage alone.
-        switches: Wrappers that sync gradients in the last backward, with their switch's own value.
-        total: The sum of the losses so far, 0-d, in the widest of their dtypes.
+    `loss_fn` is the loss of one micro-batch, used on the last stage alone, and `switches` are the
+    wrappers that sync gradients in the last backward, with their switch's own value.
     """
 
     def __init__(
@@ -201,6 +199,7 @@ class Training:
         self._graphs: dict[tuple[int, int], tuple[Hidden | None, Any]] = {}
         self._errors: dict[Hashable, str] = {}  # for inputs that got no gradient so far
         self._autocasts = autocasts(step.inputs.device)
+        # The sum of the losses so far, in the widest of their dtypes.
         self.total = torch.zeros((), dtype=torch.float32, device=step.inputs.device)
 
     def run(self, task: Task) -> None:
