@@ -17,7 +17,7 @@ from scaletorch.parallel.pipeline_parallel import (
     check,
     one_f_one_b,
 )
-from scaletorch.parallel.pipeline_parallel.schedules.schedule import Key, Task
+from scaletorch.parallel.pipeline_parallel.schedules.schedule import Task
 from scaletorch.parallel.pipeline_parallel.schedules.simulate import Receive, Send, plan_of
 
 
@@ -85,10 +85,9 @@ def programs_run(programs):
                 other = queues[first.peer]
                 if not other or not isinstance(other[0], Receive) or other[0].peer != rank:
                     continue
-                key = Key(*first[1:])
-                if Key(*other.pop(0)[1:]) != key or key not in have[rank]:
+                if other.pop(0).key != first.key or first.key not in have[rank]:
                     return False
-                have[first.peer].add(key)
+                have[first.peer].add(first.key)
             elif first.needs not in have[rank]:
                 return False
             else:

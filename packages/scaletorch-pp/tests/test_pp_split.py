@@ -117,7 +117,6 @@ def test_children_of_the_most_common_class_begin_the_layers_of_a_sequence():
 REFUSED = [
     (TwoLists, None, r"has encoder, decoder; pass Split\(first="),
     (Pool, None, r"expected one nn\.ModuleList .* Pool has none; pass Split\("),
-    (Outer, {"layers": "model.layers"}, "a Split or None, got dict"),
     (Outer, Split("model.embed", "model.layers"), "'model.embed', .* it has model.embed_tokens, "),
     (Outer, Split((), "layers"), "'layers', which the model does not have; it has model, lm_head"),
     (Outer, Split("lm_head", "model.layers", "lm_head"), "twice: 'lm_head' and 'lm_head'"),

@@ -21,15 +21,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class Form:
-    """The form of a value that a stage passes on: the value with its tensors on meta.
-
-    Args:
-        value: A value that may contain tensors.
-
-    Attributes:
-        value: The value with tensors on meta.
-        tensors: These tensors, in order.
-    """
+    """The form of a value that a stage passes on: the value with its tensors on meta."""
 
     def __init__(self, value: Any) -> None:
         self.value = map_tensors(_without_contents, value)

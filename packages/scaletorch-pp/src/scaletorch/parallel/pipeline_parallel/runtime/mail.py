@@ -106,12 +106,8 @@ class Posts:
 
     On the CPU each message is sent alone, and the order of receives among sends does not matter. On
     devices with streams the messages between two actions form a batch, in the order of the program,
-    which is consistent over all ranks.
-
-    Args:
-        ranks: Global ranks of the pipeline, in order.
-        group: Their process group; None in one process.
-        device: Device on which tensors are received.
+    which is consistent over all ranks. `ranks` are the pipeline's global ranks, and tensors are
+    received on `device`.
     """
 
     def __init__(
@@ -181,10 +177,8 @@ class Mail:
     The first message from a stage for micro-batches of one signature follows a header with its
     form. From then on both sides know the form. A gradient has the form of its tensors.
 
-    Args:
-        posts: Sends and receives the tensors.
-        signatures: For each micro-batch, the facts that decide its forms.
-        forms: The forms known so far, kept from step to step.
+    `signatures` are the facts that decide each micro-batch's forms, and `forms` those known so far,
+    kept from step to step.
     """
 
     def __init__(self, posts: Posts, signatures: Sequence[Hashable], forms: Forms) -> None:
@@ -199,9 +193,8 @@ class Mail:
         A receive of unknown form waits for a header, and a batch for the batches before it.
         """
         return not self._posts.in_batches and all(
-            message.stage - message.gradient in self._forms[message.micro_batch]
-            for message in program
-            if isinstance(message, Receive)
+            key.stage - key.gradient in self._forms[key.micro_batch]
+            for key in (message.key for message in program if isinstance(message, Receive))
         )
 
     def put(self, key: Key, value: Hidden) -> None:
@@ -220,11 +213,10 @@ class Mail:
 
         A receive of unknown form first waits for the header.
         """
-        key = Key(*message[1:])
         if isinstance(message, Receive):
-            self._receive(key, message.peer, self._empty)
+            self._receive(message.key, message.peer, self._empty)
         else:
-            self._send(key, message.peer)
+            self._send(message.key, message.peer)
 
     def skip(self, messages: Iterable[Message]) -> None:
         """Complete the messages of a failed step: send zeros, or nothing if their form is new."""
@@ -232,12 +224,11 @@ class Mail:
         # Tensors of one form share memory, since they are never read and memory may have run out.
         empty, zeros = cache(self._empty), cache(self._zeros)
         for message in messages:
-            key = Key(*message[1:])
             if isinstance(message, Receive):
-                self._receive(key, message.peer, empty)
+                self._receive(message.key, message.peer, empty)
             else:
-                self._outputs[key] = zeros(self._expected(key))
-                self._send(key, message.peer)
+                self._outputs[message.key] = zeros(self._expected(message.key))
+                self._send(message.key, message.peer)
 
     def wait(self, key: Key | None) -> None:
         """Start the messages gathered so far, and wait for this output if it is on its way."""

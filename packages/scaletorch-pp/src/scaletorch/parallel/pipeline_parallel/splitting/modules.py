@@ -12,7 +12,7 @@ import functools
 import inspect
 import linecache
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -79,7 +79,7 @@ def check_name(model: nn.Module, name: str) -> None:
     for own in name.split("."):
         inside = children(module, prefix)
         if prefix + own not in inside:
-            known = listing(inside) or f"no modules in {prefix.rstrip('.')}"
+            known = ", ".join(inside) or f"no modules in {prefix.rstrip('.')}"
             message = f"Split names {name!r}, which the model does not have; it has {known}"
             raise InvalidArgumentError(message)
         prefix, module = f"{prefix}{own}.", inside[prefix + own]
@@ -108,11 +108,6 @@ def parameter_facts(model: nn.Module) -> list[str]:
     return facts
 
 
-def listing(names: Iterable[str]) -> str:
-    """Return names as text for a message."""
-    return ", ".join(names)
-
-
 def find_sections(model: nn.Module) -> Sections:
     """Return the names before the layers, of the list of layers, and after them.
 
@@ -127,9 +122,9 @@ def find_sections(model: nn.Module) -> Sections:
     if len(lists) != 1:
         raise InvalidArgumentError(
             "cannot tell which modules are the layers: expected one nn.ModuleList with parameters, "
-            f"and {type(model).__name__} has {listing(lists) or 'none'}; pass "
+            f"and {type(model).__name__} has {', '.join(lists) or 'none'}; pass "
             "Split(first=(...), layers='...', last=(...)), or Split(points=(...)) with the modules "
-            f"that begin the next stages, with names out of {listing(children(model))}"
+            f"that begin the next stages, with names out of {', '.join(children(model))}"
         )
     first, last = _around(model, lists[0])
     return tuple(first), lists[0], tuple(last)
@@ -236,7 +231,7 @@ def check_sections(model: nn.Module, sections: Sections) -> None:
     missing = _unnamed(model, names, layers)
     if missing:
         raise InvalidArgumentError(
-            f"Split does not name these modules, which have parameters: {listing(missing)}; add "
+            f"Split does not name these modules, which have parameters: {', '.join(missing)}; add "
             "each to first or last"
         )
 

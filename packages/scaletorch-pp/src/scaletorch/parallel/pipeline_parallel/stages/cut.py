@@ -240,14 +240,10 @@ def _has_dims_of(hidden: Tensor, ids: Tensor) -> bool:
 
 
 class Chunks:
-    """The stages of one rank in one model; the modules of one stage, or of all, are in place.
-
-    Attributes:
-        selected: Index of the selected chunk; 0 if all are in place.
-    """
+    """The stages of one rank in one model; the modules of one stage, or of all, are in place."""
 
     def __init__(self, stages: tuple[int, ...], switches: list[_Switch]) -> None:
-        self.selected = 0
+        self.selected = 0  # index of the selected chunk; 0 if all are in place
         self._stages = stages
         self._switches = switches if len(stages) > 1 else []
         self._all = True

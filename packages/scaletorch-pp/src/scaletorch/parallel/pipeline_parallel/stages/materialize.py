@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ....dist.errors import InvalidArgumentError
-from ..splitting.modules import listing
 from .stage import PipelineParallel
 
 
@@ -84,7 +83,7 @@ def materialize(
     if lost:
         raise InvalidArgumentError(
             f"buffers on the meta device are not persistent, so no state has their values: "
-            f"{listing(lost)}; build the model under meta_parameters() instead of "
+            f"{', '.join(lost)}; build the model under meta_parameters() instead of "
             "torch.device('meta'), or set them to real tensors first"
         )
     values = _values(_sources(stage, set(state.keys())), read, torch.device(device))
@@ -111,7 +110,7 @@ def _sources(stage: nn.Module, known: set[str]) -> dict[Tensor, str]:
     if missing:
         raise InvalidArgumentError(
             f"the state lacks {len(missing)} of the stage's {len(names)} tensors: "
-            f"{listing(missing)}; name its tensors as the plain model's state_dict does"
+            f"{', '.join(missing)}; name its tensors as the plain model's state_dict does"
         )
     return {tensor: name for tensor, name in found.items() if name is not None}
 

@@ -36,19 +36,12 @@ class Findings:
 
 
 class Passages:
-    """The forwards of a rank's stages; one runs at a time.
-
-    Args:
-        names: The modules of all stages, in order.
-
-    Attributes:
-        running: The running forward; None outside of one, also while a backward recomputes a layer.
-        found: The findings for each kind of forward that has run.
-    """
+    """The forwards of a rank's stages, with the modules `names` in order; one runs at a time."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
+        # None outside of a forward, also while a backward recomputes a layer.
         self.running: Passage | None = None
-        self.found: dict[Hashable, Findings] = {}
+        self.found: dict[Hashable, Findings] = {}  # by kind of forward
         self._numbers = {name: number for number, name in enumerate(names)}
 
     @property

@@ -53,16 +53,11 @@ class StandIn(Tensor):
 
     It has a shape, dtype and device and takes no memory; operations on it run on the meta device.
     Its autograd graph is real.
-
-    Attributes:
-        forward: The forwards of its rank; errors depend on the running one.
-        source: The `source` of the forward that made it; None for a tensor of a twin.
-        carried: The received tensor that has replaced it as an argument; unset if there is none.
     """
 
-    carried: Tensor
-    forward: Forward
-    source: tuple[int, Any] | None
+    carried: Tensor  # the received tensor that has replaced it as an argument; unset if none has
+    forward: Forward  # the forwards of its rank; errors depend on the running one
+    source: tuple[int, Any] | None  # that of the forward that made it; None for a twin's tensor
     _is_param: bool
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -272,12 +272,11 @@ class Training:
             )
 
     def _backward(self, hidden: Hidden | None, output: Any, gradient: Any) -> Any:
-        backward: Any = self.step.model.backward
-        if not self._autocasts:
-            return backward(hidden, output, gradient)
+        model: Any = self.step.model
+        kind = self.step.inputs.device.type
         # Autocast is for forwards: a backward uses the dtypes that its forward chose.
-        with torch.autocast(self.step.inputs.device.type, enabled=False):
-            return backward(hidden, output, gradient)
+        with torch.autocast(kind, enabled=False) if self._autocasts else nullcontext():
+            return model.backward(hidden, output, gradient)
 
     def _switch_sync(self) -> None:
         """Let wrappers sync gradients only in the last backward."""
