@@ -310,18 +310,15 @@ def examining(extras: Extras) -> Iterator[None]:
         except Exception as error:
             if extras.inside:  # a layer's own failure
                 raise
-            raise InvalidArgumentError(_failed(error)) from error
-
-
-def _failed(error: Exception) -> str:
-    text = " ".join(str(error).split()) or "no message"
-    return (
-        f"{describe_rank()}: the model's own code between its layers raised "
-        f"{type(error).__name__} ({text}). On this stage, modules of other stages return tensors "
-        "without values, of the shape of their input or of the outputs of this stage's layers. If "
-        "the code runs in one process, it needs more than that: compute it inside the layers, make "
-        "it an entry of the micro-batch, or use no pipeline (pp_size=1)"
-    )
+            text = " ".join(str(error).split()) or "no message"
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's own code between its layers raised "
+                f"{type(error).__name__} ({text}). On this stage, modules of other stages return "
+                "tensors without values, of the shape of their input or of the outputs of this "
+                "stage's layers. If the code runs in one process, it needs more than that: compute "
+                "it inside the layers, make it an entry of the micro-batch, or use no pipeline "
+                "(pp_size=1)"
+            ) from error
 
 
 class Following(TorchFunctionMode):

@@ -128,20 +128,16 @@ def _values(
 ) -> list[tuple[Tensor, Tensor]]:
     """Read the new value of each tensor; refuse values of another shape."""
     values: list[tuple[Tensor, Tensor]] = []
-    wrong: list[str] = []
     for tensor, name in sources.items():
         value = read(name)
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        if shape == tuple(tensor.shape):
-            fresh = torch.empty_like(tensor, device=device, requires_grad=False)
-            values.append((tensor, fresh.copy_(value.detach())))
-        else:
-            wrong.append(f"{name}: expected {tuple(tensor.shape)}, got {shape}")
-    if wrong:
-        raise InvalidArgumentError(
-            f"tensors of the state do not fit the stage: {'; '.join(wrong)}; pass the state of "
-            "this model, with full tensors"
-        )
+        if shape != tuple(tensor.shape):
+            raise InvalidArgumentError(
+                f"{name} of the state does not fit the stage: expected {tuple(tensor.shape)}, got "
+                f"{shape}; pass the state of this model, with full tensors"
+            )
+        fresh = torch.empty_like(tensor, device=device, requires_grad=False)
+        values.append((tensor, fresh.copy_(value.detach())))
     return values
 
 

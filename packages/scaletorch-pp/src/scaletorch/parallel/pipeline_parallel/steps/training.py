@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -221,7 +221,8 @@ class Training:
 
     def _forward(self, task: Task, into: WeightGradients | None) -> None:
         _, micro_batch, chunk = task.action
-        with self._postponing(into):
+        deferral = self.step.pipeline.runtime.deferral
+        with deferral.to(into) if into else nullcontext():
             hidden, output = self.step.forward(task)
         if task.makes is None and self.loss_fn is not None:
             output = _checked_loss(self.loss_fn(output, self.step.inputs.batches[micro_batch]))
@@ -234,19 +235,12 @@ class Training:
         mail = self.step.mail
         gradients = None if task.needs is None else mail.take_gradients(task.needs)
         hidden, output = self._graphs.pop((micro_batch, chunk))
-        with self._postponing(into, backward=True):
+        deferral = self.step.pipeline.runtime.deferral
+        with deferral.to(into, backward=True) if into else nullcontext():
             passed_back = self._backward(hidden, output, gradients)
         if task.makes is not None:
             self._look_for_gradients(task, hidden)
             mail.put(task.makes, passed_back)
-
-    def _postponing(
-        self, into: WeightGradients | None, *, backward: bool = False
-    ) -> AbstractContextManager[None]:
-        """Return a context in which weight gradients are postponed, if the schedule splits them."""
-        if into is None:
-            return nullcontext()
-        return self.step.pipeline.runtime.deferral.to(into, backward=backward)
 
     def _look_for_gradients(self, task: Task, hidden: Hidden | None) -> None:
         """Record an error if the received hidden states got no gradient in any micro-batch so far.
