@@ -127,13 +127,9 @@ class PassThrough(nn.Module):
             if same and (value.requires_grad or not trains):
                 return value
         known = passage.left if passage.over else received
-        trained = isinstance(value, Tensor) and value.requires_grad
-        base = value if trained else first_with_gradient(value, known)
+        base = first_with_gradient(value, known)
         if base is None:
             return value
-        # The output of a module with parameters requires grad even if its inputs do not.
-        starts = self._counts and base.requires_grad and not trained
-        starts = starts and not any(tensor.requires_grad for tensor in tensors_in(value))
         stand_in = partial(standing_like, forward=self._passages, base=base, trained=self._counts)
         if sample is not None:
             return stand_in(sample)
@@ -149,7 +145,10 @@ class PassThrough(nn.Module):
         if value is passage.first or next(tensors_in(value), None) is None:
             # Layers may return more than they take, but mostly return a dict as they took it.
             return stand_in(known if isinstance(known, dict) else next(tensors_in(known), base))
-        return value if has_stand_ins(value) and not starts else stand_in(value)
+        # The output of a module with parameters requires grad even if its inputs do not.
+        same = not (self._counts and base.requires_grad)
+        same = same or any(tensor.requires_grad for tensor in tensors_in(value))
+        return value if has_stand_ins(value) and same else stand_in(value)
 
     def _output_form(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the twin's forward, to find the form of the module's output."""

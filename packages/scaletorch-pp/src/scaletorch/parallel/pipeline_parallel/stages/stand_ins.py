@@ -98,13 +98,11 @@ class StandIn(Tensor):
         """Return itself: a stand-in never changes."""
         return self
 
-    def tolist(self) -> NoReturn:
-        """Refuse to read values."""
-        _refuse_read(self.forward)
-
     def numpy(self, **_: Any) -> NoReturn:
         """Refuse to read values."""
         _refuse_read(self.forward)
+
+    tolist = numpy
 
 
 def standing_like(value: Any, forward: Forward, base: Tensor, *, trained: bool = False) -> Any:

@@ -217,16 +217,14 @@ class MicroBatches:
 
     def describe(self) -> list[str]:
         """Return a few lines with the facts that must be the same on all ranks."""
-        lines = [
+        return [
             f"{len(self.batches)} micro-batches",
             f"hidden states {self.shape} of {self.dtype}",
+            *(
+                f"{len([*run])} micro-batches in a row of {k}"
+                for k, run in groupby(self.signatures)
+            ),
         ]
-        first = 0
-        for kind, run in groupby(self.signatures):
-            count = len(list(run))
-            lines.append(f"micro-batches {first} to {first + count - 1}: {kind}")
-            first += count
-        return lines
 
     def checked(self, output: Hidden) -> Hidden:
         """Return a stage's output, checked against the announced shape and dtype, to be sent.
