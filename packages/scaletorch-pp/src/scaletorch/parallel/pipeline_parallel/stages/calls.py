@@ -192,7 +192,7 @@ class Gates:
     """Wrappers of a stage's modules: they refuse stand-ins, and take the last module's output."""
 
     def __init__(
-        self, passages: Passages, stage: int, lists: Mapping[str, str], *, last: bool
+        self, passages: Passages, stage: int, lists: dict[str, str], *, last: bool
     ) -> None:
         """`lists` names the list that holds each of the stage's modules, in order."""
         self.passages, self.stage, self.lists, self.last = passages, stage, lists, last

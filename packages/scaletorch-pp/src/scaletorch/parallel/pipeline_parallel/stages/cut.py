@@ -80,7 +80,7 @@ class PassThrough(nn.Module):
         self._plain = is_plain_layer(replaced) and not isinstance(replaced, nn.SyncBatchNorm)
         self._where, self._name = where, where.partition(" ")[0]
         embeds = hasattr(replaced, "num_embeddings")
-        self._row: int | None = getattr(replaced, "embedding_dim", None) if embeds else None
+        self._row: int = getattr(replaced, "embedding_dim", 0) if embeds else 0
         self._width = replaced.out_features if isinstance(replaced, nn.Linear) else None
         self._idles = isinstance(replaced, nn.Identity | _DropoutNd)
         self._runs_plain_forward = runs_plain_forward(replaced)

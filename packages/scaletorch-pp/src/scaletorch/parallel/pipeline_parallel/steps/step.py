@@ -220,10 +220,7 @@ class MicroBatches:
         return [
             f"{len(self.batches)} micro-batches",
             f"hidden states {self.shape} of {self.dtype}",
-            *(
-                f"{len([*run])} micro-batches in a row of {k}"
-                for k, run in groupby(self.signatures)
-            ),
+            *(f"{len([*run])} in a row of {kind}" for kind, run in groupby(self.signatures)),
         ]
 
     def checked(self, output: Hidden) -> Hidden:
