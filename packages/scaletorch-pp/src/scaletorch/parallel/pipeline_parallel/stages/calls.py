@@ -12,7 +12,7 @@ Later forwards of the same kind send the same arguments.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, update_wrapper
 from itertools import chain
