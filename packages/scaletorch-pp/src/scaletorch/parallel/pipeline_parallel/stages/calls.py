@@ -63,12 +63,7 @@ class _Calls:
 
 
 def surround(module: nn.Module, surrounding: Surrounding, *, innermost: bool = False) -> None:
-    """Run code before and after the calls of a module.
-
-    Args:
-        module: The module.
-        surrounding: The code to run before and after its calls.
-        innermost: Whether it runs inside all earlier surroundings, rather than outside.
+    """Run code before and after the calls of a module, outside or inside all earlier surroundings.
 
     Raises:
         InvalidArgumentError: Its class cannot have subclasses.

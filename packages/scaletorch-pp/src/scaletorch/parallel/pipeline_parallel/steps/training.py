@@ -299,12 +299,10 @@ def _checked_loss(loss: Any) -> Tensor:
     if one and loss.requires_grad and loss.is_floating_point():
         scalar: Tensor = loss.reshape(())
         return scalar
-    came = f"a {type(loss).__name__}"
-    if isinstance(loss, Tensor):
-        came = f"a tensor of {Form(loss)}"
+    came = f"tensor of {Form(loss)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise InvalidArgumentError(
         f"{describe_rank()}: loss_fn(output, batch) must return a scalar tensor with a gradient, "
-        f"got {came}; sum the losses, and do not detach the sum"
+        f"got a {came}; sum the losses, and do not detach the sum"
     )
 
 
