@@ -26,7 +26,6 @@ from .passage import Passage, Passages
 from .stand_ins import (
     StandIn,
     cast,
-    first_with_gradient,
     has_stand_ins,
     is_data,
     kind_of,
@@ -127,9 +126,10 @@ class PassThrough(nn.Module):
             if same and (value.requires_grad or not trains):
                 return value
         known = passage.left if passage.over else received
-        base = first_with_gradient(value, known)
-        if base is None:
+        tensors = [*tensors_in((value, known))]
+        if not tensors:
             return value
+        base = next((tensor for tensor in tensors if tensor.requires_grad), tensors[0])
         stand_in = partial(standing_like, forward=self._passages, base=base, trained=self._counts)
         if sample is not None:
             return stand_in(sample)
@@ -139,9 +139,10 @@ class PassThrough(nn.Module):
             shape = (*value.shape[:-1], self._width)
             return stand_in(torch.empty(shape, dtype=value.dtype, device="meta"))
         takes_ids = not any(tensor.is_floating_point() for tensor in tensors_in(value))
-        if takes_ids or self._plain:
+        if (takes_ids or self._plain) and self._runs_plain_forward:
             with suppress(Exception):  # it may read missing values, or wait for other ranks
-                return stand_in(self._output_form(args, kwargs))
+                output = self._ready().forward(*args, **kwargs)
+                return stand_in(map_tensors(Tensor.detach, output))
         if value is passage.first or next(tensors_in(value), None) is None:
             # Layers may return more than they take, but mostly return a dict as they took it.
             return stand_in(known if isinstance(known, dict) else next(tensors_in(known), base))
@@ -149,12 +150,6 @@ class PassThrough(nn.Module):
         same = not (self._counts and base.requires_grad)
         same = same or any(tensor.requires_grad for tensor in tensors_in(value))
         return value if has_stand_ins(value) and same else stand_in(value)
-
-    def _output_form(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the twin's forward, to find the form of the module's output."""
-        if not self._runs_plain_forward:
-            raise InvalidArgumentError(f"{self._where}, and has hooks")
-        return map_tensors(Tensor.detach, self._ready().forward(*args, **kwargs))
 
     def _rows(self, ids: Tensor, first: Any, like: Tensor) -> Tensor:
         """Return the form of embedded ids, of a shard's length if hidden states hold a shard."""

@@ -122,12 +122,6 @@ def standing_like(value: Any, forward: Forward, base: Tensor, *, trained: bool =
     return map_tensors(stand_in, value)
 
 
-def first_with_gradient(*values: Any) -> Tensor | None:
-    """Return the first tensor that requires grad, else the first; None if there is no tensor."""
-    tensors = [*tensors_in(values)]
-    return next((tensor for tensor in tensors if tensor.requires_grad), next(iter(tensors), None))
-
-
 def stand_ins_within(value: Any) -> Iterator[StandIn]:
     """Yield the stand-ins in a value: itself, or in tuples, lists and mappings, at any depth."""
     return (tensor for tensor in tensors_in(value) if isinstance(tensor, StandIn))

@@ -95,11 +95,11 @@ class Step:
         """
         hidden = None if task.needs is None else self.mail.take_hidden(task.needs)
         self.pipeline.select(task.action.chunk)
-        first, entries = self.inputs.inputs(task.action.micro_batch, hidden)
+        ids, entries = self.inputs.inputs(task.action.micro_batch, first=hidden is None)
         runtime = self.pipeline.runtime
-        runtime.ids, runtime.in_step = self.inputs.ids(task.action.micro_batch), True
+        runtime.ids, runtime.in_step = ids if isinstance(ids, Tensor) else None, True
         try:
-            output = self.model(first, **entries)
+            output = self.model(ids if hidden is None else hidden, **entries)
         finally:
             runtime.ids, runtime.in_step = None, False
         if task.makes is not None:
@@ -188,22 +188,16 @@ class MicroBatches:
     shape: tuple[int, ...] | None = None  # required of hidden states; None takes any
     dtype: torch.dtype | None = None  # required too, and autocast casts to it; None takes any
 
-    def inputs(self, micro_batch: int, hidden: Hidden | None) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments of a stage's forward: `hidden` or the ids, and the rest by name."""
+    def inputs(self, micro_batch: int, *, first: bool) -> tuple[Any, dict[str, Any]]:
+        """Return a micro-batch's `input_ids` and the rest by name, for the first stage or another.
+
+        Other stages use the form of floating point inputs alone, so these are not moved there.
+        """
         batch = self.batches[micro_batch]
         entries = {name: self._moved(v) for name, v in batch.items() if name not in NOT_PASSED}
-        return self._moved(batch["input_ids"]) if hidden is None else hidden, entries
-
-    def ids(self, micro_batch: int) -> Tensor | None:
-        """Return a micro-batch's `input_ids`; None if they are not a tensor.
-
-        Integers are moved to the device. Floating point inputs are not, since later stages use
-        their form alone.
-        """
-        ids = self.batches[micro_batch]["input_ids"]
-        if not isinstance(ids, Tensor):
-            return None
-        return ids if ids.is_floating_point() else self._moved(ids)
+        ids = batch["input_ids"]
+        form_alone = not first and isinstance(ids, Tensor) and ids.is_floating_point()
+        return ids if form_alone else self._moved(ids), entries
 
     @cached_property
     def signatures(self) -> list[Hashable]:
