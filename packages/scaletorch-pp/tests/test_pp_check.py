@@ -100,22 +100,6 @@ def programs_run(programs):
 ALL = [build(*size) for build in SCHEDULES.values() for size in SIZES]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_receives_start_four_tasks_early_and_nothing_else_moves(name):
-    schedule = SCHEDULES[name](4, 8)
-    for rank in range(4):
-        program, early = plan_of(schedule, 4, 8, rank)[2:]
-        for moves in (False, True):
-            kept = [op for op in early if isinstance(op, Receive) == moves]
-            assert kept == [op for op in program if isinstance(op, Receive) == moves]
-        for operation in filter(lambda op: isinstance(op, Receive), program):
-            before, now = (
-                sum(isinstance(op, Task) for op in order[: order.index(operation)])
-                for order in (program, early)
-            )
-            assert now == max(before - 4, 0)
-
-
 def swapped(ops, rng, near):
     one = rng.randrange(len(ops))
     other = min(one + 1, len(ops) - 1) if near else rng.randrange(len(ops))
