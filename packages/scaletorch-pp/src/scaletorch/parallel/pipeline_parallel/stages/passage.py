@@ -167,8 +167,8 @@ class Passage:
             kinds = {type(value).__name__ for value in strangers(hidden)} or {"no tensor"}
             raise InvalidArgumentError(
                 f"{describe_rank()}: layers must pass on a tensor, or tuples, lists or dicts of "
-                f"tensors, numbers, strings and None, got a {type(hidden).__name__} with "
-                f"{', '.join(sorted(kinds))}; leave that out, or put it into a tensor"
+                f"tensors, numbers, strings and None, got {', '.join(sorted(kinds))}; leave that "
+                "out, or put it into a tensor"
             )
         if self._changes and self._changes != _changes(hidden):
             raise InvalidArgumentError(
