@@ -24,13 +24,13 @@ from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.pipeline_parallel import StageError, train_step_pipeline
 from scaletorch.parallel.pipeline_parallel.runtime.forms import (
-    HEADER_BYTES,
     NOTHING,
     Form,
+    Passed,
+    Place,
     from_header,
     to_header,
 )
-from scaletorch.parallel.pipeline_parallel.stages.passage import Passed, Place
 
 WIDTH = 4
 NAMES = ("x", "mask", "count", "y", "bias", "nothing")
@@ -155,8 +155,7 @@ def test_parameters_frozen_and_unfrozen_between_steps():
 
 @distributed_test(world_size=3)
 def test_more_forms_than_are_remembered():
-    stages = "scaletorch.parallel.pipeline_parallel.stages"
-    with patch(f"{stages}.passage.MANY_FORMS", 5), patch(f"{stages}.stage.MANY_FORMS", 5):
+    with patch("scaletorch.parallel.pipeline_parallel.stages.stage.MANY_FORMS", 5):
         plain, stage = pair(States, "tuple", 3)
         for length in (2, 3, 4, 5, 6, 7, 2, 3, 8, 9, 7, 2):  # forgotten, and learned again
             step(stage, plain, (1, length), (2, length))
@@ -226,7 +225,7 @@ def test_a_form_that_changes_without_reason_or_cannot_be_passed_on():
         stage.module.layers[1].change = None
     trains_on(stage, plain, batches, loss)
     another = r"passes on .*, and passed on \(2, 5, 4\) of torch.float32"
-    none = r"layers must pass on a tensor, or tuples, .* got a "
+    none = r"layers must pass on a tensor, or tuples, .* got (object|int|no tensor);"
     for change, text in [*((c, another) for c in OTHER_FORMS), *((c, none) for c in NO_FORMS)]:
         if stage.rank == 1:
             stage.module.layers[1].change = change
@@ -267,7 +266,6 @@ CALLS = [Made(os.mkdir, ("made_by_a_header",)), Made(from_header, (torch.zeros(1
 @pytest.mark.parametrize("sent", [*CALLS, nn.Linear(1, 1)])
 def test_nothing_else_is_made_of_a_header(sent, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = bytearray(pickle.dumps(sent).ljust(HEADER_BYTES))
-    with pytest.raises(InvalidArgumentError, match=r"a message between stages names .*, which hid"):
-        from_header(torch.frombuffer(text, dtype=torch.uint8))
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        from_header(to_header(sent))
     assert not list(tmp_path.iterdir())

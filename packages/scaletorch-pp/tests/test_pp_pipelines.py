@@ -21,7 +21,6 @@ from scaletorch.parallel.pipeline_parallel import (
     interleaved_1f1b,
     train_step_pipeline,
     train_step_pipeline_1f1b,
-    zb_h1,
     zb_v,
 )
 from scaletorch.parallel.pipeline_parallel.steps.training import Training
@@ -84,19 +83,6 @@ def test_schedules_that_do_not_fit():
         train_step_pipeline_1f1b(stage, make_batches(), None, None, None, loss_fn=sum_loss)
     with pytest.raises(InvalidArgumentError, match="8 layers"):
         PipelineParallel(Net(), group=world(), schedule=lambda p, m: interleaved_1f1b(p, m, 5))
-
-
-@distributed_test(world_size=2)
-def test_a_schedule_that_splits_backwards_for_some_numbers_of_micro_batches():
-    """The example that is tried before the cut need not show it."""
-    plain = build(Net)
-
-    def builder(num_ranks, num_micro_batches):
-        few = num_micro_batches > COUNT - 1 and num_micro_batches < 4 * num_ranks
-        return (zb_h1 if few else SCHEDULES["1f1b"])(num_ranks, num_micro_batches)
-
-    stage = split(plain, builder)
-    trains_on(stage, plain, make_batches(), exact=False)
 
 
 class Token:

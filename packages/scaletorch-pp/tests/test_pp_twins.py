@@ -249,19 +249,3 @@ def test_a_twin_keeps_no_tensor_alive_and_runs_no_hook():
     gc.collect()
     assert kept() is None
     assert through.inner.weight.shape == (WIDTH, WIDTH)
-
-
-def test_modes_casts_and_plain_attributes_reach_the_twin():
-    through = passing(Kinds(Config()).eval())
-    assert not through.inner.training
-    through.train()
-    assert through.training
-    assert through.inner.training
-    through.double()
-    assert through.inner.weight.dtype == torch.float64
-    through.kind = "wide"
-    assert (through.kind, through._twin.kind) == ("wide", "wide")
-    through._passages.running = None
-    assert through.kind == "wide"
-    with pytest.raises(AttributeError, match="'inner' is not available here"):
-        _ = through.inner

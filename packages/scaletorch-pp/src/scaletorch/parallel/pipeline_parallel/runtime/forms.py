@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,27 +18,10 @@ from ...pg_manager import describe_rank
 Hidden = Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
 HEADER_BYTES = 8192
 PLAIN = (bool, int, float, str, type(None))
-# All that a header may name besides dtypes. A header is a pickle, and its sender may be any rank.
-_PACKAGE = __name__.removesuffix(".runtime.forms")
-_NAMED = {
-    (f"{_PACKAGE}.runtime.forms", "Form"),
-    (f"{_PACKAGE}.stages.passage", "Passed"),
-    (f"{_PACKAGE}.stages.passage", "Place"),
-    ("torch", "Size"),
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"),
-}
 
 
 class Form:
-    """The form of a value that a stage passes on: the value with its tensors on meta.
-
-    Args:
-        value: A value that may contain tensors.
-
-    Attributes:
-        value: The value with tensors on meta.
-        tensors: These tensors, in order.
-    """
+    """The form of a value that a stage passes on: the value with its tensors on meta."""
 
     def __init__(self, value: Any) -> None:
         self.value = map_tensors(_without_contents, value)
@@ -49,11 +31,6 @@ class Form:
     def gradients(self) -> tuple[Tensor, ...]:
         """The tensors that require grad, so that their gradient comes back."""
         return tuple(tensor for tensor in self.tensors if tensor.requires_grad)
-
-    def filled(self, tensors: Iterable[Tensor]) -> Any:
-        """Return the value with these tensors in it, in order."""
-        left = iter(tensors)
-        return map_tensors(lambda _: next(left), self.value)
 
     def __str__(self) -> str:
         """Return shapes and dtypes as text."""
@@ -87,7 +64,24 @@ def _without_contents(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=needs)
 
 
-NOTHING = Form(())  # a stage that has failed sends it if it has not sent the form of its output
+NOTHING = Form(())
+
+
+class Place(NamedTuple):
+    """An argument of a call."""
+
+    module: int  # its index among the modules of all stages
+    call: int  # the number of the call in a forward, from 1
+    tensor: int  # the index of the tensor among those in the arguments
+
+
+class Passed(NamedTuple):
+    """A value that a stage passes on if it sends more than hidden states."""
+
+    hidden: Any
+    tensors: list[Tensor]  # the extra tensors; those of the same form are stacked
+    places: dict[Place, tuple[int, int]]  # an argument's stack, and its index in the stack
+    forms: Form = NOTHING  # outputs of layers of other lists, such as an encoder's, by list
 
 
 def is_hidden(value: Any) -> bool:
@@ -162,33 +156,21 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def to_header(form: Form) -> Tensor:
     """Encode a form as a tensor of `HEADER_BYTES` bytes."""
-    text = pickle.dumps(form)
-    if len(text) > HEADER_BYTES:
+    text = io.BytesIO()
+    torch.save(form, text)
+    if text.tell() > HEADER_BYTES:
         raise InvalidArgumentError(
-            f"{describe_rank()}: the output of a stage takes {len(text)} bytes to describe, more "
+            f"{describe_rank()}: the output of a stage takes {text.tell()} bytes to describe, more "
             f"than {HEADER_BYTES}: pass on fewer tensors, or shorter names"
         )
-    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text.getvalue().ljust(HEADER_BYTES)), dtype=torch.uint8)
 
 
 def from_header(header: Tensor) -> Form:
-    """Decode a form that `to_header` has encoded."""
-    form: Form = _Unpickler(io.BytesIO(bytes(header.cpu().tolist()))).load()
+    """Decode a form that `to_header` has encoded; a header of any other objects is refused."""
+    with torch.serialization.safe_globals([Form, Passed, Place]):
+        form: Form = torch.load(io.BytesIO(bytes(header.cpu().tolist())), weights_only=True)
     return form
-
-
-class _Unpickler(pickle.Unpickler):
-    """An unpickler of forms alone, so that a header cannot run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class, function or dtype that a form needs; refuse any other."""
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and (module, name) not in _NAMED:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: a message between stages names {module}.{name}, which hidden "
-                "states never contain; do all ranks run the same version of scaletorch?"
-            )
-        return super().find_class(module, name)
 
 
 def autocasts(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....dist import Work, all_gather, all_gather_object, exchange, irecv, isend
-from ....dist.building import tell_guard, tensors_in
+from ....dist.building import map_tensors, tell_guard, tensors_in
 from ....dist.errors import InvalidArgumentError, RankFaultError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import has_streams
@@ -106,12 +106,8 @@ class Posts:
 
     On the CPU each message is sent alone, and the order of receives among sends does not matter. On
     devices with streams the messages between two actions form a batch, in the order of the program,
-    which is consistent over all ranks.
-
-    Args:
-        ranks: Global ranks of the pipeline, in order.
-        group: Their process group; None in one process.
-        device: Device on which tensors are received.
+    which is consistent over all ranks. `ranks` are the pipeline's global ranks, and tensors are
+    received on `device`.
     """
 
     def __init__(
@@ -181,10 +177,8 @@ class Mail:
     The first message from a stage for micro-batches of one signature follows a header with its
     form. From then on both sides know the form. A gradient has the form of its tensors.
 
-    Args:
-        posts: Sends and receives the tensors.
-        signatures: For each micro-batch, the facts that decide its forms.
-        forms: The forms known so far, kept from step to step.
+    `signatures` are the facts that decide each micro-batch's forms, and `forms` those known so far,
+    kept from step to step.
     """
 
     def __init__(self, posts: Posts, signatures: Sequence[Hashable], forms: Forms) -> None:
@@ -199,9 +193,8 @@ class Mail:
         A receive of unknown form waits for a header, and a batch for the batches before it.
         """
         return not self._posts.in_batches and all(
-            message.stage - message.gradient in self._forms[message.micro_batch]
-            for message in program
-            if isinstance(message, Receive)
+            key.stage - key.gradient in self._forms[key.micro_batch]
+            for key in (message.key for message in program if isinstance(message, Receive))
         )
 
     def put(self, key: Key, value: Hidden) -> None:
@@ -220,23 +213,22 @@ class Mail:
 
         A receive of unknown form first waits for the header.
         """
-        key = Key(*message[1:])
         if isinstance(message, Receive):
-            self._receive(key, message.peer, self._empty)
+            self._receive(message.key, message.peer, self._empty)
         else:
-            self._send(key, message.peer)
+            self._send(message.key, message.peer)
 
     def skip(self, messages: Iterable[Message]) -> None:
-        """Complete the messages of a failed step: send zeros, or the form of nothing."""
+        """Complete the messages of a failed step: send zeros, or nothing if their form is new."""
         self._outputs.clear()
         # Tensors of one form share memory, since they are never read and memory may have run out.
         empty, zeros = cache(self._empty), cache(self._zeros)
         for message in messages:
-            key = Key(*message[1:])
             if isinstance(message, Receive):
-                self._receive(key, message.peer, empty)
+                self._receive(message.key, message.peer, empty)
             else:
-                self._send_nothing(key, message.peer, zeros)
+                self._outputs[message.key] = zeros(self._expected(message.key))
+                self._send(message.key, message.peer)
 
     def wait(self, key: Key | None) -> None:
         """Start the messages gathered so far, and wait for this output if it is on its way."""
@@ -258,17 +250,18 @@ class Mail:
         """Return the previous stage's hidden states, as leaves that require grad if sent so."""
         parcel = self._incoming.pop(key, None)
         if parcel is None:
-            value = self._outputs.pop(key)
+            like = self._outputs.pop(key)
             # From another stage of this rank: detached, so that each stage has its own backward.
-            form, tensors = Form(value), [tensor.detach() for tensor in tensors_in(value)]
+            tensors = [tensor.detach() for tensor in tensors_in(like)]
         else:
-            form, tensors = self._forms[key.micro_batch][key.stage], parcel.tensors
-            if not form.tensors:
+            like, tensors = self._forms[key.micro_batch][key.stage].value, parcel.tensors
+            if not tensors:
                 raise StageError(f"{describe_rank()}: the previous stage has failed")
         if torch.is_grad_enabled():
-            for tensor, like in zip(tensors, form.tensors, strict=True):
-                tensor.requires_grad_(like.requires_grad)
-        hidden: Hidden = form.filled(tensors)
+            for tensor, known in zip(tensors, tensors_in(like), strict=True):
+                tensor.requires_grad_(known.requires_grad)
+        left = iter(tensors)
+        hidden: Hidden = map_tensors(lambda _: next(left), like)
         return hidden
 
     def take_gradients(self, key: Key) -> list[Tensor]:
@@ -284,14 +277,6 @@ class Mail:
             self._posts.send(to_header(form).to(self._posts.device), peer)
             forms[key.stage] = form
         for tensor in tensors_in(value):
-            self._posts.send(tensor, peer)
-
-    def _send_nothing(self, key: Key, peer: int, make: Make) -> None:
-        forms = self._forms[key.micro_batch]
-        if not key.gradient and key.stage not in forms:
-            self._posts.send(to_header(NOTHING).to(self._posts.device), peer)
-            forms[key.stage] = NOTHING
-        for tensor in make(self._expected(key)):
             self._posts.send(tensor, peer)
 
     def _receive(self, key: Key, peer: int, make: Make) -> None:

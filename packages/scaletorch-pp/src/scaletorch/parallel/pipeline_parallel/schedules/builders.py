@@ -8,7 +8,7 @@ each, or v stages (chunks) each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
 
@@ -71,11 +71,9 @@ def looped_breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int
     """
     _require_sizes(num_ranks, num_micro_batches, num_chunks)
     stages = _looped_stages(num_ranks, num_chunks)
-    micro_batches = range(num_micro_batches)
-    actions = [a for chunk in range(num_chunks) for a in _of_kind(FORWARD, micro_batches, chunk)]
-    for chunk in reversed(range(num_chunks)):
-        actions += _of_kind(BACKWARD, micro_batches, chunk)
-    return Schedule("looped_bfs", num_micro_batches, stages, (tuple(actions),) * num_ranks)
+    forwards, backwards = _in_rounds([range(num_micro_batches)], num_chunks)
+    actions = (*forwards, *backwards)
+    return Schedule("looped_bfs", num_micro_batches, stages, (actions,) * num_ranks)
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -85,7 +83,7 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
     at most N - r micro-batches.
     """
     _require_sizes(num_ranks, num_micro_batches)
-    forwards, backwards = (_of_kind(kind, range(num_micro_batches)) for kind in FORWARD + BACKWARD)
+    forwards, backwards = _in_rounds([range(num_micro_batches)], num_chunks=1)
     ranks = tuple(_one_by_one(forwards, backwards, after) for after in reversed(range(num_ranks)))
     return Schedule("1f1b", num_micro_batches, _looped_stages(num_ranks, 1), ranks)
 
@@ -129,8 +127,7 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, num_chunks: int = 2
     _require_sizes(num_ranks, num_micro_batches, num_chunks)
     stages = _looped_stages(num_ranks, num_chunks)
     rounds = _rounds(num_ranks, num_micro_batches)
-    forwards = _in_rounds(FORWARD, rounds, range(num_chunks))
-    backwards = _in_rounds(BACKWARD, rounds, range(num_chunks)[::-1])
+    forwards, backwards = _in_rounds(rounds, num_chunks)
     ahead = (num_chunks - 1) * len(rounds[0])
     ranks = tuple(
         _one_by_one(forwards, backwards, ahead + 2 * (num_ranks - rank - 1))
@@ -147,8 +144,14 @@ def _rounds(num_ranks: int, num_micro_batches: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(ends)]
 
 
-def _in_rounds(kind: str, rounds: list[range], chunks: range) -> list[Action]:
-    return [Action(kind, m, chunk) for round_ in rounds for chunk in chunks for m in round_]
+def _in_rounds(rounds: list[range], num_chunks: int) -> tuple[list[Action], list[Action]]:
+    """Return the forwards and the backwards of rounds that run each chunk in turn."""
+    chunks = range(num_chunks)
+    forwards = [Action(FORWARD, m, chunk) for round_ in rounds for chunk in chunks for m in round_]
+    backwards = [
+        Action(BACKWARD, m, chunk) for round_ in rounds for chunk in chunks[::-1] for m in round_
+    ]
+    return forwards, backwards
 
 
 def _one_by_one(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
@@ -263,11 +266,6 @@ def _looped_stages(num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ..
     return tuple(tuple(range(rank, num_stages, num_ranks)) for rank in range(num_ranks))
 
 
-def _of_kind(kind: str, micro_batches: Iterable[int], chunk: int = 0) -> list[Action]:
-    """Return one action for each micro-batch."""
-    return [Action(kind, micro_batch, chunk) for micro_batch in micro_batches]
-
-
 def _require_sizes(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> None:
     sizes = {"ranks": num_ranks, "micro-batches": num_micro_batches, "stages per rank": num_chunks}
     for name, size in sizes.items():
@@ -295,16 +293,13 @@ def build_schedule(schedule: AnySchedule, num_ranks: int, num_micro_batches: int
             message = f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}"
             raise InvalidArgumentError(message)
         schedule = SCHEDULES[schedule]
-    if not isinstance(schedule, Schedule):
-        if not callable(schedule):
-            raise InvalidArgumentError(
-                "schedule must be a name, a Schedule, or a function of ranks and micro-batches "
-                f"that returns one, got {type(schedule).__name__}"
-            )
+    if callable(schedule):
         schedule = schedule(num_ranks, num_micro_batches)
-        if not isinstance(schedule, Schedule):
-            message = f"schedule must return a Schedule, got {type(schedule).__name__}"
-            raise InvalidArgumentError(message)
+    if not isinstance(schedule, Schedule):
+        raise InvalidArgumentError(
+            "schedule must be a name, a Schedule, or a function of ranks and micro-batches that "
+            f"returns one, got {type(schedule).__name__}"
+        )
     sizes = schedule.num_ranks, schedule.num_micro_batches
     if sizes != (num_ranks, num_micro_batches):
         raise InvalidArgumentError(

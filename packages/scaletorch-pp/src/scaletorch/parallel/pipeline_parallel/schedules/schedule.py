@@ -201,12 +201,10 @@ def _done(schedule: Schedule, rank: int) -> _Done:
         kind, micro_batch, chunk = action
         before = done.get((chunk, micro_batch), "")
         reason = ""
-        if kind not in KINDS:
-            reason = f"the kind must be one of {', '.join(KINDS)}"
-        elif not 0 <= chunk < chunks:
-            reason = f"rank {rank} has {chunks} chunks, counted from 0, got chunk {chunk}"
-        elif not 0 <= micro_batch < schedule.num_micro_batches:
-            reason = f"micro-batches are 0 to {schedule.num_micro_batches - 1}"
+        known = 0 <= chunk < chunks and 0 <= micro_batch < schedule.num_micro_batches
+        if kind not in KINDS or not known:
+            reason = f"kinds are {', '.join(KINDS)}, micro-batches are 0 to "
+            reason += f"{schedule.num_micro_batches - 1}, and this rank's chunks 0 to {chunks - 1}"
         elif kind not in _NEXT.get(before, ""):
             reason = f"before it the stage has {' and '.join(before) or 'no action'} of its "
             reason += "micro-batch; the order is one F, then one B, or one I and later one W"

@@ -89,11 +89,6 @@ class Report:
 Times = list[list[tuple[float, float]]]  # start and end of each rank's actions, in order
 
 
-def prove(schedule: Schedule) -> tuple[Tasks, Times]:
-    """Prove that a schedule runs to its end; return its tasks and their times at default costs."""
-    return tasks_of(schedule), run(schedule, Costs())
-
-
 def check(schedule: Schedule) -> Report:
     """Prove that a schedule is complete, in order, and free of deadlock.
 
@@ -104,7 +99,8 @@ def check(schedule: Schedule) -> Report:
     Raises:
         ScheduleError: The schedule is invalid; the message names the reason and the rank.
     """
-    tasks, _ = prove(schedule)
+    run(schedule, Costs())
+    tasks = tasks_of(schedule)
     kinds = [[kind for kind, _, _ in actions] for actions in schedule.ranks]
     peaks = (max(accumulate(map(KEPT.__getitem__, rank)), default=0) for rank in kinds)
     actions = sum(map(Counter, kinds), Counter[str]())
@@ -225,14 +221,13 @@ class Message(NamedTuple):
     """A message between two ranks, as one of them sees it."""
 
     peer: int  # the other rank
-    stage: int  # the stage that made the content; the same on both sides
-    micro_batch: int
-    gradient: bool  # of hidden states, from stage s to s - 1; else hidden states, from s to s + 1
+    key: Key  # of the content, the same on both sides
 
     def __str__(self) -> str:
         """Return text such as `send F3 of stage 0 to rank 1`; a gradient is `B3`."""
         verb, to = ("receive", "from") if isinstance(self, Receive) else ("send", "to")
-        content = f"{'B' if self.gradient else 'F'}{self.micro_batch} of stage {self.stage}"
+        stage, micro_batch, gradient = self.key
+        content = f"{'B' if gradient else 'F'}{micro_batch} of stage {stage}"
         return f"{verb} {content} {to} rank {self.peer}"
 
 
@@ -267,7 +262,7 @@ def plan_of(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank:
     """Prove a schedule, and derive the program of one rank."""
     chosen = build_schedule(schedule, num_ranks, num_micro_batches)
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
-    program = program_of(chosen, *prove(chosen), rank)
+    program = program_of(chosen, tasks_of(chosen), run(chosen, Costs()), rank)
     text = f"schedule {chosen.name!r} ({digest})"
     return Plan(chosen, text, program, receive_early(program))
 
@@ -301,7 +296,7 @@ def program_of(schedule: Schedule, tasks: Tasks, times: Times, rank: int) -> Pro
             if target != source and rank in (source, target):
                 order = (gradient, -stage if gradient else stage, micro_batch)
                 send, peer = (Send, target) if rank == source else (Receive, source)
-                events.append((end, False, order, send(peer, *task.makes)))
+                events.append((end, False, order, send(peer, task.makes)))
     return [operation for *_, operation in sorted(events, key=itemgetter(0, 1, 2))]
 
 

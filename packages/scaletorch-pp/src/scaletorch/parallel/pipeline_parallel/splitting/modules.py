@@ -12,7 +12,7 @@ import functools
 import inspect
 import linecache
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -79,7 +79,7 @@ def check_name(model: nn.Module, name: str) -> None:
     for own in name.split("."):
         inside = children(module, prefix)
         if prefix + own not in inside:
-            known = listing(inside) or f"no modules in {prefix.rstrip('.')}"
+            known = ", ".join(inside) or f"no modules in {prefix.rstrip('.')}"
             message = f"Split names {name!r}, which the model does not have; it has {known}"
             raise InvalidArgumentError(message)
         prefix, module = f"{prefix}{own}.", inside[prefix + own]
@@ -108,11 +108,6 @@ def parameter_facts(model: nn.Module) -> list[str]:
     return facts
 
 
-def listing(names: Iterable[str]) -> str:
-    """Return names as text for a message."""
-    return ", ".join(names)
-
-
 def find_sections(model: nn.Module) -> Sections:
     """Return the names before the layers, of the list of layers, and after them.
 
@@ -127,9 +122,9 @@ def find_sections(model: nn.Module) -> Sections:
     if len(lists) != 1:
         raise InvalidArgumentError(
             "cannot tell which modules are the layers: expected one nn.ModuleList with parameters, "
-            f"and {type(model).__name__} has {listing(lists) or 'none'}; pass "
+            f"and {type(model).__name__} has {', '.join(lists) or 'none'}; pass "
             "Split(first=(...), layers='...', last=(...)), or Split(points=(...)) with the modules "
-            f"that begin the next stages, with names out of {listing(children(model))}"
+            f"that begin the next stages, with names out of {', '.join(children(model))}"
         )
     first, last = _around(model, lists[0])
     return tuple(first), lists[0], tuple(last)
@@ -233,17 +228,10 @@ def check_sections(model: nn.Module, sections: Sections) -> None:
             if is_inside(name, other) or is_inside(other, name):
                 message = f"Split names a module twice: {name!r} and {other!r}; name it once"
                 raise InvalidArgumentError(message)
-    container = model.get_submodule(layers)
-    if not isinstance(container, CONTAINERS):
-        raise InvalidArgumentError(
-            f"Split(layers={layers!r}) must name an nn.ModuleList, nn.Sequential or "
-            f"nn.ModuleDict of layers, and it is a {type(container).__name__}; name the list "
-            "that holds the layers, or cut by Split(points=(...))"
-        )
     missing = _unnamed(model, names, layers)
     if missing:
         raise InvalidArgumentError(
-            f"Split does not name these modules, which have parameters: {listing(missing)}; add "
+            f"Split does not name these modules, which have parameters: {', '.join(missing)}; add "
             "each to first or last"
         )
 
@@ -291,78 +279,59 @@ def _calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozen
     Children that are called both before and after are in both sets. Children that are not called by
     name are in neither.
     """
-    uses = _Uses(module)
-    uses.read_forward()
-    calls = [index for index, use in enumerate(uses.found) if use == (child, True)]
-    loops = [index for index, use in enumerate(uses.found) if use == (child, False)]
+    # The forwards of its class and base classes: each may call the next by `super().forward`.
+    kinds = type(module).__mro__
+    forwards = iter([_tree(vars(kind)["forward"]) for kind in kinds if "forward" in vars(kind)])
+    uses = [*_uses(module, next(forwards), forwards, 1)]
+    calls = [index for index, use in enumerate(uses) if use == (child, True)]
+    loops = [index for index, use in enumerate(uses) if use == (child, False)]
     places = calls or loops  # a call is better evidence than a loop
     if not places:  # such as `one, two = self.layers`, which does not show the calls
         return frozenset(), frozenset()
-    before = {name for name, called in uses.found[: places[-1]] if called}
-    after = {name for name, called in uses.found[places[-1] + 1 :] if called}
+    before = {name for name, called in uses[: places[-1]] if called}
+    after = {name for name, called in uses[places[-1] + 1 :] if called}
     return frozenset(before - {child}), frozenset(after - {child})
 
 
-class _Uses(ast.NodeVisitor):
-    """The places where a method calls children of its module, or loops over one, in order."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._depth = 0
-        # Those of its class and base classes: each may call the next one by `super().forward`.
-        kinds = type(module).__mro__
-        self._forwards = iter([vars(k)["forward"] for k in kinds if "forward" in vars(k)])
-        self.found: list[tuple[str, bool]] = []  # the child's name, and whether it is called
-
-    def read_forward(self) -> None:
-        """Read the forward of the module's class, or the next one of its base classes."""
-        self.read(next(self._forwards))
-
-    def read(self, method: Callable[..., Any]) -> None:
-        """Read a method; if its source is not available, find nothing."""
-        code = getattr(inspect.unwrap(method), "__code__", None)
-        tree = None if code is None else _tree(code)
-        if tree is not None:
-            self._depth += 1
-            self.visit(tree)
-            self._depth -= 1
-
-    def visit_For(self, node: ast.For) -> None:
-        for inner in ast.walk(node.iter):
-            name = _own_name(inner)
-            if name is not None and name in self._module._modules:
-                self.found.append((name, False))
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        for argument in (*node.args, *node.keywords):
-            self.visit(argument)
-        if ast.unparse(node.func) == "super().forward":
-            self.read_forward()
-            return
+def _uses(
+    module: nn.Module, node: ast.AST, forwards: Iterator[ast.AST], depth: int
+) -> Iterator[tuple[str, bool]]:
+    """Yield the children that code calls (True) or loops over (False), in order of evaluation."""
+    inside, name = [*ast.iter_child_nodes(node)], ""
+    if isinstance(node, ast.For):
+        names = map(_own_name, ast.walk(node.iter))
+        yield from ((looped, False) for looped in names if looped in module._modules)
+    elif isinstance(node, ast.Call):
         called = node.func.value if isinstance(node.func, ast.Subscript) else node.func
         name = _own_name(called)  # of a module, or of a list with an item that is called
-        if name is None:
-            self.visit(node.func)
-        elif name in self._module._modules:
-            self.found.append((name, True))
-        elif not hasattr(nn.Module, name) and self._depth < _DEEPEST:
-            method = getattr(type(self._module), name, None)
-            if inspect.isfunction(method):
-                self.read(method)
+        inside = [*node.args, *node.keywords, *([] if name else [node.func])]
+        if ast.unparse(node.func) == "super().forward":
+            inside.append(next(forwards, ast.Module([], [])))
+    for inner in inside:
+        yield from _uses(module, inner, forwards, depth)
+    if name in module._modules:
+        yield name, True
+    elif not hasattr(nn.Module, name) and depth < _DEEPEST:
+        method = getattr(type(module), name, None)
+        if inspect.isfunction(method):
+            yield from _uses(module, _tree(method), forwards, depth + 1)
+
+
+def _tree(method: Callable[..., Any]) -> ast.AST:
+    """Return the syntax tree of a method; an empty one if its source is not available."""
+    return _tree_of(getattr(inspect.unwrap(method), "__code__", None))
 
 
 @functools.lru_cache(maxsize=64)
-def _tree(code: CodeType) -> ast.AST | None:
-    """Return the syntax tree of a function's source, or None if it is not available."""
-    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
+def _tree_of(code: CodeType | None) -> ast.AST:
+    lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :] if code else []
     try:  # inspect.getsource would be slow: it looks at every imported module's file first
-        return ast.parse(textwrap.dedent("".join(inspect.getblock(lines)))) if lines else None
+        return ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
     except (SyntaxError, ValueError):
-        return None
+        return ast.Module([], [])
 
 
-def _own_name(node: ast.AST) -> str | None:
-    """Return `name` if the node is `self.name`, or None."""
+def _own_name(node: ast.AST) -> str:
+    """Return `name` if the node is `self.name`, or ""."""
     own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    return node.attr if own and node.value.id == "self" else None  # type: ignore[attr-defined]
+    return node.attr if own and node.value.id == "self" else ""  # type: ignore[attr-defined]

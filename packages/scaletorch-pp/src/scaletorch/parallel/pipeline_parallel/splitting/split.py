@@ -21,7 +21,6 @@ from .modules import (
     has_parameters,
     is_inside,
     is_placed,
-    listing,
 )
 
 
@@ -83,15 +82,11 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A split applied to a number of stages.
+    """A split applied to a number of stages."""
 
-    Attributes:
-        split: The split, with the names that were inferred.
-        stages: Each stage's modules, in forward order; on other stages a placeholder replaces them.
-            No module is inside another, and each has a forward.
-    """
-
-    split: Split
+    split: Split  # with the names that were inferred
+    # Each stage's modules, in forward order; on other stages a placeholder replaces them. No module
+    # is inside another, and each has a forward.
     stages: tuple[tuple[str, ...], ...]
 
     def homes(self) -> Iterator[tuple[str, int]]:
@@ -124,9 +119,6 @@ class Placement:
 
 def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
     """Check the split of a whole model, or infer it if None, and place its modules on stages."""
-    if split is not None and not isinstance(split, Split):
-        message = f"config must be a Split or None, got {type(split).__name__}"
-        raise InvalidArgumentError(message)
     split = split or Split()
     if split.points:
         return _place_by_points(model, split, num_stages)
@@ -241,15 +233,11 @@ def _cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...],
     for name in points:
         check_name(model, name)
     pieces = list(_pieces(model, "", points))
-    twice = sorted({name for name in points if points.count(name) > 1})
-    if twice:
-        message = f"Split(points=...) names {listing(twice)} twice; name each module once"
-        raise InvalidArgumentError(message)
     registered = [name for name, *_ in pieces if name in points]
     if list(points) != registered:
         raise InvalidArgumentError(
             "Split(points=...) must be in the order in which the model registers its modules, got "
-            f"{listing(points)}; expected {listing(registered)}"
+            f"{', '.join(points)}; expected {', '.join(registered)}"
         )
     stages: list[dict[str, nn.Module]] = [{}]
     for name, module, placed in pieces:
@@ -259,7 +247,11 @@ def _cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...],
             stages[-1][name] = module
     for stage, modules in enumerate(stages):
         if not any(map(has_parameters, modules.values())):
-            raise InvalidArgumentError(_empty(points, stage, modules))
+            raise InvalidArgumentError(
+                f"Split(points={points}) leaves stage {stage} without parameters: every stage "
+                f"needs a layer, and it has {', '.join(modules) or 'no modules'}; move the points "
+                "apart or leave one out"
+            )
     return tuple(_called(model, modules) for modules in stages)
 
 
@@ -271,13 +263,3 @@ def _pieces(parent: nn.Module, prefix: str, points: tuple[str, ...]) -> Iterator
         yield name, module, not opened and (in_turn or name in points or is_placed(module))
         if opened:
             yield from _pieces(module, f"{name}.", points)
-
-
-def _empty(points: tuple[str, ...], stage: int, modules: Iterable[str]) -> str:
-    begins = f"from {points[stage - 1]}" if stage else "from the beginning"
-    ends = f"to {points[stage]}" if stage < len(points) else "to the end"
-    return (
-        f"Split(points={points}) leaves stage {stage}, {begins} {ends}, without parameters: every "
-        f"stage needs a layer, and it has {listing(modules) or 'no modules'}; move the points "
-        "apart or leave one out"
-    )

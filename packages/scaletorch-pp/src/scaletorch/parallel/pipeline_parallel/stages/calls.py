@@ -12,7 +12,7 @@ Later forwards of the same kind send the same arguments.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, update_wrapper
 from itertools import chain
@@ -63,12 +63,7 @@ class _Calls:
 
 
 def surround(module: nn.Module, surrounding: Surrounding, *, innermost: bool = False) -> None:
-    """Run code before and after the calls of a module.
-
-    Args:
-        module: The module.
-        surrounding: The code to run before and after its calls.
-        innermost: Whether it runs inside all earlier surroundings, rather than outside.
+    """Run code before and after the calls of a module, outside or inside all earlier surroundings.
 
     Raises:
         InvalidArgumentError: Its class cannot have subclasses.
@@ -191,22 +186,25 @@ def check_output(output: Any) -> None:
 class Gates:
     """Wrappers of a stage's modules: they refuse stand-ins, and take the last module's output."""
 
-    def __init__(self, passages: Passages, stage: int, *, last: bool) -> None:
-        self.passages, self.stage, self.last = passages, stage, last
+    def __init__(
+        self, passages: Passages, stage: int, lists: dict[str, str], *, last: bool
+    ) -> None:
+        """`lists` names the list that holds each of the stage's modules, in order."""
+        self.passages, self.stage, self.lists, self.last = passages, stage, lists, last
         self.modules: dict[str, nn.Module] = {}
         # For each module its name, the list that holds it, and the stage's modules after it.
         self._places: dict[nn.Module, tuple[str, str, list[nn.Module]]] = {}
 
-    def watch(self, modules: Mapping[str, nn.Module], siblings: Mapping[str, str]) -> None:
-        """Surround these modules, in order; `siblings` names the list that holds each."""
-        known = (self.modules.get(name) is module for name, module in modules.items())
-        if all(known) and all(map(is_surrounded, modules.values())):
+    def watch(self, model: nn.Module) -> None:
+        """Surround the stage's modules in a model."""
+        modules = {name: model.get_submodule(name) for name in self.lists}
+        if modules == self.modules and all(map(is_surrounded, modules.values())):
             return
         for module in self._places:
             release(module, self)
-        self.modules, later = dict(modules), list(modules.values())
+        self.modules, later = modules, list(modules.values())
         self._places = {
-            module: (name, siblings[name], later[place:])
+            module: (name, self.lists[name], later[place:])
             for place, (name, module) in enumerate(modules.items(), 1)
         }
         for module in self._places:
@@ -307,18 +305,15 @@ def examining(extras: Extras) -> Iterator[None]:
         except Exception as error:
             if extras.inside:  # a layer's own failure
                 raise
-            raise InvalidArgumentError(_failed(error)) from error
-
-
-def _failed(error: Exception) -> str:
-    text = " ".join(str(error).split()) or "no message"
-    return (
-        f"{describe_rank()}: the model's own code between its layers raised "
-        f"{type(error).__name__} ({text}). On this stage, modules of other stages return tensors "
-        "without values, of the shape of their input or of the outputs of this stage's layers. If "
-        "the code runs in one process, it needs more than that: compute it inside the layers, make "
-        "it an entry of the micro-batch, or use no pipeline (pp_size=1)"
-    )
+            text = " ".join(str(error).split()) or "no message"
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's own code between its layers raised "
+                f"{type(error).__name__} ({text}). On this stage, modules of other stages return "
+                "tensors without values, of the shape of their input or of the outputs of this "
+                "stage's layers. If the code runs in one process, it needs more than that: compute "
+                "it inside the layers, make it an entry of the micro-batch, or use no pipeline "
+                "(pp_size=1)"
+            ) from error
 
 
 class Following(TorchFunctionMode):

@@ -26,7 +26,6 @@ from .passage import Passage, Passages
 from .stand_ins import (
     StandIn,
     cast,
-    first_with_gradient,
     has_stand_ins,
     is_data,
     kind_of,
@@ -79,7 +78,8 @@ class PassThrough(nn.Module):
         # SyncBatchNorm communicates, so its forward is not run to find the output's form.
         self._plain = is_plain_layer(replaced) and not isinstance(replaced, nn.SyncBatchNorm)
         self._where, self._name = where, where.partition(" ")[0]
-        self._embeds = hasattr(replaced, "num_embeddings") and hasattr(replaced, "embedding_dim")
+        embeds = hasattr(replaced, "num_embeddings")
+        self._row: int = getattr(replaced, "embedding_dim", 0) if embeds else 0
         self._width = replaced.out_features if isinstance(replaced, nn.Linear) else None
         self._idles = isinstance(replaced, nn.Identity | _DropoutNd)
         self._runs_plain_forward = runs_plain_forward(replaced)
@@ -120,39 +120,36 @@ class PassThrough(nn.Module):
         sample, received = passage.samples.get(self._siblings), passage.source[1]
         if sample is None and self._stage > passage.source[0]:  # one class, one form of output
             sample = passage.kinds.get(self._kind)
+        if isinstance(value, StandIn) and isinstance(sample, Tensor):
+            trains = self._counts and torch.is_grad_enabled()
+            same = (value.shape, value.dtype) == (sample.shape, sample.dtype)
+            if same and (value.requires_grad or not trains):
+                return value
         known = passage.left if passage.over else received
-        trained = isinstance(value, Tensor) and value.requires_grad
-        base = value if trained else first_with_gradient(value, known)
-        if base is None:
+        tensors = [*tensors_in((value, known))]
+        if not tensors:
             return value
-        # The output of a module with parameters requires grad even if its inputs do not.
-        starts = self._counts and base.requires_grad and not trained
-        starts = starts and not any(tensor.requires_grad for tensor in tensors_in(value))
+        base = next((tensor for tensor in tensors if tensor.requires_grad), tensors[0])
         stand_in = partial(standing_like, forward=self._passages, base=base, trained=self._counts)
         if sample is not None:
-            same = isinstance(value, StandIn) and isinstance(sample, Tensor)
-            if same and not starts and (value.shape, value.dtype) == (sample.shape, sample.dtype):
-                return value
             return stand_in(sample)
-        if self._embeds and isinstance(value, Tensor) and not isinstance(value, StandIn):
+        if self._row and isinstance(value, Tensor) and not isinstance(value, StandIn):
             return stand_in(self._rows(value, passage.first, next(tensors_in((known, value)))))
         if self._width is not None and isinstance(value, Tensor):
             shape = (*value.shape[:-1], self._width)
             return stand_in(torch.empty(shape, dtype=value.dtype, device="meta"))
         takes_ids = not any(tensor.is_floating_point() for tensor in tensors_in(value))
-        if takes_ids or self._plain:
+        if (takes_ids or self._plain) and self._runs_plain_forward:
             with suppress(Exception):  # it may read missing values, or wait for other ranks
-                return stand_in(self._output_form(args, kwargs))
+                output = self._ready().forward(*args, **kwargs)
+                return stand_in(map_tensors(Tensor.detach, output))
         if value is passage.first or next(tensors_in(value), None) is None:
             # Layers may return more than they take, but mostly return a dict as they took it.
             return stand_in(known if isinstance(known, dict) else next(tensors_in(known), base))
-        return value if has_stand_ins(value) and not starts else stand_in(value)
-
-    def _output_form(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the twin's forward, to find the form of the module's output."""
-        if not self._runs_plain_forward:
-            raise InvalidArgumentError(f"{self._where}, and has hooks")
-        return map_tensors(Tensor.detach, self._ready().forward(*args, **kwargs))
+        # The output of a module with parameters requires grad even if its inputs do not.
+        same = not (self._counts and base.requires_grad)
+        same = same or any(tensor.requires_grad for tensor in tensors_in(value))
+        return value if has_stand_ins(value) and same else stand_in(value)
 
     def _rows(self, ids: Tensor, first: Any, like: Tensor) -> Tensor:
         """Return the form of embedded ids, of a shard's length if hidden states hold a shard."""
@@ -160,7 +157,7 @@ class PassThrough(nn.Module):
         if isinstance(first, Tensor) and not _has_dims_of(like, first):
             shape = tuple(like.shape[: ids.ndim]) if ids is first else (1,) * ids.ndim
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
-        return torch.empty((*shape, self.embedding_dim), dtype=dtype, device="meta")
+        return torch.empty((*shape, self._row), dtype=dtype, device="meta")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PassThrough:
         """Cast the tensors of the module's twin too."""
@@ -237,42 +234,31 @@ def _has_dims_of(hidden: Tensor, ids: Tensor) -> bool:
 
 
 class Chunks:
-    """The stages of one rank in one model; the modules of one stage, or of all, are in place.
-
-    Attributes:
-        selected: Index of the selected chunk; 0 if all are in place.
-    """
+    """The stages of one rank in one model; the modules of one stage, or of all, are in place."""
 
     def __init__(self, stages: tuple[int, ...], switches: list[_Switch]) -> None:
-        self.selected = 0
+        self.selected = 0  # index of the selected chunk; 0 if all are in place
         self._stages = stages
         self._switches = switches if len(stages) > 1 else []
         self._all = True
 
     def select(self, chunk: int) -> None:
         """Keep one stage's modules in place, and placeholders for the rank's other stages."""
-        if self._all:
-            self._take_up()
-        self.selected, stage, self._all = chunk, self._stages[chunk], False
+        if self._all:  # modules may have replaced others since, such as adapters
+            self._switches = [(s, n, home, s[n], p) for s, n, home, _, p in self._switches]
+        self.selected, self._all = chunk, False
         for siblings, name, home, module, passing in self._switches:
-            siblings[name] = module if home == stage else passing
+            siblings[name] = module if home == self._stages[chunk] else passing
 
     def restore(self) -> None:
         """Put back the modules of all the rank's stages."""
-        self.selected = 0
-        if not self._all:
-            for siblings, name, _, module, _ in self._switches:
-                siblings[name] = module
-        self._all = True
+        for siblings, name, _, module, _ in () if self._all else self._switches:
+            siblings[name] = module
+        self.selected, self._all = 0, True
 
     def passing(self) -> Iterator[PassThrough]:
         """Yield the placeholders of this rank's modules, used while another of its stages runs."""
         return (passing for *_, passing in self._switches)
-
-    def _take_up(self) -> None:
-        """Record modules that have replaced others since, such as adapters."""
-        for index, (siblings, name, home, _, passing) in enumerate(self._switches):
-            self._switches[index] = siblings, name, home, siblings[name], passing
 
 
 # The dict that registers a module, its key in it, its stage, the module and its `PassThrough`.

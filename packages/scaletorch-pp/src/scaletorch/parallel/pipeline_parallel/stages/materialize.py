@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ....dist.errors import InvalidArgumentError
-from ..splitting.modules import listing
 from .stage import PipelineParallel
 
 
@@ -78,18 +77,13 @@ def materialize(
         InvalidArgumentError: The state lacks names or has tensors of other shapes, or a buffer on
             meta is not persistent. The stage is unchanged then.
     """
-    read = getattr(state, "get_tensor", None) or getattr(state, "__getitem__", None)
-    if read is None or not hasattr(state, "keys"):
-        raise InvalidArgumentError(
-            "state must be a mapping of names to tensors, such as a state_dict, or an open "
-            f"safetensors file, got {type(state).__name__}"
-        )
+    read = state.__getitem__ if isinstance(state, Mapping) else state.get_tensor
     unsaved = list(_buffers(stage, persistent=False))
     lost = [name for name, buffer in unsaved if buffer.is_meta]
     if lost:
         raise InvalidArgumentError(
             f"buffers on the meta device are not persistent, so no state has their values: "
-            f"{listing(lost)}; build the model under meta_parameters() instead of "
+            f"{', '.join(lost)}; build the model under meta_parameters() instead of "
             "torch.device('meta'), or set them to real tensors first"
         )
     values = _values(_sources(stage, set(state.keys())), read, torch.device(device))
@@ -116,8 +110,7 @@ def _sources(stage: nn.Module, known: set[str]) -> dict[Tensor, str]:
     if missing:
         raise InvalidArgumentError(
             f"the state lacks {len(missing)} of the stage's {len(names)} tensors: "
-            f"{listing(missing)}; it has {listing(sorted(known)[:5]) or 'none at all'}"
-            f"{', ...' if len(known) > 5 else ''}: name them as the plain model's state_dict does"
+            f"{', '.join(missing)}; name its tensors as the plain model's state_dict does"
         )
     return {tensor: name for tensor, name in found.items() if name is not None}
 
@@ -135,20 +128,16 @@ def _values(
 ) -> list[tuple[Tensor, Tensor]]:
     """Read the new value of each tensor; refuse values of another shape."""
     values: list[tuple[Tensor, Tensor]] = []
-    wrong: list[str] = []
     for tensor, name in sources.items():
         value = read(name)
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        if shape == tuple(tensor.shape):
-            fresh = torch.empty_like(tensor, device=device, requires_grad=False)
-            values.append((tensor, fresh.copy_(value.detach())))
-        else:
-            wrong.append(f"{name}: expected {tuple(tensor.shape)}, got {shape}")
-    if wrong:
-        raise InvalidArgumentError(
-            f"tensors of the state do not fit the stage: {'; '.join(wrong)}; pass the state of "
-            "this model, with full tensors"
-        )
+        if shape != tuple(tensor.shape):
+            raise InvalidArgumentError(
+                f"{name} of the state does not fit the stage: expected {tuple(tensor.shape)}, got "
+                f"{shape}; pass the state of this model, with full tensors"
+            )
+        fresh = torch.empty_like(tensor, device=device, requires_grad=False)
+        values.append((tensor, fresh.copy_(value.detach())))
     return values
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,27 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import NOTHING, Form, Hidden, is_hidden, strangers
+from ..runtime.forms import Form, Hidden, Passed, Place, is_hidden, strangers
 from .stand_ins import StandIn
-
-MANY_FORMS = 4096  # at most this many kinds of forwards, and forms, are remembered on a rank
-
-
-class Place(NamedTuple):
-    """An argument of a call."""
-
-    module: int  # its index among the modules of all stages
-    call: int  # the number of the call in a forward, from 1
-    tensor: int  # the index of the tensor among those in the arguments
-
-
-class Passed(NamedTuple):
-    """A value that a stage passes on if it sends more than hidden states."""
-
-    hidden: Any
-    tensors: list[Tensor]  # the extra tensors; those of the same form are stacked
-    places: dict[Place, tuple[int, int]]  # an argument's stack, and its index in the stack
-    forms: Form = NOTHING  # outputs of layers of other lists, such as an encoder's, by list
 
 
 @dataclass(slots=True)
@@ -55,19 +36,12 @@ class Findings:
 
 
 class Passages:
-    """The forwards of a rank's stages; one runs at a time.
-
-    Args:
-        names: The modules of all stages, in order.
-
-    Attributes:
-        running: The running forward; None outside of one, also while a backward recomputes a layer.
-        found: The findings for each kind of forward that has run.
-    """
+    """The forwards of a rank's stages, with the modules `names` in order; one runs at a time."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
+        # None outside of a forward, also while a backward recomputes a layer.
         self.running: Passage | None = None
-        self.found: dict[Hashable, Findings] = {}
+        self.found: dict[Hashable, Findings] = {}  # by kind of forward
         self._numbers = {name: number for number, name in enumerate(names)}
 
     @property
@@ -89,8 +63,6 @@ class Passages:
         `kind` holds the facts that may decide which code the forward runs. `siblings` is the list
         that holds the last module of the previous stage.
         """
-        if len(self.found) > MANY_FORMS:
-            self.found.clear()
         findings, examines = self.found.get(kind, Findings()), kind not in self.found
         extras = Extras(self._numbers, modules, findings.places, value, examines=examines)
         self.running = Passage(stage, extras, findings, siblings)
@@ -112,34 +84,23 @@ class Passage:
     The next stage computes the code after the last module, so its results are unused here. That
     code gets a copy of the hidden states passed on, and may write to it. Anything that it collects
     for the model's output, such as auxiliary losses of layers, would be lost.
-
-    Attributes:
-        source: The stage, and the hidden states it received; None for these on the first stage.
-        extras: The tensors that are sent along with the hidden states.
-        examines: Whether this is the first forward of its kind.
-        first: The first argument of the model's forward.
-        furthest: The latest stage with a module that was called, on this rank or another one.
-        delivered: Whether the received hidden states were returned to the model's code.
-        copy: The copy that was returned, if the model's code may write to it.
-        samples: The output of a layer, by the list that holds the layer.
-        kinds: The output of a layer of this stage, by its class.
-        left: The output of this stage's most recent module.
-        over: Whether the rest of the forward belongs to later stages.
     """
 
     def __init__(self, stage: int, extras: Extras, findings: Findings, siblings: str) -> None:
         """Begin; the list `siblings` holds the last module of the previous stage."""
+        # The stage, and the hidden states it received; None for these on the first stage.
         self.source: tuple[int, Any] = stage, extras.hidden if stage else None
         self.extras, self._findings = extras, findings
-        self.examines = extras.dependent is not None
+        self.examines = extras.dependent is not None  # the first forward of its kind
         received = {**extras.forms, siblings: extras.hidden}
-        self.samples: dict[str, Any] = received if stage else {}
-        self.kinds: dict[str, Any] = {}
-        self.delivered, self.over = stage == 0, False
-        self.furthest = 0
-        self.first: Any = None
-        self.copy: Any = None
-        self.left: Any = None
+        self.samples: dict[str, Any] = received if stage else {}  # by list, a layer's output
+        self.kinds: dict[str, Any] = {}  # by class, the output of a layer of this stage
+        self.delivered = stage == 0  # whether the model's code has got the received hidden states
+        self.over = False  # whether the rest of the forward belongs to later stages
+        self.furthest = 0  # the latest stage with a module that was called, on any rank
+        self.first: Any = None  # the first argument of the model's forward
+        self.copy: Any = None  # of the received hidden states, if the model may write to them
+        self.left: Any = None  # the output of this stage's most recent module
         self._met = ""  # the first module called of the stage `furthest`
         self._passed: Any = None  # the hidden states to pass on
         self._gradients = torch.is_grad_enabled()
@@ -202,14 +163,13 @@ class Passage:
         if self._passed is None:  # the model skips the last module, or all of them
             self._passed = self.source[1] if self.left is None else self.left
         hidden = self._passed
-        if hidden is None:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the model's forward has called no module of the first stage, "
-                "so the stage has no output; take fewer stages, or name the modules that the "
-                "forward calls in Split(...)"
-            )
         if not is_hidden(hidden):
-            raise InvalidArgumentError(_stranger_message(hidden))
+            kinds = {type(value).__name__ for value in strangers(hidden)} or {"no tensor"}
+            raise InvalidArgumentError(
+                f"{describe_rank()}: layers must pass on a tensor, or tuples, lists or dicts of "
+                f"tensors, numbers, strings and None, got {', '.join(sorted(kinds))}; leave that "
+                "out, or put it into a tensor"
+            )
         if self._changes and self._changes != _changes(hidden):
             raise InvalidArgumentError(
                 f"{describe_rank()}: the model's forward changes the hidden states after the last "
@@ -248,18 +208,9 @@ class Passage:
 class Extras:
     """The extra tensors that one forward of a stage receives, and sends, with hidden states.
 
-    Args:
-        numbers: The index of each module among those of all stages, by name.
-        modules: The stage's modules.
-        known: Arguments of later stages' modules to send. The first forward of a kind adds to them.
-        value: The value received from the previous stage, or the input of the first stage.
-        examines: Whether this forward is the first of its kind.
-
-    Attributes:
-        hidden: The hidden states in `value`.
-        forms: Outputs of layers of earlier stages on the meta device, by the list of the layers.
-        dependent: Tensors that depend on the stage's modules; None unless the forward is examined.
-        inside: The number of running calls of this stage's modules, nested ones included.
+    `numbers` are the indices of all stages' modules, by name, and `modules` those of this stage.
+    `known` are the arguments of later stages' modules to send; the first forward of a kind
+    `examines`, and adds to them. `value` came from the previous stage, or is the first's input.
     """
 
     def __init__(
@@ -273,13 +224,15 @@ class Extras:
     ) -> None:
         self._numbers, self._known = numbers, known
         passed = value if isinstance(value, Passed) else Passed(value, [], {})
+        # Hidden states, and outputs of layers of earlier stages on meta, by the layers' list.
         self.hidden, self.forms = passed.hidden, dict(passed.forms.value)
         self._received = {
             place: passed.tensors[stack][index] for place, (stack, index) in passed.places.items()
         }
+        # Tensors that depend on the stage's modules; None unless the forward is examined.
         self.dependent = WeakTensorKeyDictionary() if examines else None
-        self.inside = 0
-        numbers_here = {numbers[name] for name in modules}
+        self.inside = 0  # running calls of this stage's modules, nested ones included
+        numbers_here = {numbers[name] for name in modules} if self._received else ()
         self._leaving = {
             place: (tensor, version_of(tensor))
             for place, tensor in self._received.items()
@@ -364,16 +317,6 @@ def version_of(tensor: Tensor) -> int:
 def _alias(tensor: Tensor) -> Tensor:
     """Return a view: a reentrant checkpoint sets its own `grad_fn` on the tensor it returns."""
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
-
-
-def _stranger_message(left: Any) -> str:
-    kinds = ", ".join(sorted({type(value).__name__ for value in strangers(left)})) or "no tensor"
-    inside = "" if kinds == type(left).__name__ else f" with {kinds} in it"
-    return (
-        f"{describe_rank()}: layers must pass on a tensor, or tuples, lists or dicts of tensors, "
-        f"numbers, strings and None, got a {type(left).__name__}{inside}; leave that out, or put "
-        "it into a tensor"
-    )
 
 
 def _changes(value: Any) -> list[tuple[int, int]]:

@@ -29,43 +29,39 @@ from ..splitting.modules import forward_takes, siblings_of
 from ..splitting.split import Split
 from .calls import Gates, check_crossed, check_output, examining
 from .cut import Chunks, agreed_placement, cut
-from .passage import MANY_FORMS, Passage, Passages
+from .passage import Passage, Passages
 from .stand_ins import UnknownValueError, has_stand_ins, standing_like, with_received
 from .ties import Tie, TiedGradients, find_ties, groups_of_owners, neighbours
 from .weights import Deferral, WeightGradients, defer_weight_gradients
 
+MANY_FORMS = 4096  # at most this many kinds of micro-batches are remembered on a rank
+
 
 @dataclass(slots=True, eq=False)
 class RuntimeState:
-    """The state of a `PipelineParallel` that the train steps use; not for users.
+    """The state of a `PipelineParallel` that the train steps use; not for users."""
 
-    Attributes:
-        chunks: The rank's stages in the model; one can be selected.
-        passages: The forwards of its stages.
-        gates: The wrappers of each stage's modules.
-        tied: The parameters that several ranks hold; None if there are none.
-        deferral: The collector of the linear layers' postponed weight gradients.
-        parameters: The rank's parameters when the running step began.
-        trained: For each rank, a hash of the parameters that it trained in the last step.
-        forms: The forms of hidden states that `Mail` knows from earlier steps.
-        reached: Stage and micro-batch signature of each input that has received a gradient.
-        ids: The `input_ids` of the next forward, on any stage; None if they are not a tensor.
-        steps_alone: Whether only steps may call the stage, since callers expect a whole model.
-        in_step: Whether a step is calling the stage.
-    """
-
-    chunks: Chunks
-    passages: Passages
-    gates: list[Gates]
-    tied: TiedGradients | None
-    deferral: Deferral
-    parameters: tuple[nn.Parameter, ...] = ()
-    trained: tuple[int, ...] = ()
+    chunks: Chunks  # the rank's stages in the model; one can be selected
+    passages: Passages  # the forwards of its stages
+    gates: list[Gates]  # the wrappers of each stage's modules
+    crossed: tuple[str, ...]  # names of the modules around those of several stages
+    tied: TiedGradients | None  # the parameters that several ranks hold; None if there are none
+    deferral: Deferral  # the collector of the linear layers' postponed weight gradients
+    parameters: tuple[nn.Parameter, ...] = ()  # the rank's, when the running step began
+    trained: tuple[int, ...] = ()  # a hash of the parameters that each rank trained last
+    # The forms of hidden states that `Mail` knows from earlier steps, by micro-batch signature.
     forms: dict[Hashable, dict[int, Form]] = field(default_factory=dict)
+    # The stage and the micro-batch signature of each input that has received a gradient.
     reached: set[Hashable] = field(default_factory=set)
-    ids: Tensor | None = None
-    steps_alone: bool = False
-    in_step: bool = False
+    ids: Tensor | None = None  # of the next forward, on any stage; None if they are not a tensor
+    steps_alone: bool = False  # only steps may call the stage: callers expect a whole model
+    in_step: bool = False  # a step is calling the stage
+
+    def watch(self, model: nn.Module, gates: Iterable[Gates]) -> None:
+        """Surround the modules of stages; adapters may have replaced some since the last step."""
+        check_crossed(model, self.crossed)
+        for gate in gates:
+            gate.watch(model)
 
     def note_parameters(self, module: nn.Module) -> int:
         """Record the parameters at the beginning of a step, since adapters may add some.
@@ -148,16 +144,15 @@ class PipelineParallel(ModuleWrapper):
         passages = Passages(name for name, _ in placement.homes())
         deferral = Deferral()
         last = self.num_stages - 1
-        gates = [Gates(passages, stage, last=stage == last) for stage in self.stages]
-        self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
-        self._crossed = placement.crossed()
+        self._lists = [{n: siblings_of(model, n) for n in names} for names in placement.stages]
+        gates = [Gates(passages, s, self._lists[s], last=s == last) for s in self.stages]
         chunks = cut(model, placement, self.stages, passages)
         if splits:
             defer_weight_gradients(model, deferral)
         if tied is not None:
             tied.share_values()
         prepare_backward(model.parameters())
-        self.runtime = RuntimeState(chunks, passages, gates, tied, deferral)
+        self.runtime = RuntimeState(chunks, passages, gates, placement.crossed(), tied, deferral)
         self.runtime.note_parameters(self)
         if self.num_stages > 1:
             mark_staged(model)
@@ -241,37 +236,41 @@ class PipelineParallel(ModuleWrapper):
         if self.num_stages == 1:
             return self.module(*inputs, **kwargs)
         if len(inputs) != 1 or (self.runtime.steps_alone and not self.runtime.in_step):
-            raise InvalidArgumentError(_called_whole(self.num_stages, len(inputs), kwargs))
+            raise InvalidArgumentError(
+                f"{describe_rank()}: this is one of {self.num_stages} stages of a pipeline, which "
+                "takes one input: input_ids, or the output of the previous stage; and it was "
+                "called as the whole model. Call on every rank train_step, eval_step or "
+                "forward_step of scaletorch.compose, or train_step_pipeline or pipeline_forward"
+            )
         (input_or_hidden,) = inputs
-        runtime = self.runtime
-        stage = self.stages[runtime.chunks.selected]
-        gates = runtime.gates[runtime.chunks.selected]
+        runtime, chunk = self.runtime, self.runtime.chunks.selected
+        stage, gates, model = self.stages[chunk], runtime.gates[chunk], self.module
+        if not runtime.in_step:  # a step has done so for all its forwards
+            runtime.watch(model, [gates])
         kind = (stage, self.training, torch.is_grad_enabled(), *facts_of(input_or_hidden, kwargs))
-        # Adapters may have replaced modules since the last call.
-        modules = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
-        gates.watch(modules, self._siblings)
-        before = self._siblings[self.placement.stages[stage - 1][-1]]
-        with runtime.passages.begin(kind, stage, input_or_hidden, modules, before) as passage:
-            output = self._run(passage, gates, kwargs)
-        show_output(self.module, output)
+        before = next(reversed(self._lists[stage - 1].values()))
+        with runtime.passages.begin(kind, stage, input_or_hidden, gates.modules, before) as passage:
+            output = self._run(model, passage, gates, kwargs)
+        show_output(model, output)
         return output
 
-    def _run(self, passage: Passage, gates: Gates, kwargs: Mapping[str, Any]) -> Any:
+    def _run(
+        self, model: nn.Module, passage: Passage, gates: Gates, kwargs: Mapping[str, Any]
+    ) -> Any:
         """Run the model's forward with a single process's arguments; return the stage's output."""
         passage.first, named = self._first(passage)
         output: Any = None
-        check_crossed(self.module, self._crossed)
         with (
             examining(passage.extras) if passage.examines else nullcontext(),
             suppress(UnknownValueError),
         ):
             if named:
-                output = self.module(inputs_embeds=passage.first, **kwargs)
+                output = model(inputs_embeds=passage.first, **kwargs)
             else:
-                output = self.module(passage.first, **kwargs)
+                output = model(passage.first, **kwargs)
         if passage.source[0] < self.num_stages - 1:
             own = (p for module in gates.modules.values() for p in module.parameters())
-            return passage.passed_on(output, own, self._siblings[next(reversed(gates.modules))])
+            return passage.passed_on(output, own, next(reversed(gates.lists.values())))
         if has_stand_ins(output):
             output = with_received(output)  # it may have been received for a layer of this stage
             check_output(output)
@@ -313,8 +312,8 @@ class PipelineParallel(ModuleWrapper):
         parameters, into = self.runtime.parameters, self.runtime.deferral.into
         before = [parameter.grad for parameter in parameters]
         outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
+        gradients = None if output_tensor_grad is None else [*tensors_in(output_tensor_grad)]
         if outputs:  # none if all layers so far are frozen
-            gradients = None if output_tensor_grad is None else list(tensors_in(output_tensor_grad))
             torch.autograd.backward(outputs, gradients)
         passed_back = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -323,7 +322,9 @@ class PipelineParallel(ModuleWrapper):
         ]
         pairs = zip(parameters, before, strict=True)
         fresh = [parameter for parameter, gradient in pairs if parameter.grad is not gradient]
-        _give_own_memory(fresh, passed_back if into is None else [*passed_back, *into.gradients()])
+        if fresh:
+            kept = passed_back if into is None else [*passed_back, *into.gradients()]
+            _give_own_memory(fresh, kept)
         if input_tensor is None:
             return None
         return passed_back[0] if isinstance(input_tensor, Tensor) and passed_back else passed_back
@@ -359,13 +360,3 @@ def _give_own_memory(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor])
             continue  # no gradient, or a placeholder for sharded ones
         if gradient.untyped_storage().data_ptr() in memory:
             parameter.grad = gradient.clone()
-
-
-def _called_whole(num_stages: int, count: int, kwargs: Iterable[str]) -> str:
-    return (
-        f"{describe_rank()}: this is one of {num_stages} stages of a pipeline, and was called as "
-        f"the whole model, with {count} positional arguments and {', '.join(kwargs) or 'none'} by "
-        "name. A stage takes one: input_ids, or the output of the previous stage. Call on every "
-        "rank train_step, eval_step or forward_step of scaletorch.compose, or train_step_pipeline "
-        "or pipeline_forward, with micro-batches"
-    )

@@ -29,6 +29,7 @@ _READS = {"_local_scalar_dense", "equal"}  # these return values to Python
 _OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _DATA = (*PLAIN, torch.dtype, torch.device, torch.Size)
 META = torch.device("meta")
+_Form = tuple[torch.Size, torch.dtype]
 
 
 class UnknownValueError(Exception):
@@ -52,18 +53,11 @@ class StandIn(Tensor):
 
     It has a shape, dtype and device and takes no memory; operations on it run on the meta device.
     Its autograd graph is real.
-
-    Attributes:
-        form: A tensor on the meta device.
-        forward: The forwards of its rank; errors depend on the running one.
-        source: The `source` of the forward that made it; None for a tensor of a twin.
-        carried: The received tensor that has replaced it as an argument; unset if there is none.
     """
 
-    carried: Tensor
-    form: Tensor
-    forward: Forward
-    source: tuple[int, Any] | None
+    carried: Tensor  # the received tensor that has replaced it as an argument; unset if none has
+    forward: Forward  # the forwards of its rank; errors depend on the running one
+    source: tuple[int, Any] | None  # that of the forward that made it; None for a twin's tensor
     _is_param: bool
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -90,7 +84,11 @@ class StandIn(Tensor):
             _refuse_read(standing.forward)
         forward = standing.forward
         source = standing.source or forward.source
-        return map_tensors(lambda form: stand_in_of(form, device, forward, source), result)
+
+        def stand_in(form: Tensor) -> StandIn:
+            return _stand_in(form.size(), form.dtype, device, forward, source, form.stride())
+
+        return map_tensors(stand_in, result)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Return shape, dtype and device as text."""
@@ -100,13 +98,11 @@ class StandIn(Tensor):
         """Return itself: a stand-in never changes."""
         return self
 
-    def tolist(self) -> NoReturn:
-        """Refuse to read values."""
-        _refuse_read(self.forward)
-
     def numpy(self, **_: Any) -> NoReturn:
         """Refuse to read values."""
         _refuse_read(self.forward)
+
+    tolist = numpy
 
 
 def standing_like(value: Any, forward: Forward, base: Tensor, *, trained: bool = False) -> Any:
@@ -117,19 +113,13 @@ def standing_like(value: Any, forward: Forward, base: Tensor, *, trained: bool =
     """
 
     def stand_in(tensor: Tensor) -> Any:
-        form = torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
+        form = tensor.size(), tensor.dtype
         kept = tensor.requires_grad or (trained and tensor.is_floating_point())
         if kept and base.requires_grad and torch.is_grad_enabled():
             return _Standing.apply(base, form, forward)  # type: ignore[no-untyped-call]
-        return stand_in_of(form, base.device, forward, forward.source)
+        return _stand_in(*form, base.device, forward, forward.source)
 
     return map_tensors(stand_in, value)
-
-
-def first_with_gradient(*values: Any) -> Tensor | None:
-    """Return the first tensor that requires grad, else the first; None if there is no tensor."""
-    tensors = [*tensors_in(values)]
-    return next((tensor for tensor in tensors if tensor.requires_grad), next(iter(tensors), None))
 
 
 def stand_ins_within(value: Any) -> Iterator[StandIn]:
@@ -151,28 +141,31 @@ class _Standing(torch.autograd.Function):
     """Make a stand-in whose autograd graph leads to a real tensor."""
 
     @staticmethod
-    def forward(ctx: Any, base: Tensor, form: Tensor, forward: Forward) -> StandIn:
-        return stand_in_of(form, base.device, forward, forward.source)
+    def forward(ctx: Any, base: Tensor, form: _Form, forward: Forward) -> StandIn:
+        return _stand_in(*form, base.device, forward, forward.source)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         return None, None, None
 
 
-def stand_in_of(
-    form: Tensor, device: Any, forward: Forward, source: tuple[int, Any] | None
+def _stand_in(
+    size: torch.Size,
+    dtype: torch.dtype,
+    device: Any,
+    forward: Forward,
+    source: tuple[int, Any] | None,
+    strides: tuple[int, ...] | None = None,
 ) -> StandIn:
-    """Return a stand-in with a form on the meta device."""
     standing: StandIn = Tensor._make_wrapper_subclass(
-        StandIn, form.size(), strides=form.stride(), dtype=form.dtype, device=device
+        StandIn, size, strides=strides, dtype=dtype, device=device
     )
-    standing.form, standing.forward, standing.source = form, forward, source
+    standing.forward, standing.source = forward, source
     return standing
 
 
 def _form(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, StandIn):
-        return tensor.form
+    """Return a tensor of the same form on the meta device."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
 
 
@@ -270,8 +263,7 @@ def _tensors(one: nn.Module, other: nn.Module) -> list[tuple[Any, Any]]:
 
 def _without_values(tensor: Tensor, forward: Forward, like: Tensor | None = None) -> Any:
     like = tensor if like is None else like
-    form = torch.empty(tensor.shape, dtype=like.dtype, device=META)
-    standing = stand_in_of(form, like.device, forward, None)
+    standing = _stand_in(tensor.size(), like.dtype, like.device, forward, None)
     # This makes isinstance(standing, nn.Parameter) true.
     standing._is_param = isinstance(tensor, nn.Parameter)
     return standing

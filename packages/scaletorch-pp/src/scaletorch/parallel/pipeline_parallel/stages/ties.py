@@ -22,19 +22,12 @@ Owners = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """One parameter that several ranks hold.
+    """One parameter that several ranks hold."""
 
-    Attributes:
-        names: All its names in the whole model.
-        owners: The places in the pipeline of the ranks that hold it, ascending.
-        parameter: The parameter itself; None on ranks that do not hold it.
-        trained: Whether it required grad when the model was split.
-    """
-
-    names: tuple[str, ...]
-    owners: Owners
-    parameter: nn.Parameter | None
-    trained: bool
+    names: tuple[str, ...]  # all its names in the whole model
+    owners: Owners  # the places in the pipeline of the ranks that hold it, ascending
+    parameter: nn.Parameter | None  # None on ranks that do not hold it
+    trained: bool  # whether it required grad when the model was split
 
 
 def find_ties(

@@ -32,21 +32,8 @@ NOT_PASSED = ("input_ids", "labels")
 class Step:
     """One step on this rank, after all ranks of the pipeline agree about it.
 
-    The other arguments are those of `train_step_pipeline`.
-
-    Args:
-        subject: Name of the step, for messages.
-        with_labels: Whether micro-batches need labels on the last stage.
-        trains: Whether the step runs backwards.
-
-    Attributes:
-        model: The outermost module: its forward and backward are called.
-        wrappers: The modules around the pipeline, outermost first.
-        pipeline: The rank's stages.
-        group: The pipeline's ranks.
-        inputs: The micro-batches.
-        plan: The schedule, and this rank's program.
-        mail: Outputs on their way between stages.
+    `subject` is the step's name in messages, `with_labels` whether micro-batches need labels on the
+    last stage, `trains` whether it runs backwards; the rest is as for `train_step_pipeline`.
     """
 
     def __init__(
@@ -63,7 +50,7 @@ class Step:
         with_labels: bool = False,
         trains: bool = True,
     ) -> None:
-        self.model = model
+        self.model = model  # the outermost module: its forward and backward are called
         self.wrappers, self.pipeline = unwrap(model)
         self.group = _same_ranks(self.pipeline, group)
         pipeline, lines = self.pipeline, list[str]()
@@ -83,6 +70,9 @@ class Step:
             self.plan = plan_of(chosen, len(pipeline.ranks), len(batches), pipeline.rank)
             _require_stages(self.plan.schedule, pipeline)
             pipeline.check_ties()
+            if pipeline.num_stages > 1:
+                pipeline.select_all()
+                pipeline.runtime.watch(pipeline.module, pipeline.runtime.gates)
             if trains:
                 self._require_training(self.plan.schedule)
             lines = [*self.inputs.describe(), self.plan.text]
@@ -105,11 +95,11 @@ class Step:
         """
         hidden = None if task.needs is None else self.mail.take_hidden(task.needs)
         self.pipeline.select(task.action.chunk)
-        first, entries = self.inputs.inputs(task.action.micro_batch, hidden)
+        ids, entries = self.inputs.inputs(task.action.micro_batch, first=hidden is None)
         runtime = self.pipeline.runtime
-        runtime.ids, runtime.in_step = self.inputs.ids(task.action.micro_batch), True
+        runtime.ids, runtime.in_step = ids if isinstance(ids, Tensor) else None, True
         try:
-            output = self.model(first, **entries)
+            output = self.model(ids if hidden is None else hidden, **entries)
         finally:
             runtime.ids, runtime.in_step = None, False
         if task.makes is not None:
@@ -191,36 +181,23 @@ def _same_ranks(pipeline: PipelineParallel, group: ProcessGroup | None) -> Proce
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The input of a step.
-
-    Attributes:
-        batches: The micro-batches.
-        device: Device on which the stage computes them.
-        shape: Required shape of hidden states; None takes any.
-        dtype: Required dtype of hidden states, to which autocast casts them; None takes any.
-    """
+    """The input of a step."""
 
     batches: list[Batch]
-    device: torch.device
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
+    device: torch.device  # on which the stage computes them
+    shape: tuple[int, ...] | None = None  # required of hidden states; None takes any
+    dtype: torch.dtype | None = None  # required too, and autocast casts to it; None takes any
 
-    def inputs(self, micro_batch: int, hidden: Hidden | None) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments of a stage's forward: `hidden` or the ids, and the rest by name."""
+    def inputs(self, micro_batch: int, *, first: bool) -> tuple[Any, dict[str, Any]]:
+        """Return a micro-batch's `input_ids` and the rest by name, for the first stage or another.
+
+        Other stages use the form of floating point inputs alone, so these are not moved there.
+        """
         batch = self.batches[micro_batch]
         entries = {name: self._moved(v) for name, v in batch.items() if name not in NOT_PASSED}
-        return self._moved(batch["input_ids"]) if hidden is None else hidden, entries
-
-    def ids(self, micro_batch: int) -> Tensor | None:
-        """Return a micro-batch's `input_ids`; None if they are not a tensor.
-
-        Integers are moved to the device. Floating point inputs are not, since later stages use
-        their form alone.
-        """
-        ids = self.batches[micro_batch]["input_ids"]
-        if not isinstance(ids, Tensor):
-            return None
-        return ids if ids.is_floating_point() else self._moved(ids)
+        ids = batch["input_ids"]
+        form_alone = not first and isinstance(ids, Tensor) and ids.is_floating_point()
+        return ids if form_alone else self._moved(ids), entries
 
     @cached_property
     def signatures(self) -> list[Hashable]:
@@ -234,16 +211,11 @@ class MicroBatches:
 
     def describe(self) -> list[str]:
         """Return a few lines with the facts that must be the same on all ranks."""
-        lines = [
+        return [
             f"{len(self.batches)} micro-batches",
             f"hidden states {self.shape} of {self.dtype}",
+            *(f"{len([*run])} in a row of {kind}" for kind, run in groupby(self.signatures)),
         ]
-        first = 0
-        for kind, run in groupby(self.signatures):
-            count = len(list(run))
-            lines.append(f"micro-batches {first} to {first + count - 1}: {kind}")
-            first += count
-        return lines
 
     def checked(self, output: Hidden) -> Hidden:
         """Return a stage's output, checked against the announced shape and dtype, to be sent.

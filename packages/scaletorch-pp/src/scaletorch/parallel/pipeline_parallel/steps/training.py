@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -137,24 +137,12 @@ def pipeline_forward(
 
     The model's mode does not change: call `model.eval()` before if it matters.
 
-    Args:
-        model: A `PipelineParallel`, or wrappers around one; the outermost is called.
-        data_loader: Micro-batches with `input_ids`; `labels` are not needed.
-        tensor_shapes: Shape of one micro-batch's hidden states, [B, L, H]; None takes any.
-        device: Device on which the stage computes; None is the device of its parameters.
-        dtype: Dtype of hidden states; None takes any.
-        group: The ranks in order; None is the model's own group.
-        each: A function of output and batch; its result, such as a loss, is returned in place of
-            the output. None returns the output's logits [B, L, V], or its first tensor.
+    Other arguments and errors are those of `train_step_pipeline`; micro-batches need no `labels`.
+    `each` is a function of output and batch; its result, such as a loss, is returned in place of
+    the output. None returns the output's logits [B, L, V], or its first tensor.
 
     Returns:
         One tensor for each micro-batch, on the rank of the last stage; an empty list on others.
-
-    Raises:
-        InvalidArgumentError: A bad argument, or a stage's output of another shape, dtype or device
-            than announced.
-        MismatchError: Ranks differ in micro-batches or their shapes.
-        StageError: Another rank has failed; the message has its error.
     """
     given = data_loader, tensor_shapes, device, dtype, group
     forwards = _forwards(unwrap(model)[1].all_stages)
@@ -196,10 +184,8 @@ def _train(step: Step, loss_fn: LossFunction | None) -> Tensor:
 class Training:
     """The computation of the actions of a training schedule.
 
-    Attributes:
-        loss_fn: Loss of one micro-batch; used on the last stage alone.
-        switches: Wrappers that sync gradients in the last backward, with their switch's own value.
-        total: The sum of the losses so far, 0-d, in the widest of their dtypes.
+    `loss_fn` is the loss of one micro-batch, used on the last stage alone, and `switches` are the
+    wrappers that sync gradients in the last backward, with their switch's own value.
     """
 
     def __init__(
@@ -213,6 +199,7 @@ class Training:
         self._graphs: dict[tuple[int, int], tuple[Hidden | None, Any]] = {}
         self._errors: dict[Hashable, str] = {}  # for inputs that got no gradient so far
         self._autocasts = autocasts(step.inputs.device)
+        # The sum of the losses so far, in the widest of their dtypes.
         self.total = torch.zeros((), dtype=torch.float32, device=step.inputs.device)
 
     def run(self, task: Task) -> None:
@@ -234,7 +221,8 @@ class Training:
 
     def _forward(self, task: Task, into: WeightGradients | None) -> None:
         _, micro_batch, chunk = task.action
-        with self._postponing(into):
+        deferral = self.step.pipeline.runtime.deferral
+        with deferral.to(into) if into else nullcontext():
             hidden, output = self.step.forward(task)
         if task.makes is None and self.loss_fn is not None:
             output = _checked_loss(self.loss_fn(output, self.step.inputs.batches[micro_batch]))
@@ -247,19 +235,12 @@ class Training:
         mail = self.step.mail
         gradients = None if task.needs is None else mail.take_gradients(task.needs)
         hidden, output = self._graphs.pop((micro_batch, chunk))
-        with self._postponing(into, backward=True):
+        deferral = self.step.pipeline.runtime.deferral
+        with deferral.to(into, backward=True) if into else nullcontext():
             passed_back = self._backward(hidden, output, gradients)
         if task.makes is not None:
             self._look_for_gradients(task, hidden)
             mail.put(task.makes, passed_back)
-
-    def _postponing(
-        self, into: WeightGradients | None, *, backward: bool = False
-    ) -> AbstractContextManager[None]:
-        """Return a context in which weight gradients are postponed, if the schedule splits them."""
-        if into is None:
-            return nullcontext()
-        return self.step.pipeline.runtime.deferral.to(into, backward=backward)
 
     def _look_for_gradients(self, task: Task, hidden: Hidden | None) -> None:
         """Record an error if the received hidden states got no gradient in any micro-batch so far.
@@ -285,12 +266,11 @@ class Training:
             )
 
     def _backward(self, hidden: Hidden | None, output: Any, gradient: Any) -> Any:
-        backward: Any = self.step.model.backward
-        if not self._autocasts:
-            return backward(hidden, output, gradient)
+        model: Any = self.step.model
+        kind = self.step.inputs.device.type
         # Autocast is for forwards: a backward uses the dtypes that its forward chose.
-        with torch.autocast(self.step.inputs.device.type, enabled=False):
-            return backward(hidden, output, gradient)
+        with torch.autocast(kind, enabled=False) if self._autocasts else nullcontext():
+            return model.backward(hidden, output, gradient)
 
     def _switch_sync(self) -> None:
         """Let wrappers sync gradients only in the last backward."""
@@ -319,13 +299,10 @@ def _checked_loss(loss: Any) -> Tensor:
     if one and loss.requires_grad and loss.is_floating_point():
         scalar: Tensor = loss.reshape(())
         return scalar
-    came = f"a {type(loss).__name__}"
-    if isinstance(loss, Tensor):
-        came = f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
-        came += f", {loss.dtype}"
+    came = f"tensor of {Form(loss)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise InvalidArgumentError(
         f"{describe_rank()}: loss_fn(output, batch) must return a scalar tensor with a gradient, "
-        f"got {came}; sum the losses, and do not detach the sum"
+        f"got a {came}; sum the losses, and do not detach the sum"
     )
 
 
