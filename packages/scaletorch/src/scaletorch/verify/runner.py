@@ -52,9 +52,7 @@ from .problem import MAX_NORM, TORCH_DTYPES, Phase, Subject, phase_at
 
 SHOWN = 3  # failures that a rank reports
 REPLAYED = "routing"  # name of the difference that reports replayed choices
-RECOMPUTE: Mapping[str, bool | str] = {
-    "none": False, "layers": True, "selective": "selective", "offload": "offload",
-}  # fmt: skip
+RECOMPUTE: Mapping[str, bool | str] = {"none": False, "layers": True, "selective": "selective"}
 SHARDED: Mapping[str, Mapping[str, Any]] = {
     "zero1": {"stage": 1, "overlap": True},
     "zero2": {"stage": 2, "overlap": True},
