@@ -20,9 +20,8 @@ from ...parallel.context_parallel.building import expect_attention
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pg_manager.building import restored
-from ..batches import Batch, real_positions, real_tokens
+from ..batches import Batch
 from ..checks import require_one_batch
-from ..experts import router_loss
 from ..forward import Terms, pipeline_of
 from ..loss import LossBatch, token_loss_sum
 from ..naming import listed
@@ -83,7 +82,7 @@ def rehearse_step(
                 ranks = Ranks(model, manager, plain, small, records, device)
                 ranks.exchange()
                 batch = {n: on_device(x, device) for n, x in small.called.items()}
-                run = partial(_loss, small, terms, loss_fn)
+                run = partial(_loss, small, loss_fn)
                 made = _replay(plain, ranks, batch, run, loss, kept=kept, shares=steps == 1)
                 if made[1].first is not None or made[1].problem is not None:
                     break
@@ -224,7 +223,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _loss(
-    small: SmallBatch, terms: Terms, loss_fn: Callable[[Any, Any], Any] | None, output: Any
+    small: SmallBatch, loss_fn: Callable[[Any, Any], Any] | None, output: Any
 ) -> Tensor | None:
     """Return the loss of one process; None if loss_fn runs a collective."""
     batch, one = small.called.micro_batch, cast(Any, small.alone)
@@ -237,9 +236,6 @@ def _loss(
         if watch.communicates:
             return None
         loss = total / count
-    if terms.router_loss is not None:
-        real = real_tokens(batch, real_positions(batch))
-        loss = loss + router_loss(output, terms.router_loss, one, shares_sequences=False, real=real)
     return loss
 
 
