@@ -111,5 +111,5 @@ def refused(sizes):
         model = parallelize(mixtral(), manager)
         ids = torch.arange(48).view(4, 12) % 32
         whole = {"input_ids": ids, "labels": ids}
-        with pytest.raises(ScaletorchError, match="has aux_loss beside its|an auxiliary loss"):
+        with pytest.raises(ScaletorchError, match=r"has aux_loss beside its|an auxiliary loss"):
             train_step(model, shard_global_batch(whole, 1, model=model))
