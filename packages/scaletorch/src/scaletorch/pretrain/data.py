@@ -118,12 +118,6 @@ def read_tokenizer(path: Path) -> Any:
         ) from error
 
 
-def vocabulary_size(tokenizer: Path | None) -> int:
-    """Return the vocabulary size: that of a `tokenizers` file, or 256 for bytes."""
-    size: int = 256 if tokenizer is None else read_tokenizer(tokenizer).get_vocab_size()
-    return size
-
-
 def tokenizer_encoder(path: Path) -> tuple[Encoder, int]:
     """Return an encoder and the vocabulary size of a `tokenizers` file."""
     tokenizer = read_tokenizer(path)

@@ -9,7 +9,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import guard
 from ..checkpoint import Saving
@@ -90,7 +90,7 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
     def save(step: int) -> Saving:
         return save_step(config, step, model, optimizer, manager, corpus.digest, sizes)
 
-    with Saver(save, config.save_every, start) as saver, reporter:
+    with Saver(save, config.save_every, config.steps) as saver, reporter:
         for note in notes(config, device, peak):
             reporter.say(note)
         for step in range(start, config.steps):
@@ -99,7 +99,6 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
             losses.append(values["loss"])
             reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
             saver.after(step + 1)
-        saver.end(config.steps)
     return losses
 
 
@@ -131,7 +130,15 @@ def optimizer_step(
     drawn = corpus.global_batch(step, **sizes, seed=config.seed)
     batch = {name: entry.to(device) for name, entry in drawn.items()}
     loss = train_step(model, shard_global_batch(batch, config.micro_batches, model=model))
-    norm = finite_norm(config, model, loss, step)
+    try:
+        norm = clip_grad_norm_(model, config.clip, error_if_nonfinite=True)
+    except NonFiniteError as error:  # raised before any gradient was scaled
+        raise NonFiniteError(
+            f"step {step + 1}: the loss is {loss.item()}, and not all gradients are finite: "
+            f"{name_culprits(nonfinite_gradients(model)) or 'their norm alone'}; weights and "
+            "checkpoints are as after the steps before. Go on from the last checkpoint with "
+            "--resume auto, with a lower --lr or --clip"
+        ) from error
     rate = learning_rate(config, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -140,24 +147,6 @@ def optimizer_step(
     optimizer.step()
     optimizer.zero_grad()
     return {"loss": loss.item(), "grad_norm": norm.item(), "lr": rate}
-
-
-def finite_norm(
-    config: PretrainConfig, model: DataParallelBucket, loss: Tensor, step: int
-) -> Tensor:
-    """Clip the gradients and return their norm; raise NonFiniteError on every rank."""
-    culprits = "none of the gradients, but the loss"
-    try:
-        norm = clip_grad_norm_(model, config.clip, error_if_nonfinite=True)
-        if loss.isfinite():
-            return norm
-    except NonFiniteError:  # raised before any gradient was scaled
-        culprits = name_culprits(nonfinite_gradients(model)) or "their norm alone"
-    raise NonFiniteError(
-        f"step {step + 1}: the loss is {loss.item()}, and not all gradients are finite: {culprits}"
-        "; weights and checkpoints are as after the steps before. Go on from the last checkpoint "
-        "with --resume auto, with a lower --lr or --clip"
-    )
 
 
 def learning_rate(config: PretrainConfig, step: int) -> float:
