@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ..dist import all_gather_object, all_reduce, get_comm_device, get_rank
+from ..dist import all_gather_object, all_reduce, get_rank
 from ..dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.data_parallel.building import scale_gradients
@@ -236,38 +236,32 @@ def _step(
     terms.correction = 1.0
     with sum_partial_gradients(model, manager), _raise_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
-    corrected = None
-    if own_loss is not None and later:
-        corrected = _correct_gradients(model, float(count), own_loss, manager)
-    take_sample(model, [] if own_loss is None else [p for p, _ in own_loss.beside.values()])
     if own_loss is not None:
         own_loss.settle(loss)
     total = _summed(loss, manager)
-    return total if corrected is None else total * _note_count(corrected, float(count), terms)
+    if own_loss is not None and later:
+        total = total * _correct_gradients(model, float(count), own_loss, manager)
+    take_sample(model, [] if own_loss is None else [p for p, _ in own_loss.beside.values()])
+    return total
 
 
 def _correct_gradients(
     model: DataParallelBucket, size: float, own_loss: OwnLoss, manager: ProcessGroupManager
-) -> Tensor:
-    """Divide gradients by the true count of losses, not the estimate; return estimate and count."""
-    counted = own_loss.counted(get_comm_device(manager.world_group))
-    divides = manager.cp_dp_rank == 0 and pipeline_of(model).is_last_stage
-    estimate = size * (terms_of(model).counted or 1.0) if divides else 0.0
-    both = _summed(torch.stack([torch.full_like(counted, estimate), counted]), manager)
-    factor = both[0] / both[1]
+) -> float:
+    """Multiply gradients by the estimated / the true count of losses, and return this factor."""
+    terms, computes = terms_of(model), pipeline_of(model).is_last_stage and manager.tp_rank == 0
+    estimate = size * (terms.counted or 1.0) if computes and manager.cp_dp_rank == 0 else 0.0
+    told = torch.tensor([estimate, own_loss.counted() * computes], dtype=torch.float64)
+    all_reduce(told, group=manager.world_group)
+    estimate, found = told.tolist()
+    if not found:
+        raise InvalidArgumentError(NOTHING_COUNTS)
+    terms.counted, terms.correction = found / size, estimate / found
+    factor = torch.tensor(terms.correction, dtype=torch.float64)
     scale_gradients(model, factor)
     for parameter, is_new in own_loss.beside.values():
         if is_new and parameter.grad is not None:
             parameter.grad.mul_(factor)
-    return both
-
-
-def _note_count(both: Tensor, size: float, terms: Terms) -> float:
-    """Return estimate / true count, and keep the count per item for the next estimate."""
-    estimate, found = both.tolist()  # no extra wait: the host has already waited for the loss
-    if not found:
-        raise InvalidArgumentError(NOTHING_COUNTS)
-    terms.counted, terms.correction = found / size, estimate / found
     return terms.correction
 
 
