@@ -9,10 +9,9 @@ from mutants.patch import instead, patched
 
 from scaletorch.dist import RankFailedError, RankPool
 from scaletorch.dist.errors import StateError
-from scaletorch.models import LlamaConfig, MixtureConfig
+from scaletorch.models import LlamaConfig
 from scaletorch.pretrain import PretrainConfig, train
 from scaletorch.pretrain.__main__ import as_one_process, main, summary
-from scaletorch.pretrain.progress import flops_per_token
 from scaletorch.pretrain.run import Result
 
 NAN = float("nan")
@@ -79,14 +78,6 @@ def test_experts_are_compared_too(arguments, capsys):
     said = capsys.readouterr().out
     assert "TP(1)-CP(1)-PP(1)-DP(2)-EP(2): loss" in said
     assert "\nas one process: largest relative difference of 3 losses" in said
-
-
-def test_flops_count_the_matrices_that_a_token_goes_through():
-    mlp = 3 * 128 * 384
-    dense = flops_per_token(LlamaConfig(), 128)
-    assert dense == 6 * (4 * (128 * 128 * 3 + mlp) + 128 * 256) + 6 * 4 * 128 * 128
-    sizes = MixtureConfig(num_experts=8, top_k=2)
-    assert flops_per_token(sizes, 128) == dense + 6 * 4 * (mlp + 8 * 128)
 
 
 def one_token_more(config):
