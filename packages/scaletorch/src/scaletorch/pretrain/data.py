@@ -32,16 +32,13 @@ class Corpus:
     def global_batch(
         self, step: int, *, batch_size: int, seq_len: int, seed: int
     ) -> dict[str, Tensor]:
-        """Return the global batch of `step`, the same on every rank and for every layout."""
+        """Return the global batch of `step`, the same on every rank and for every layout.
+
+        `input_ids` and `labels` are [batch_size, seq_len]. Labels are aligned with inputs, and -100
+        if the next token begins another document.
+        """
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         offsets = torch.randint(len(self.tokens) - seq_len, (batch_size, 1), generator=generator)
-        return self.window(offsets, seq_len)
-
-    def window(self, offsets: Tensor, seq_len: int) -> dict[str, Tensor]:
-        """Return the `input_ids` and `labels`, [B, seq_len], that begin at offsets [B, 1].
-
-        Labels are aligned with inputs, and -100 if the next token begins another document.
-        """
         positions = offsets + torch.arange(seq_len + 1)
         window = self.tokens[positions].long()
         labels = window[:, 1:].masked_fill(self.starts[positions[:, 1:]], IGNORED_LABEL)
