@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..dist import all_gather_object
 from ..dist.errors import InvalidArgumentError, MismatchError, StateError
+from ..parallel.pg_manager import IGNORED
 
-IGNORED_LABEL = -100
 TEXT_SUFFIXES = {".c", ".h", ".json", ".jsonl", ".md", ".py", ".rst", ".toml", ".txt", ".yaml"}
 Encoder = Callable[[bytes], Tensor]
 
@@ -41,7 +41,7 @@ class Corpus:
         offsets = torch.randint(len(self.tokens) - seq_len, (batch_size, 1), generator=generator)
         positions = offsets + torch.arange(seq_len + 1)
         window = self.tokens[positions].long()
-        labels = window[:, 1:].masked_fill(self.starts[positions[:, 1:]], IGNORED_LABEL)
+        labels = window[:, 1:].masked_fill(self.starts[positions[:, 1:]], IGNORED)
         return {"input_ids": window[:, :-1], "labels": labels}
 
 

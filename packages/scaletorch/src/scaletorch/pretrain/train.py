@@ -27,7 +27,6 @@ from ..models import LlamaConfig
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.data_parallel.building import name_culprits
 from ..parallel.pg_manager import (
-    Grid,
     ProcessGroupManager,
     describe_rank,
     destroy_process_group_manager,
@@ -79,7 +78,7 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
     if start >= config.steps:
         return []
     folder, losses = config.out if is_main_process() else None, list[float]()
-    reporter = Reporter(folder, short_name(config.grid), start, config.steps)
+    reporter = Reporter(folder, str(config.grid), start, config.steps)
 
     def save(step: int) -> Saving:
         return save_step(config, step, model, optimizer, manager, corpus.digest, sizes)
@@ -94,12 +93,6 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
             reporter.step(step + 1, values, tokens=config.batch_size * config.seq_len)
             saver.after(step + 1)
     return losses
-
-
-def short_name(grid: Grid) -> str:
-    """Return a short name of a layout, such as `tp2 dp2`."""
-    sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "ep": grid.ep}
-    return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one process"
 
 
 def optimizer_step(
