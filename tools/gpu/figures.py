@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from scaletorch.models import LlamaConfig
 from scaletorch.parallel.context_parallel import attention as ours
 from scaletorch.parallel.pg_manager import (
     ProcessGroupManager,
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.pretrain.progress import flops_per_token
 
 from .checks import Checks, Found
 from .ranks import on_ranks
@@ -65,6 +65,18 @@ def seconds_of(calls: Iterable[Callable[[], Any]], device: str) -> float:
         synchronize(device)
         times.append(time.perf_counter() - start)
     return sorted(times)[len(times) // 2]
+
+
+def flops_per_token(config: LlamaConfig, length: int) -> float:
+    """Return forward + backward FLOPs of one token: 6 per weight used, plus causal attention.
+
+    Source: PaLM, https://arxiv.org/abs/2204.02311, appendix B, halved for the causal mask.
+    """
+    head_dim = config.hidden_size // config.num_heads
+    attention = config.hidden_size * head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    weights = config.num_layers * (attention + mlp) + config.hidden_size * config.vocab_size
+    return 6.0 * weights + 6.0 * config.num_layers * config.hidden_size * length
 
 
 def measured(problem: Problem, step: Callable[[int], Any], device: str) -> dict[str, Any]:

@@ -52,9 +52,7 @@ PROOFS: dict[str, tuple[Any, ...]] = {
         {"sequence_parallel": ("on",), "loss_parallel": ("off", "on")}, None,
     ),
     "zero": (("2x1x1x1", "2x1x1x2"), ALL, {"data_parallel": ("zero1", "zero2")}, None),
-    "recompute": (
-        ("1x1x1x2", "1x2x1x1"), ALL[1:2], {"recompute": ("layers", "selective", "offload")}, None,
-    ),
+    "recompute": (("1x1x1x2", "1x2x1x1"), ALL[1:2], {"recompute": ("layers", "selective")}, None),
     "experts": (2, ALL[:2], {}, (2,)),
 }  # fmt: skip
 KERNELS = dict.fromkeys(kernel.name for kernel in (*kernels.KERNELS["cuda"], kernels.TILE))

@@ -50,7 +50,7 @@ LAYOUTS = {
         {"sequence_parallel": True, "loss_parallel": True, "recompute": "selective"},
         0,
     ),
-    "heads": (llama, {"cp_size": 2}, {"cp_method": "ulysses", "recompute": "offload"}, 1),
+    "heads": (llama, {"cp_size": 2}, {"cp_method": "ulysses", "recompute": "selective"}, 1),
     "split backwards": (
         deep_llama,
         {"pp_size": 2, "dp_size": 2},

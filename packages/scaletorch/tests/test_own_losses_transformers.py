@@ -5,11 +5,16 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from own_losses import drawn, log_prob, preferred, smoothed
+from own_losses import drawn, log_prob, preferred
 from tiny_transformers import tiny
-from training import on_a_layout, ranks_of
+from training import grid, on_a_layout, ranks_of
 
+from scaletorch.compose import parallelize, shard_global_batch, token_losses, train_step
+from scaletorch.dist import all_reduce
+from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.parallel.expert_parallel import global_balance_loss
+from scaletorch.parallel.pg_manager import get_process_group_manager
 
 pytest.importorskip("transformers")
 
@@ -25,6 +30,16 @@ def llama():
 def mixtral():
     asked = {"output_router_logits": True, "router_aux_loss_coef": 0.1, "num_local_experts": 4}
     return drawn(tiny("Mixtral", use_cache=False, **asked), 0)
+
+
+def balanced(output, batch):
+    """Add the routers' loss as the guide says: a term of the global batch, once for each token."""
+    count = (batch["labels"] != -100).sum()
+    total = count.clone()
+    all_reduce(total, group=get_process_group_manager().cp_dp_group)
+    scores = torch.cat(output.router_logits).softmax(-1)
+    balance = 2 * global_balance_loss(scores, scores.topk(2).indices)
+    return token_losses(output, batch).sum() + 0.1 * total * balance, count
 
 
 def packed():
@@ -74,13 +89,27 @@ def test_packed_pairs(sizes, options):
     compare(model, loss, run_ranks(on_a_layout, ranks, *given, options=options, **told))
 
 
-def test_a_router_s_loss_is_added():
+@pytest.mark.parametrize("sizes", [{"dp_size": 2, "ep_size": 2}, {"cp_size": 2, "tp_size": 2}])
+def test_a_loss_adds_the_routers_of_the_global_batch(sizes):
     model, generator = mixtral(), torch.Generator().manual_seed(4)
     ids, labels = torch.randint(32, (2, 4, 12), generator=generator).unbind()
     whole = {"input_ids": ids, "labels": labels}
     output = model(**{"input_ids": ids, "output_router_logits": True})
-    flat = output.logits.flatten(0, 1)
-    loss = F.cross_entropy(flat, labels.flatten(), label_smoothing=0.1) + 0.1 * output.aux_loss
-    given = mixtral, {"dp_size": 2}, [whole]
+    loss = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten()) + 0.1 * output.aux_loss
+    given = mixtral, sizes, [whole]
     # It routes in float32.
-    compare(model, loss, run_ranks(on_a_layout, 2, *given, loss_fn=smoothed), 1e-6)
+    compare(model, loss, run_ranks(on_a_layout, ranks_of(sizes), *given, loss_fn=balanced), 1e-6)
+
+
+@pytest.mark.parametrize("sizes", [{"dp_size": 2, "tp_size": 2}, {"pp_size": 2}])
+def test_the_routers_loss_is_not_left_out_in_silence(sizes):
+    run_ranks(refused, ranks_of(sizes), sizes)
+
+
+def refused(sizes):
+    with grid(sizes) as manager:
+        model = parallelize(mixtral(), manager)
+        ids = torch.arange(48).view(4, 12) % 32
+        whole = {"input_ids": ids, "labels": ids}
+        with pytest.raises(ScaletorchError, match=r"has aux_loss beside its|an auxiliary loss"):
+            train_step(model, shard_global_batch(whole, 1, model=model))

@@ -120,8 +120,6 @@ def test_activations_are_those_of_micro_batches_under_way():
     full = memory(known, replace(layout, recompute="full"))
     assert [each.activations for each in full] == [2 * (150 + 4 * hand + 5), 4 * hand + 605]
     assert full[0].working == 90 + 8 + 3 * 960  # what it keeps but for its input, which is kept
-    gone = memory(known, replace(layout, recompute="offload"))
-    assert [each.activations for each in gone] == [2 * 150, 600]
     with pytest.raises(InvalidArgumentError, match="sketch is not described with selective"):
         memory(known, Layout(Grid(), recompute="selective"))
 
@@ -141,9 +139,7 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
     description = sketch(layers=11, tied=tied)
     known = Facts(description)
     rest = cycle(product((1, 3, 8, 20), (1, 2)))
-    for (name, chunks), zero, recompute in product(
-        SCHEDULES, range(3), ("none", "full", "offload")
-    ):
+    for (name, chunks), zero, recompute in product(SCHEDULES, range(3), ("none", "full")):
         batches, tp = next(rest)
         layout = Layout(
             Grid(tp=tp, pp=2 if chunks > 2 else 4, dp=dp), zero=zero, recompute=recompute,

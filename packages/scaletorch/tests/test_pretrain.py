@@ -53,7 +53,7 @@ def test_log_curve_and_numbers(config):
     rows = [json.loads(line) for line in (result.out / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["loss"] for row in rows] == result.losses
-    assert all(row["tokens_per_s"] > 0 and 0 < row["mfu"] < 1 for row in rows)
+    assert all(row["tokens_per_s"] > 0 for row in rows)
     assert rows[0]["lr"] == pytest.approx(config.lr / 2)
 
 

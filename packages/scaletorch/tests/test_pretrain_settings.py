@@ -187,12 +187,6 @@ def test_ctrl_c_says_how_to_go_on(config, monkeypatch, capsys):
     assert [row["step"] for row in logged(config)] == [1, 2, 3]
 
 
-def test_what_there_is_to_say_before_the_first_step(config):
-    device = torch.device("cpu")
-    (said,) = steps.notes(config, device, 2e11)
-    assert said.startswith("MFU, in percent, is against 200 GFLOP/s: a measured float32 matmul")
-
-
 def test_help_says_what_the_program_does(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])

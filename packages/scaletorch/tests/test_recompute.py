@@ -13,7 +13,6 @@ from training import SIZES, grid, llama, tokens
 
 from scaletorch.compose import (
     parallelize,
-    recompute,
     recompute_layers,
     seed_ranks,
     shard_global_batch,
@@ -33,7 +32,7 @@ def trained(manager, recompute):
 def compare(sizes):
     with grid(sizes) as manager:
         plain_loss, plain = trained(manager, False)
-        for option in (True, "offload", "selective"):
+        for option in (True, "selective"):
             loss, gradients = trained(manager, option)
             assert torch.equal(loss, plain_loss)
             assert gradients.keys() == plain.keys()
@@ -41,7 +40,7 @@ def compare(sizes):
 
 
 @pytest.mark.parametrize("axis", ["tp_size", "cp_size", "pp_size", "dp_size"])
-def test_same_bits_with_recomputation_and_with_offloading(axis):
+def test_same_bits_with_recomputation(axis):
     run_ranks(compare, 2, {axis: 2})
 
 
@@ -125,29 +124,8 @@ def test_recomputation_keeps_less_and_copies_call_themselves(way):
         assert torch.equal(model(ids), model(ids))
 
 
-def test_offloading_copies_activations_and_no_parameters():
-    model = llama()
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    copied, made = [], torch.empty_like
-
-    def noted(tensor, **options):
-        assert options == {"device": "cpu", "pin_memory": False}
-        copied.append(tensor.untyped_storage().data_ptr())
-        return made(tensor, **options)
-
-    recompute_layers(model, recompute="offload")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute.torch, "empty_like", noted)
-        model(torch.zeros(2, 64, dtype=torch.int64))
-        kept = len(copied)
-        with torch.no_grad():
-            model(torch.zeros(2, 64, dtype=torch.int64))
-    assert len(copied) == kept > 10 * SIZES["num_layers"]
-    assert not parameters & set(copied)
-
-
 def test_another_word_for_recomputation_is_refused():
-    words = 'must be True, False, "selective" or "offload", g'
+    words = 'must be True, False or "selective", g'
     with grid() as manager, pytest.raises(InvalidArgumentError, match=words):
         parallelize(llama(), manager, recompute="disk", rehearse=False)
 

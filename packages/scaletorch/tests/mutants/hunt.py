@@ -23,7 +23,7 @@ from .data_faults import DATA
 from .expert_faults import AROUND, EXPERTS
 from .mutant import Mutant
 from .pipeline_faults import PIPELINE
-from .routed import ROUTED_PLAN, Balanced, Idle, Routed, Skewed, odd_batch
+from .routed import ROUTED_PLAN, Idle, Routed, Skewed
 from .router_faults import ORDER, ROUTERS
 from .specimen import PLAN, Sharded, Shared, Specimen, Staged, batch
 from .tensor_faults import SUMS, TENSOR
@@ -42,7 +42,6 @@ MODELS: Mapping[str, tuple[ModelFn, Plan | None, BatchFn]] = {
     "routed": (Routed, ROUTED_PLAN, batch),
     "skewed": (Skewed, ROUTED_PLAN, batch),
     "idle": (Idle, ROUTED_PLAN, batch),
-    "balanced": (Balanced, ROUTED_PLAN, odd_batch),
     "built-in": (default_model, None, default_batch),
 }
 

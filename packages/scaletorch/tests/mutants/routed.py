@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from scaletorch.models import MixtureConfig
 from scaletorch.models.mixture import Experts
 from scaletorch.parallel.tensor_parallel import Plan
-from scaletorch.verify.problem import Batch
 
-from .specimen import HIDDEN, MLP, PLAN, Shared, batch
+from .specimen import HIDDEN, MLP, PLAN, Shared
 
 Lean = tuple[float, float, float, float]  # what is added to the score of each expert
 SIZES = MixtureConfig(hidden_size=HIDDEN, intermediate_size=8, num_experts=4, top_k=2)
@@ -76,28 +72,3 @@ class Idle(Routed):
     """One of the experts gets no token."""
 
     lean = (50.0, 50.0, 50.0, 0.0)
-
-
-class Output(dict[str, Any]):
-    """What models of transformers return that are asked for their routers' logits."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
-
-
-class Balanced(Routed):
-    """It asks for its routers' auxiliary loss."""
-
-    config = SimpleNamespace(
-        output_router_logits=True, router_aux_loss_coef=0.5, num_experts_per_tok=SIZES.top_k
-    )
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
-        logits = super().forward(input_ids, position_ids)
-        blocks: Any = self.layers
-        return Output(logits=logits, router_logits=tuple(b.mlp.gate.logits for b in blocks))
-
-
-def odd_batch(step: int) -> Batch:
-    """Return sequences of a length that two cp ranks have to fill up."""
-    return {name: entry[:, :10] for name, entry in batch(step).items()}

@@ -51,14 +51,7 @@ def build(case: Case, depth: int) -> torch.nn.Module:
 def plain_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     output = model(**{name: x for name, x in batch.items() if name != "labels"})
     logits = getattr(output, "logits", output)
-    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    config = getattr(model, "config", None)
-    if config is not None:
-        scores = torch.cat(output.router_logits).softmax(-1)
-        chosen = torch.zeros_like(scores).scatter(-1, scores.topk(2).indices, 1.0)
-        balance = scores.shape[-1] * (chosen.mean(0) * scores.mean(0)).sum()
-        loss = loss + config.router_aux_loss_coef * balance
-    return loss
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
 @cache

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import SimpleNamespace
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -321,47 +318,10 @@ class Noting(Plain):
 # Losses of its own.
 
 
-@dataclass
-class Routing:
-    logits: torch.Tensor
-    router_logits: tuple[torch.Tensor, ...]
-
-
 class Output(dict):
     """Logits and others by name, as outputs of transformers are."""
 
     logits = property(lambda self: self["logits"])
-
-
-class RoutedLayer(Layer):
-    """Each token is scaled by its largest expert."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
-
-    def forward(self, x):
-        scores = self.gate(x)
-        return super().forward(x * scores.softmax(-1).amax(-1, keepdim=True)), scores
-
-
-class Routed(Plain):
-    """A config asks for the routers' loss."""
-
-    layer = RoutedLayer
-
-    def __init__(self, depth):
-        super().__init__(depth)
-        self.config = SimpleNamespace(
-            output_router_logits=True, router_aux_loss_coef=0.5, num_experts_per_tok=2
-        )
-
-    def forward(self, input_ids):
-        x, found = self.embed_tokens(input_ids), []
-        for layer in self.layers:
-            x, scores = layer(x)
-            found.append(scores.flatten(0, 1))
-        return Routing(logits=self.lm_head(self.norm(x)), router_logits=tuple(found))
 
 
 class Beside(Plain):

@@ -234,13 +234,6 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "cooling": Case(models.Cooling, on("several"), FOUND),
         "noting": Case(models.Noting),
     },
-    "adds a router's auxiliary loss": {
-        "router": Case(
-            models.Routed,
-            on("several", "pp"),
-            "router's auxiliary loss .* which|product of two means",
-        )
-    },
     "returns another loss beside its logits": {
         "aux_loss": Case(models.Beside, always, "has aux_loss beside its logits"),
         "tuple": Case(models.InTuple, always, "returned a tuple"),

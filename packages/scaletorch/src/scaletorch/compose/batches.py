@@ -241,24 +241,14 @@ def real_positions(batch: Batch) -> Tensor | None:
     return sequences.positions(batch["input_ids"].device) < sequences.layout.length
 
 
-def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
-    """Return a mask of tokens in `positions` and `attention_mask`, bool [B, L]; None for all."""
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
-    if counts_nothing(batch):
-        return torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
-    if mask is None or mask.shape != ids.shape:
-        return None if positions is None else positions.expand(ids.shape)
-    return mask != 0 if positions is None else (mask != 0) & positions
-
-
 def token_count(batch: Any) -> int | Tensor:
     """Return the number of labels other than -100: an int, or a 0-d tensor on an accelerator."""
     labels = batch.get("labels")
     if labels is None:
         raise InvalidArgumentError(
             "a micro-batch has no labels, and losses must be counted before a step that adds to "
-            "gradients of earlier steps, or adds a router's auxiliary loss: pass train_step(..., "
-            "count_fn=), a function of the micro-batch that returns the number of its losses"
+            "gradients of earlier steps: pass train_step(..., count_fn=), a function of the "
+            "micro-batch that returns the number of its losses"
         )
     if labels.is_floating_point() or labels.is_complex():
         raise InvalidArgumentError(f"labels must be integer tensors, got {labels.dtype}")

@@ -24,14 +24,6 @@ Counting = Callable[[Tensor], Tensor]  # ids [B, L] -> positions [B, L]
 _PASSING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-@dataclass(frozen=True, slots=True)
-class RouterLoss:
-    """A config's `router_aux_loss_coef` and `num_experts_per_tok`."""
-
-    coefficient: float
-    top_k: int
-
-
 @dataclass(slots=True)
 class Terms:
     """Facts about a model that a training step needs."""
@@ -49,7 +41,6 @@ class Terms:
     # Computes positions, before they are cut, from whole rows of ids; None if they are 0, 1, 2, ...
     counting: Counting | None = None
     recomputes: bool = False  # layers run again in backward
-    router_loss: RouterLoss | None = None
     keeps_cache: bool = False  # the config enables a cache, and forward takes `use_cache`
     real_positions: Tensor | None = None  # mask of this rank's; None if none is padding
     counts_routing: bool = False  # `count_routing` counts tokens

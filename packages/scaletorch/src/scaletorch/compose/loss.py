@@ -60,11 +60,9 @@ def token_loss_sum(output: Any, labels: Tensor, head: ColumnParallelLinear | Non
     return pg_manager.token_loss_sum(logits, labels)
 
 
-def loss_of_tokens(
-    output: Any, batch: LossBatch, *, with_router_loss: bool = False
-) -> tuple[Tensor, int | Tensor]:
+def loss_of_tokens(output: Any, batch: LossBatch) -> tuple[Tensor, int | Tensor]:
     """Return the sum of token losses and their number, after checking output and labels."""
-    require_logits_alone(output, with_router_loss=with_router_loss)
+    require_logits_alone(output)
     logits = getattr(output, "logits", output)
     labels = require_labels_fit(logits, batch.get("labels"), batch.tp_size)
     return token_loss_sum(output, labels, batch.head), token_count(batch)
@@ -87,10 +85,10 @@ def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
     )
 
 
-def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None:
+def require_logits_alone(output: Any) -> None:
     """Refuse an output without logits, or with a loss of its own that would be ignored."""
     given = output if isinstance(output, dict) else getattr(output, "__dict__", {})
-    for name in ("loss", "z_loss", *(() if with_router_loss else ("aux_loss",))):
+    for name in ("loss", "z_loss", "aux_loss"):
         value = None if isinstance(output, Tensor) else given.get(name)
         if isinstance(value, Tensor) and value.requires_grad:
             raise InvalidArgumentError(

@@ -162,13 +162,9 @@ class OwnLoss:
         ratio = float(both[0] / both[1])
         return ratio if 0 < ratio < math.inf else 1.0
 
-    def counted(self, device: torch.device) -> Tensor:
-        """Return this rank's number of losses without a wait for the device, in float64 or 32."""
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        total = torch.zeros((), dtype=wide, device=device)
-        for count, _ in self._counts:
-            total += count.reshape(()).to(device) if isinstance(count, Tensor) else count
-        return total
+    def counted(self) -> float:
+        """Return this rank's number of losses, once `settle` has read them from the device."""
+        return sum(float(found) for found, _ in self._counts)
 
     def _found(self) -> Exception | None:
         """Return the error of this step, and drop it: its traceback refers back to this object."""
@@ -176,8 +172,9 @@ class OwnLoss:
         return problem or caught(self._require_counts)
 
     def _require_counts(self) -> None:
+        self._counts = [(checked_count(a), checked_count(b)) for a, b in self._counts]
         compares = self._trains and not self.counts_later
-        for found, expected in (map(checked_count, pair) for pair in self._counts):
+        for found, expected in self._counts:
             if compares and not math.isclose(found, expected, rel_tol=1e-6):
                 said = "count_fn" if self._count_fn else f"counting labels other than {IGNORED}"
                 raise InvalidArgumentError(

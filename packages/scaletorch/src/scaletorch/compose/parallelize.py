@@ -22,7 +22,7 @@ from ..parallel.pipeline_parallel.building import parameter_costs, sections_of
 from ..parallel.tensor_parallel import apply_tensor_parallel
 from ..parallel.tensor_parallel.building import counts_of_ids, shares_in_layers
 from .checks import require_one_model, synchronise_batch_norms
-from .experts import Plan, divide_experts, expert_groups, read_router_loss, settle_tokens
+from .experts import Plan, divide_experts, expert_groups, settle_tokens
 from .forward import Counting, Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
 from .plain import Plain
@@ -72,8 +72,7 @@ def parallelize(
         split: Pipeline split; None infers it from the module.
         schedule: A name, a schedule, or a function of numbers of ranks and micro-batches.
         bucket_size: Elements in a gradient bucket.
-        recompute: True runs layers again in backward, "selective" only their cheap operations;
-            "offload" keeps their activations in host memory.
+        recompute: True runs layers again in backward, "selective" only their cheap operations.
         sequence_parallel: Let each tp rank hold a shard of every sequence between sharded layers.
         loss_parallel: Keep logits sharded over tp; the head must have the style "column_gather".
         cp_layout: Order of positions: "zigzag" for causal, "contiguous" for full attention.
@@ -179,12 +178,11 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Args) -> T
     require_own_names(model)
     require_way(settings.recompute)
     shares = manager.tp_size > 1 and bool(settings.sequence_parallel)
-    balance = read_router_loss(model, manager)
     plain = _copy_plain(model) if settings.rehearse else None
     synchronise_batch_norms(model, manager)
     terms = read_terms(model)
     terms.plain = plain
-    terms.manager, terms.shares_sequences, terms.router_loss = manager, shares, balance
+    terms.manager, terms.shares_sequences = manager, shares
     terms.recomputes = settings.recompute is True
     if manager.cp_size > 1:
         terms.cp_layout = str(settings.cp_layout)

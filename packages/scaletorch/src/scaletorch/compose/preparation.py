@@ -18,7 +18,6 @@ from ..parallel.pipeline_parallel.building import read
 from .batches import Batch, Called, MicroBatch, counts_nothing, size_of, token_count
 from .checks import require_one_batch, require_whole_batches
 from .entries import LABELS, OF_LOSS, POSITIONS, TOKENS, first_entry, sequence_shape
-from .experts import require_one_micro_batch
 from .forward import Terms, pipeline_of
 from .own_loss import Number, OwnLoss
 from .samples import FACTS, samples_of
@@ -109,8 +108,6 @@ def _called(
         first = first_entry(micro_batches[0], terms.arguments, terms.name)
     batches = read(micro_batches, with_labels=own_loss is None and trains, first=first)
     if trains:
-        if terms.router_loss is not None:
-            require_one_micro_batch(batches)
         if terms.has_batch_norms:
             require_whole_batches(model, len(batches), manager, terms)
         if terms.counts_routing and any(map(counts_nothing, batches)):

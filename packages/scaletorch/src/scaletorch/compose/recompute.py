@@ -1,4 +1,4 @@
-"""Save device memory for activations: recompute them in backward, or offload them to the host."""
+"""Save device memory for activations: recompute them in backward."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -21,7 +20,6 @@ from ..parallel.pg_manager.building import Attributes, uncompiled
 from ..parallel.pipeline_parallel import Split, layers_of
 
 _Inner = Callable[..., Any]
-_Kept = tuple[torch.device | None, Tensor]  # the original device if offloaded, and the tensor
 # Selective recomputation keeps the results of these operations. Batched products are left out: they
 # are those of attention written out, whose [L, L] scores take the most memory.
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::convolution")
@@ -44,13 +42,10 @@ def recompute_layers(
     Everything else runs again: norms, activation functions, attention written out, communication,
     and attention over several cp ranks. Values are the same bits.
 
-    "offload": activations are kept in host memory (pinned on CUDA), and copied in the order of the
-    device's own work. Parameters and buffers stay on the device.
-
     Args:
         model: A module that holds its layers in a list; already tensor and context parallel.
         split: Names the list; None infers it.
-        recompute: True, "selective" or "offload"; False changes nothing.
+        recompute: True or "selective"; False changes nothing.
 
     Raises:
         InvalidArgumentError: The list of layers cannot be found, or `recompute` is invalid.
@@ -60,14 +55,15 @@ def recompute_layers(
         return
     for layer in dict.fromkeys(map(model.get_submodule, layers_of(model, split))):
         # Bound to the layer, so that a deep copy of the model calls its own layer.
-        layer.forward = MethodType(_around(layer.forward, _WAYS[recompute]), layer)
+        run = _recomputed if recompute is True else _selected
+        layer.forward = MethodType(_around(layer.forward, run), layer)
 
 
 def require_way(recompute: object) -> None:
     """Require a valid value of `recompute`."""
-    if not isinstance(recompute, bool) and recompute not in (*_WAYS,):
+    if not isinstance(recompute, bool) and recompute != "selective":
         raise InvalidArgumentError(
-            f'recompute must be True, False, "selective" or "offload", got {recompute!r}'
+            f'recompute must be True, False or "selective", got {recompute!r}'
         )
 
 
@@ -150,28 +146,3 @@ def is_selected(operation: Any) -> bool:
 def _in_checkpoint() -> bool:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__module__ == checkpoint.__module__
-
-
-def _offloaded(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    own = {each.untyped_storage().data_ptr() for each in (*layer.parameters(), *layer.buffers())}
-
-    def keep(tensor: Tensor) -> _Kept:
-        if tensor.untyped_storage().data_ptr() in own:
-            return None, tensor
-        pinned = tensor.is_cuda
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-        return tensor.device, copy.copy_(tensor, non_blocking=pinned)
-
-    def bring_back(kept: _Kept) -> Tensor:
-        device, tensor = kept
-        return tensor if device is None else tensor.to(device, non_blocking=tensor.is_pinned())
-
-    with saved_tensors_hooks(keep, bring_back):
-        return inner(layer, *args, **kwargs)
-
-
-_WAYS: Mapping[bool | str, Callable[..., Any]] = {
-    True: _recomputed,
-    "selective": _selected,
-    "offload": _offloaded,
-}

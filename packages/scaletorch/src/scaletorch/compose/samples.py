@@ -240,15 +240,13 @@ def _gaps(
         most = largest = 0.0
         for start in range(0, size, PIECE):
             count = min(PIECE, size - start)
-            high = torch.full((count,), -torch.inf).to(device, torch.float64)
-            low = -high
+            both = torch.full((2, count), -torch.inf).to(device, torch.float64)
             if key in real:
                 piece = real[key].reshape(-1)[start : start + PIECE].to(device, torch.float64)
-                high, low = piece.nan_to_num(torch.inf), piece.nan_to_num(-torch.inf)
-            all_reduce(high, "max", group=group)
-            all_reduce(low, "min", group=group)
-            most = max(most, float((high - low).nan_to_num(torch.inf, torch.inf).max()))
-            largest = max(largest, float(high.maximum(-low).nan_to_num(posinf=0.0).max()))
+                both = torch.stack([piece, -piece]).nan_to_num(torch.inf)
+            all_reduce(both, "max", group=group)  # the highest values, and minus the lowest
+            most = max(most, float(both.sum(0).nan_to_num(torch.inf, torch.inf).max()))
+            largest = max(largest, float(both.nan_to_num(posinf=0.0).max()))
         found[key] = most / (largest or 1.0)
     return found
 

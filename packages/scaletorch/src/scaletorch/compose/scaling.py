@@ -86,7 +86,7 @@ class Scaling:
         self._divided = manager.tp_size * manager.pp_size * manager.ep_size > 1
         self._shards: list[Shard] = []
         self._cut: Collection[str] = ()  # names of the parameters that tp divides
-        self._rounding, self._count = 0.0, ELEMENTS
+        self._rounding, self._tolerance, self._count = 0.0, SAME, ELEMENTS
         self._turn, self._looks = 0, LOOKS
         self._gradients: list[tuple[Shard, Tensor]] = []  # with their sampled elements
         self._weights: list[tuple[Shard, Tensor]] = []
@@ -152,7 +152,7 @@ class Scaling:
         self._fit("weight", self._weights)
         self._weights = []
         facts = {"residue": self._read(residue)}
-        factor, tolerance = self._factor(), self._tolerance()
+        factor, tolerance = self._factor(), self._tolerance
         changed = any(
             fit.known == 1
             and (abs(fit.factor - 1) > tolerance or abs(fit.offset) > tolerance * fit.size)
@@ -196,6 +196,7 @@ class Scaling:
         like = None if first is None else (first.device, first.dtype)
         self._shards = [each for each in found if (each.tensor.device, each.tensor.dtype) == like]
         self._rounding = 0.0 if first is None else torch.finfo(first.dtype).eps
+        self._tolerance = max(SAME, self._rounding / 8)
         self._count = min([ELEMENTS, *(each.tensor.numel() for each in self._shards)])
         self._cut = find_cuts(model).keys() if self.manager.tp_size > 1 else ()
 
@@ -239,14 +240,11 @@ class Scaling:
         fits = [fit for fit in of_gradients if fit.known >= 0]
         if not fits or not all(fit.known for fit in fits):
             return None
-        factors, tolerance = [fit.factor for fit in fits], self._tolerance()
+        factors, tolerance = [fit.factor for fit in fits], self._tolerance
         mean = sum(factors) / len(factors)
         one = max(factors) - min(factors) <= tolerance * abs(mean)
         still = all(abs(fit.offset) <= tolerance * fit.size for fit in fits)
         return mean if one and still else None
-
-    def _tolerance(self) -> float:
-        return max(SAME, self._rounding / 8)
 
     def _compare_shards(self) -> None:
         """Refuse fits that differ between shards of a parameter over tp; all ranks call it."""
@@ -254,7 +252,7 @@ class Scaling:
         place = self.manager.grid.coordinates(self.manager.global_rank)._replace(tp=0)
         told = all_gather_object((place, describe_rank(), own), self.manager.world_group)
         first: dict[object, tuple[str, Fit]] = {}
-        tolerance = self._tolerance()
+        tolerance = self._tolerance
         for place, rank, fits in told:
             for key, fit in fits.items():
                 other, known = first.setdefault((place, key), (rank, fit))

@@ -46,19 +46,13 @@ def of_all_stages(tensors: Mapping[str, Tensor], manager: ProcessGroupManager) -
     device = get_comm_device(manager.pp_group)
     ranks = group_ranks(manager.pp_group)
     for rank, theirs in enumerate(all_gather_object(heads, manager.pp_group)):
-        shapes: dict[torch.dtype, dict[str, torch.Size]] = {}
         for name, (shape, dtype) in theirs.items():
-            if name not in found:
-                shapes.setdefault(dtype, {})[name] = shape
-        for dtype, of in shapes.items():  # all of a dtype in one message
-            sizes = [shape.numel() for shape in of.values()]
-            flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-            pieces = flat.split(sizes)
+            if name in found:
+                continue
+            found[name] = torch.empty(shape, dtype=dtype, device=device)
             if rank == manager.pp_rank:
-                for name, piece in zip(of, pieces, strict=True):
-                    piece.view(of[name]).copy_(tensors[name])
-            broadcast(flat, ranks[rank], manager.pp_group)
-            found |= {n: piece.view(of[n]) for n, piece in zip(of, pieces, strict=True)}
+                found[name].copy_(tensors[name])
+            broadcast(found[name], ranks[rank], manager.pp_group)
     return found
 
 

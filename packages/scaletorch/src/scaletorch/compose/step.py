@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ..dist import all_gather_object, all_reduce, get_comm_device, get_rank
+from ..dist import all_gather_object, all_reduce, get_rank
 from ..dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.data_parallel.building import scale_gradients
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
-from .batches import Batch, Called, real_positions, real_tokens
+from .batches import Batch, Called, real_positions
 from .checks import explain_failures, refuse_changes
-from .experts import router_loss
 from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
 from .gradients import sum_partial_gradients
 from .loss import find_sharded_head, loss_of_tokens, require_logits_alone, token_loss_sum
@@ -60,15 +59,14 @@ def train_step(
             and positions, a 0-d tensor, and their number. Ranks that differ in tp alone return the
             same values. It is called on the last stage. None is the cross entropy of tokens.
         count_fn: `count_fn(micro_batch)` returns the same number from the micro-batch alone. It
-            matters only if gradients of several steps accumulate, or a router's auxiliary loss is
-            added; None then counts labels other than -100. Else loss_fn's number is used.
+            matters only if gradients of several steps accumulate; None then counts labels other
+            than -100. Else loss_fn's number is used.
         scaler: Multiplies all gradients by its scale, but not the returned loss; for float16, see
             `scaletorch.parallel.data_parallel.GradScaler`.
 
     Returns:
         The loss of the whole global batch: sum of token losses / number of valid tokens, or the sum
-        of a loss_fn / its count; plus the routers' auxiliary loss if the model's config enables
-        it. A 0-d tensor, in float32 at least, equal on every rank.
+        of a loss_fn / its count. A 0-d tensor, in float32 at least, equal on every rank.
 
     Raises:
         InvalidArgumentError: The model, the batch or loss_fn's result does not fit.
@@ -87,8 +85,7 @@ def train_step(
     if terms.seen > terms.several:
         return _step(model, called, count, manager, terms, scaler, own_loss)
     with explain_failures(model, manager, len(micro_batches)):
-        tokens = partial(loss_of_tokens, with_router_loss=terms.router_loss is not None)
-        own_loss = own_loss or OwnLoss(tokens, None, model, manager, trains=True)
+        own_loss = own_loss or OwnLoss(loss_of_tokens, None, model, manager, trains=True)
         with refuse_changes(model, manager):
             loss = _step(model, called, count, manager, terms, scaler, own_loss)
         terms.seen = 1 + terms.several
@@ -207,9 +204,7 @@ def _own_loss(
             return None
         raise InvalidArgumentError("count_fn counts the losses of a loss_fn: pass loss_fn too")
     own_loss = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
-    # The count does not divide gradients of a router's auxiliary loss, so no correction fits these.
-    alone = terms_of(model).router_loss is None and model.require_backward_grad_sync
-    own_loss.counts_later = count_fn is None and alone
+    own_loss.counts_later = count_fn is None and model.require_backward_grad_sync
     return own_loss
 
 
@@ -222,22 +217,18 @@ def _step(
     scaler: GradScaler | None,
     own_loss: OwnLoss | None,
 ) -> Tensor:
-    head, balance = find_sharded_head(model), terms.router_loss
+    head = find_sharded_head(model)
     later = own_loss is not None and own_loss.counts_later
 
     def loss_fn(output: Any, batch: Any) -> Tensor:
         if own_loss is None:
-            require_logits_alone(output, with_router_loss=balance is not None)
+            require_logits_alone(output)
             loss = _mean(token_loss_sum(output, batch["labels"], head), count)
         else:
             total, losses = own_loss.call(output, batch)
             if later and terms.counted is None:
                 terms.counted = own_loss.per_item(losses, batch)
             loss = total / (count * (terms.counted or 1.0) if later else count or 1)
-        if balance is not None:
-            real = real_tokens(batch, terms.real_positions)
-            shares = terms.shares_sequences
-            loss = loss + router_loss(output, balance, manager, shares_sequences=shares, real=real)
         if scaler is not None and loss.requires_grad:
             loss.register_hook(scaler.scale)  # scales the gradient with which backward begins
         return loss
@@ -245,38 +236,32 @@ def _step(
     terms.correction = 1.0
     with sum_partial_gradients(model, manager), _raise_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
-    corrected = None
-    if own_loss is not None and later:
-        corrected = _correct_gradients(model, float(count), own_loss, manager)
-    take_sample(model, [] if own_loss is None else [p for p, _ in own_loss.beside.values()])
     if own_loss is not None:
         own_loss.settle(loss)
     total = _summed(loss, manager)
-    return total if corrected is None else total * _note_count(corrected, float(count), terms)
+    if own_loss is not None and later:
+        total = total * _correct_gradients(model, float(count), own_loss, manager)
+    take_sample(model, [] if own_loss is None else [p for p, _ in own_loss.beside.values()])
+    return total
 
 
 def _correct_gradients(
     model: DataParallelBucket, size: float, own_loss: OwnLoss, manager: ProcessGroupManager
-) -> Tensor:
-    """Divide gradients by the true count of losses, not the estimate; return estimate and count."""
-    counted = own_loss.counted(get_comm_device(manager.world_group))
-    divides = manager.cp_dp_rank == 0 and pipeline_of(model).is_last_stage
-    estimate = size * (terms_of(model).counted or 1.0) if divides else 0.0
-    both = _summed(torch.stack([torch.full_like(counted, estimate), counted]), manager)
-    factor = both[0] / both[1]
+) -> float:
+    """Multiply gradients by the estimated / the true count of losses, and return this factor."""
+    terms, computes = terms_of(model), pipeline_of(model).is_last_stage and manager.tp_rank == 0
+    estimate = size * (terms.counted or 1.0) if computes and manager.cp_dp_rank == 0 else 0.0
+    told = torch.tensor([estimate, own_loss.counted() * computes], dtype=torch.float64)
+    all_reduce(told, group=manager.world_group)
+    estimate, found = told.tolist()
+    if not found:
+        raise InvalidArgumentError(NOTHING_COUNTS)
+    terms.counted, terms.correction = found / size, estimate / found
+    factor = torch.tensor(terms.correction, dtype=torch.float64)
     scale_gradients(model, factor)
     for parameter, is_new in own_loss.beside.values():
         if is_new and parameter.grad is not None:
             parameter.grad.mul_(factor)
-    return both
-
-
-def _note_count(both: Tensor, size: float, terms: Terms) -> float:
-    """Return estimate / true count, and keep the count per item for the next estimate."""
-    estimate, found = both.tolist()  # no extra wait: the host has already waited for the loss
-    if not found:
-        raise InvalidArgumentError(NOTHING_COUNTS)
-    terms.counted, terms.correction = found / size, estimate / found
     return terms.correction
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Size, Tensor, nn
@@ -22,7 +22,7 @@ from ..parallel.pg_manager.building import Scope, update_scope
 from ..parallel.tensor_parallel.building import ParameterCut, find_cuts
 from .forward import manager_of
 
-Held = list[tuple[Shard, ParameterCut]]
+Sizes = Mapping[str, tuple[int, torch.dtype]]  # elements and dtype of a rank's shards, by name
 
 
 def whole_matrices(
@@ -32,9 +32,9 @@ def whole_matrices(
 
     One tp rank owns each parameter that is cut over tp: its optimizer has the whole parameter and
     all of its state, and the other ranks' optimizers drop it. In `optimizer.step()` gradient shards
-    go to the owners in one all-to-all per dtype, and shards of the new weights come back in
-    another. Schedulers and clipping work as before, and `scaletorch.checkpoint` saves and loads the
-    state on any layout.
+    go to the owners in one all-to-all, and shards of the new weights come back in another.
+    Schedulers and clipping work as before, and `scaletorch.checkpoint` saves and loads the state on
+    any layout.
 
     With ZeRO call `shard_optimizer` first: then state and work are divided over dp and tp. An
     optimizer that treats all elements the same way stays as it is; so does any without tp.
@@ -69,25 +69,28 @@ def whole_matrices(
     agree("the optimizer of whole matrices", lines, manager.world_group, error=error)
     if scope is Scope.ELEMENT:
         return optimizer
-    shared: list[tuple[list[Matrix], torch.dtype]] = []
-    error = None
-    for held, dtype in _of_each_dtype(optimizer, model, manager):
-        try:
-            shared.append((_share_out(held, manager.tp_group), dtype))
-        except MismatchError as different:  # on all tp ranks; other groups may have the same
-            error = error or different
+    taken = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    cuts = find_cuts(model)
+    held = [
+        Matrix(shard, cuts[shard.name])
+        for shard in parameter_shards(model)
+        if id(shard.tensor) in taken and shard.name in cuts and cuts[shard.name].layer.tp_size > 1
+    ]
+    own = {m.shard.name: (m.shard.parameter.numel(), m.shard.tensor.dtype) for m in held}
+    everyone = all_gather_object(own, manager.tp_group)
+    error = caught(_require_same, everyone)
     agree("the matrices of this optimizer", [], manager.world_group, error=error)
-    exchanges = [Exchange(matrices, dtype, manager.tp_group) for matrices, dtype in shared]
-    _replace(optimizer, exchanges)
-    _follow(optimizer, exchanges)
-    _exchanges[optimizer] = exchanges
+    exchange = Exchange(held, everyone, manager.tp_group)
+    _replace(optimizer, exchange)
+    _follow(optimizer, exchange)
+    _exchanges[optimizer] = exchange
     return optimizer
 
 
 def whole_shards(optimizer: Optimizer | None) -> list[tuple[Shard, nn.Parameter]]:
     """Return the whole parameters in this rank's optimizer, each with the shard it replaces."""
-    exchanges = [] if optimizer is None else _exchanges.get(optimizer, [])
-    return [(m.shard, whole) for exchange in exchanges for m, whole in exchange.wholes]
+    exchange = None if optimizer is None else _exchanges.get(optimizer)
+    return [] if exchange is None else [(m.shard, whole) for m, whole in exchange.wholes]
 
 
 def _check(optimizer: Optimizer, scope: Scope) -> None:
@@ -111,25 +114,8 @@ def _check(optimizer: Optimizer, scope: Scope) -> None:
         )
 
 
-def _of_each_dtype(
-    optimizer: Optimizer, model: nn.Module, manager: ProcessGroupManager
-) -> Iterator[tuple[Held, torch.dtype]]:
-    """Yield an optimizer's parameters that are cut over tp, by dtype, the same on all tp ranks."""
-    taken = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    cuts = find_cuts(model)
-    held = [
-        (shard, cuts[shard.name])
-        for shard in parameter_shards(model)
-        if id(shard.tensor) in taken and shard.name in cuts and cuts[shard.name].layer.tp_size > 1
-    ]
-    everyone = all_gather_object({shard.tensor.dtype for shard, _ in held}, manager.tp_group)
-    for dtype in sorted({dtype for dtypes in everyone for dtype in dtypes}, key=str):
-        yield [each for each in held if each[0].tensor.dtype == dtype], dtype
-
-
-def _share_out(held: Held, group: ProcessGroup | None) -> list[Matrix]:
-    """Choose an owner for each matrix, the same on all tp ranks; return the matrices by name."""
-    everyone = all_gather_object({shard.name: shard.parameter.numel() for shard, _ in held}, group)
+def _require_same(everyone: Sequence[Sizes]) -> None:
+    """Refuse matrices that only some tp ranks give to their optimizers."""
     names = {name for sizes in everyone for name in sizes}
     incomplete = sorted(name for name in names if any(name not in sizes for sizes in everyone))
     if incomplete:
@@ -138,22 +124,22 @@ def _share_out(held: Held, group: ProcessGroup | None) -> list[Matrix]:
             f"{', '.join(incomplete[:4])}, and those of others have not: give all the same; a "
             "sharded optimizer needs matrices that tp cuts evenly"
         )
-    total = {name: sum(sizes[name] for sizes in everyone) for name in names}
+
+
+def _owners(everyone: Sequence[Sizes]) -> dict[str, int]:
+    """Return the tp rank that updates each matrix, by name; ranks get about as many elements."""
+    total = {name: sum(sizes[name][0] for sizes in everyone) for name in everyone[0]}
     loads, owners = [0] * len(everyone), dict[str, int]()
-    for name in sorted(names, key=lambda name: (-total[name], name)):
+    for name in sorted(total, key=lambda name: (-total[name], name)):
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += total[name]
-    by_name = sorted(held, key=lambda each: each[0].name)
-    return [Matrix(shard, cut, owners[shard.name]) for shard, cut in by_name]
+    return owners
 
 
-def _replace(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
+def _replace(optimizer: Optimizer, exchange: Exchange) -> None:
     """Replace shards by whole parameters on their owners; remove them on the other ranks."""
-    instead: dict[int, list[Tensor]] = {}
-    for exchange in exchanges:
-        instead |= {id(matrix.shard.tensor): [] for matrix in exchange.matrices}
-        for matrix, whole in exchange.wholes:
-            instead[id(matrix.shard.tensor)] = [whole]
+    instead: dict[int, list[Tensor]] = {id(each.shard.tensor): [] for each in exchange.matrices}
+    instead |= {id(matrix.shard.tensor): [whole] for matrix, whole in exchange.wholes}
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             if id(tensor) not in instead and hasattr(tensor, "stands_for"):
@@ -163,9 +149,9 @@ def _replace(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
         group.pop("param_names", None)
 
 
-def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
+def _follow(optimizer: Optimizer, exchange: Exchange) -> None:
     """Make the optimizer's `step`, `zero_grad` and state dict handle its whole matrices."""
-    names = [matrix.shard.name for exchange in exchanges for matrix, _ in exchange.wholes]
+    names = [matrix.shard.name for matrix, _ in exchange.wholes]
 
     def before(this: Optimizer, args: Any, kwargs: Any) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -175,16 +161,7 @@ def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
                 "neither a closure nor a gradient scaler: call backward before, in bfloat16 if "
                 "float32 is too long"
             )
-        for exchange in exchanges:
-            exchange.read()
-
-    def after(*_: Any) -> None:
-        for exchange in exchanges:
-            exchange.write()
-
-    def settled(*_: Any) -> None:
-        for exchange in exchanges:
-            exchange.note_versions()
+        exchange.read()
 
     def refuse_others(_: Optimizer, state: Mapping[str, Any]) -> None:
         if state.get("whole") != names:
@@ -194,19 +171,19 @@ def _follow(optimizer: Optimizer, exchanges: list[Exchange]) -> None:
             )
 
     optimizer.register_step_pre_hook(before)
-    handle = optimizer.register_step_post_hook(after)
+    handle = optimizer.register_step_post_hook(lambda *_: exchange.write())
     # Run before a sharded optimizer sends the updated shards to other ranks.
     order: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
     order.move_to_end(handle.id, last=False)
-    optimizer.register_step_post_hook(settled)
+    optimizer.register_step_post_hook(lambda *_: exchange.note_versions())
     # Torch's scaler would look for gradients on the shards: let it call step, which then raises.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "whole": names})
     optimizer.register_load_state_dict_pre_hook(refuse_others)
-    optimizer.zero_grad = _clearing(optimizer, exchanges)  # type: ignore[method-assign]
+    optimizer.zero_grad = _clearing(optimizer, exchange)  # type: ignore[method-assign]
 
 
-def _clearing(optimizer: Optimizer, exchanges: list[Exchange]) -> Callable[..., None]:
+def _clearing(optimizer: Optimizer, exchange: Exchange) -> Callable[..., None]:
     """Return a `zero_grad` that clears the gradients of the model's shards as well."""
     inner, reference = vars(optimizer).get("zero_grad"), weakref.ref(optimizer)
 
@@ -216,7 +193,7 @@ def _clearing(optimizer: Optimizer, exchanges: list[Exchange]) -> Callable[..., 
             inner(set_to_none)
         elif this is not None:
             type(this).zero_grad(this, set_to_none)
-        for shard in (m.shard.tensor for exchange in exchanges for m in exchange.matrices):
+        for shard in (each.shard.tensor for each in exchange.matrices):
             if set_to_none:
                 shard.grad = None
             elif shard.grad is not None:
@@ -225,13 +202,11 @@ def _clearing(optimizer: Optimizer, exchanges: list[Exchange]) -> Callable[..., 
     return zero_grad
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A parameter that is cut over tp, of which this rank has a shard."""
 
     shard: Shard  # the shard in this rank's optimizer
     cut: ParameterCut
-    owner: int  # the tp rank that updates the whole matrix
 
     def shape_on(self, rank: int) -> Size:
         """Return the shape of a tp rank's shard."""
@@ -239,31 +214,28 @@ class Matrix:
         shape[self.cut.dim] = self.cut.cut.sizes[rank]
         return Size(shape)
 
-    def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Join the shards of all tp ranks to the whole matrix."""
-        joined = torch.cat(list(shards), self.cut.dim)
-        return self.cut.cut.arrange(joined, self.cut.dim)
-
-    def take(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a tp rank's shard of the whole matrix."""
-        return self.cut.cut.take(whole, self.cut.dim, rank)
+    def new_whole(self) -> Tensor:
+        """Return an empty tensor of the whole matrix."""
+        like = self.shard.tensor
+        return like.new_empty(self.cut.whole(like.shape))
 
 
 class Exchange:
-    """The exchange of matrices of one dtype between tp ranks, by all-to-alls."""
+    """The exchange of matrices between tp ranks, by all-to-alls in the widest of their dtypes."""
 
     def __init__(
-        self, matrices: Sequence[Matrix], dtype: torch.dtype, group: ProcessGroup | None
+        self, matrices: Iterable[Matrix], everyone: Sequence[Sizes], group: ProcessGroup | None
     ) -> None:
-        self.matrices, self._dtype, self._group = list(matrices), dtype, group
-        self._rank, self._size = get_rank(group), get_world_size(group)
-        self.wholes: list[tuple[Matrix, nn.Parameter]] = []  # that this rank owns and updates
-        for matrix in self.matrices:
-            if matrix.owner == self._rank:
-                like = matrix.shard.tensor
-                whole = like.new_empty(matrix.cut.whole(like.shape))
-                self.wholes.append((matrix, nn.Parameter(whole)))
-        self._versions: list[int] = []
+        self._group, self._rank, self._size = group, get_rank(group), get_world_size(group)
+        dtypes = [dtype for sizes in everyone for _, dtype in sizes.values()]
+        self._dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+        owners = _owners(everyone)
+        self.matrices = sorted(matrices, key=lambda each: each.shard.name)
+        # Matrices by owner, and those that this rank owns, with the parameters that it updates.
+        self._of: list[list[Matrix]] = [[] for _ in range(self._size)]
+        for each in self.matrices:
+            self._of[owners[each.shard.name]].append(each)
+        self.wholes = [(each, nn.Parameter(each.new_whole())) for each in self._of[self._rank]]
         self._read_weights()
         self.note_versions()
 
@@ -287,17 +259,13 @@ class Exchange:
         for _, whole in self.wholes:
             whole.grad = None
         sent = [
-            [matrix.take(whole.detach(), rank) for matrix, whole in self.wholes]
+            [m.cut.cut.take(whole.detach(), m.cut.dim, rank) for m, whole in self.wholes]
             for rank in range(self._size)
         ]
-        expected = [
-            [each.shard.tensor.numel() for each in self.matrices if each.owner == rank]
-            for rank in range(self._size)
-        ]
-        received = self._pass(sent, expected)
-        for matrix in self.matrices:
-            shard = matrix.shard.tensor
-            shard.copy_(received[matrix.owner].pop(0).view(shard.shape))
+        expected = [[each.shard.tensor.numel() for each in theirs] for theirs in self._of]
+        for theirs, received in zip(self._of, self._pass(sent, expected), strict=True):
+            for matrix, values in zip(theirs, received, strict=True):
+                matrix.shard.tensor.copy_(values.view_as(matrix.shard.tensor))
 
     @torch.no_grad()
     def _read_weights(self) -> None:
@@ -311,8 +279,7 @@ class Exchange:
     ) -> tuple[list[Tensor | None], bool]:
         """Return the whole tensors, or None, that this rank owns, and whether any has `written`."""
         sent = []
-        for owner in range(self._size):
-            theirs = [each for each in self.matrices if each.owner == owner]
+        for theirs in self._of:
             tensors = [tensor_of(each) for each in theirs]
             head = torch.tensor([written, *(each is not None for each in tensors)])
             filled = (
@@ -328,8 +295,11 @@ class Exchange:
         found: list[Tensor | None] = []
         for index, (matrix, whole) in enumerate(self.wholes):
             pairs = zip(received, shapes, strict=True)
-            shards = [flat[index].view(each[index]) for flat, each in pairs]
-            found.append(matrix.join(shards).to(whole.device) if heads[1 + index] else None)
+            joined = torch.cat(
+                [flat[index].view(each[index]) for flat, each in pairs], matrix.cut.dim
+            )
+            arranged = matrix.cut.cut.arrange(joined, matrix.cut.dim)
+            found.append(arranged.to(whole) if heads[1 + index] else None)
         return found, heads[0]
 
     def _pass(
@@ -351,4 +321,4 @@ class Exchange:
         return [each for s in shards for each in (s.tensor._version, s.parameter._version)]
 
 
-_exchanges: weakref.WeakKeyDictionary[Optimizer, list[Exchange]] = weakref.WeakKeyDictionary()
+_exchanges: weakref.WeakKeyDictionary[Optimizer, Exchange] = weakref.WeakKeyDictionary()

@@ -109,7 +109,7 @@ def _planning(prog: str) -> argparse.ArgumentParser:
         say(f"--{axis}", type=_count, nargs="+", metavar="N", help="allowed sizes")
     say("--micro-rows", type=_count, nargs="+", metavar="N", help="rows of a micro-batch")
     say("--zero", type=int, nargs="+", choices=range(4), help="stages of ZeRO")
-    say("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
+    say("--recompute", nargs="+", choices=("none", "selective", "full"))
     say("--schedule", nargs="+", choices=[name for name in SCHEDULES if name != "forward_only"])
     say("--cp-method", dest="cp_methods", nargs="+", metavar="NAME", help="as for `parallelize`")
     say("--top", type=_count, default=10, metavar="N", help="layouts in the table (10)")

@@ -16,7 +16,7 @@ from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import interleaved_1f1b, looped_breadth_first
 
 Kernels = Literal["cpu", "cuda"]  # device type; what autograd keeps depends on it
-Recompute = Literal["none", "selective", "full", "offload"]
+Recompute = Literal["none", "selective", "full"]
 # Schedules with any number of chunks (`CHUNKS` has the default); V-shaped ones have two.
 LOOPED = {"interleaved_1f1b": interleaved_1f1b, "looped_bfs": looped_breadth_first}
 V_SHAPED = ("zb_v", "dualpipe_v")

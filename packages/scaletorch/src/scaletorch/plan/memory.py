@@ -233,8 +233,6 @@ def _messages(facts: Facts, layout: Layout, number: int, size: int) -> Callable[
 
     def message(alive_: int) -> int:
         passed = round(alive_ * content.sent / chunks)  # a sent output stays until its backward
-        if layout.recompute == "offload":  # the received input stays on the device as well
-            passed += round(alive_ * content.received / chunks)
         if not early:
             return (passed + ways) * size
         done = all_ - alive_
@@ -267,10 +265,7 @@ def _chunk(facts: Facts, layout: Layout, runs: Runs) -> Chunk:
         entered, again, keeps = own.entered.at(rows), 0.0, own.kept.at(rows)
         if layer and layout.recompute == "full":
             keeps, again = entered, max(0.0, keeps - entered)
-        elif layer and layout.recompute == "offload":
-            keeps = 0.0
-        if layout.recompute != "offload":
-            shared = max(shared, own.shared.at(rows))
+        shared = max(shared, own.shared.at(rows))
         leaves, needs = own.left.at(rows), own.backward_peak.at(rows) + again
         # In a run of equal blocks, `kept` is largest at the last one and `left` at the first.
         first = under + keeps + needs + (entered if times > 1 else gradient)

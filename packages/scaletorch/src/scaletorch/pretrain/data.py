@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..dist import all_gather_object
 from ..dist.errors import InvalidArgumentError, MismatchError, StateError
+from ..parallel.pg_manager import IGNORED
 
-IGNORED_LABEL = -100
 TEXT_SUFFIXES = {".c", ".h", ".json", ".jsonl", ".md", ".py", ".rst", ".toml", ".txt", ".yaml"}
 Encoder = Callable[[bytes], Tensor]
 
@@ -32,19 +32,16 @@ class Corpus:
     def global_batch(
         self, step: int, *, batch_size: int, seq_len: int, seed: int
     ) -> dict[str, Tensor]:
-        """Return the global batch of `step`, the same on every rank and for every layout."""
+        """Return the global batch of `step`, the same on every rank and for every layout.
+
+        `input_ids` and `labels` are [batch_size, seq_len]. Labels are aligned with inputs, and -100
+        if the next token begins another document.
+        """
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         offsets = torch.randint(len(self.tokens) - seq_len, (batch_size, 1), generator=generator)
-        return self.window(offsets, seq_len)
-
-    def window(self, offsets: Tensor, seq_len: int) -> dict[str, Tensor]:
-        """Return the `input_ids` and `labels`, [B, seq_len], that begin at offsets [B, 1].
-
-        Labels are aligned with inputs, and -100 if the next token begins another document.
-        """
         positions = offsets + torch.arange(seq_len + 1)
         window = self.tokens[positions].long()
-        labels = window[:, 1:].masked_fill(self.starts[positions[:, 1:]], IGNORED_LABEL)
+        labels = window[:, 1:].masked_fill(self.starts[positions[:, 1:]], IGNORED)
         return {"input_ids": window[:, :-1], "labels": labels}
 
 
@@ -116,12 +113,6 @@ def read_tokenizer(path: Path) -> Any:
         raise InvalidArgumentError(
             f"tokenizer {path} cannot be read as a tokenizer.json: {error}"
         ) from error
-
-
-def vocabulary_size(tokenizer: Path | None) -> int:
-    """Return the vocabulary size: that of a `tokenizers` file, or 256 for bytes."""
-    size: int = 256 if tokenizer is None else read_tokenizer(tokenizer).get_vocab_size()
-    return size
 
 
 def tokenizer_encoder(path: Path) -> tuple[Encoder, int]:

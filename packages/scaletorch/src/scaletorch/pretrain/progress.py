@@ -1,17 +1,12 @@
-"""Progress bar and JSON log of rank 0, and model FLOPs utilisation (MFU)."""
+"""Progress bar and JSON log of rank 0."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
-
-import torch
-
-from ..models import LlamaConfig, MixtureConfig
 
 LOG = "log.jsonl"
 
@@ -44,19 +39,17 @@ class Reporter:
         if self.progress is not None:
             self.progress.console.print(text, highlight=False, soft_wrap=True)
 
-    def step(
-        self, step: int, values: Mapping[str, float], *, tokens: int, flops: float, peak: float
-    ) -> None:
-        """Report a 1-based step; `tokens` and `flops` are of the global batch."""
+    def step(self, step: int, values: Mapping[str, float], *, tokens: int) -> None:
+        """Report a 1-based step; `tokens` are those of the global batch."""
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         if self.log is None:
             return
-        row = {"step": step, **values, "seconds": seconds, "tokens_per_s": tokens / seconds,
-               "mfu": flops / seconds / peak}  # fmt: skip
+        speed = tokens / seconds
+        row = {"step": step, **values, "seconds": seconds, "tokens_per_s": speed}
         self.log.write(json.dumps(row) + "\n")
         self.log.flush()
-        numbers = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  {row['mfu']:.1%}"
+        numbers = f"loss {values['loss']:.4f}  {speed:,.0f} tokens/s"
         self.progress.update(self.task, advance=1, numbers=numbers)
 
     def __exit__(self, *_: object) -> None:
@@ -91,30 +84,3 @@ def progress_bar() -> Any:
         TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn(),
         TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(compact=True),
     )  # fmt: skip
-
-
-def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
-    """Return forward + backward FLOPs of one token: 6 per weight used, plus causal attention.
-
-    Source: PaLM, https://arxiv.org/abs/2204.02311, appendix B, halved for the causal mask.
-    """
-    head_dim = config.hidden_size // config.num_heads
-    attention = config.hidden_size * head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    mlp = 3 * config.hidden_size * config.intermediate_size
-    if isinstance(config, MixtureConfig):  # the token's top_k experts, and the router
-        mlp = config.top_k * mlp + config.num_experts * config.hidden_size
-    weights = config.num_layers * (attention + mlp) + config.hidden_size * config.vocab_size
-    return 6.0 * weights + 6.0 * config.num_layers * config.hidden_size * seq_len
-
-
-def job_peak(device: torch.device, dtype: torch.dtype, world_size: int) -> float:
-    """Return the peak FLOP/s of `world_size` ranks, by the best of several square products."""
-    ranks = world_size if device.type != "cpu" else min(world_size, os.cpu_count() or 1)
-    size = 512 if device.type == "cpu" else 8192
-    a = torch.ones(size, size, device=device, dtype=dtype)  # not random: resuming is bitwise
-    best = float("inf")
-    for _ in range(8):
-        start = time.perf_counter()
-        (a @ a).sum().item()  # .item() waits for the device
-        best = min(best, time.perf_counter() - start)
-    return ranks * 2.0 * size**3 / best

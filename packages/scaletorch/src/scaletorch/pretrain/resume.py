@@ -135,22 +135,17 @@ def load_last(
 class Saver:
     """Saves checkpoints while training goes on, and waits for the last one at the end."""
 
-    def __init__(self, save: Callable[[int], Saving], every: int, start: int) -> None:
-        self._save, self._every, self._saved = save, every, start
+    def __init__(self, save: Callable[[int], Saving], every: int, last: int) -> None:
+        self._save, self._every, self._last = save, every, last
         self._saving: Saving | None = None
 
     def __enter__(self) -> Saver:
         return self
 
     def after(self, step: int) -> None:
-        """Save after `step` steps if it is a multiple of `every`."""
-        if self._every and step % self._every == 0:
-            self._saving, self._saved = self._save(step), step
-
-    def end(self, step: int) -> None:
-        """Save the state after the last step, unless it is saved already."""
-        if self._every and step > self._saved:
-            self._saving, self._saved = self._save(step), step
+        """Save after `step` steps if it is a multiple of `every`, or the last step."""
+        if self._every and (step % self._every == 0 or step == self._last):
+            self._saving = self._save(step)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._saving is None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import guard
 from ..checkpoint import Saving
@@ -21,14 +20,13 @@ from ..compose import (
     shard_global_batch,
     train_step,
 )
-from ..dist import barrier, get_backend, get_local_rank, is_distributed, is_main_process
+from ..dist import get_backend, get_local_rank, is_distributed, is_main_process
 from ..dist.devices import current_device, set_device
 from ..dist.errors import NonFiniteError
 from ..models import LlamaConfig
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.data_parallel.building import name_culprits
 from ..parallel.pg_manager import (
-    Grid,
     ProcessGroupManager,
     describe_rank,
     destroy_process_group_manager,
@@ -36,7 +34,7 @@ from ..parallel.pg_manager import (
 )
 from .config import PretrainConfig, plain_model, sizes_of
 from .data import Corpus, check_same_data, load_corpus
-from .progress import Reporter, flops_per_token, job_peak
+from .progress import Reporter
 from .resume import Saver, load_last, refuse_mixing, save_step
 
 
@@ -79,44 +77,22 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
         start = load_last(config, model, optimizer, manager, corpus.digest)
     if start >= config.steps:
         return []
-    tokens = config.batch_size * config.seq_len
-    flops = tokens * flops_per_token(sizes, config.seq_len)
-    main, dtype = is_main_process(), getattr(torch, config.dtype)
-    peak = job_peak(device, dtype, manager.world_size) if main else 1.0
-    barrier()  # the others wait, so that no ranks share the cores of rank 0
-    losses: list[float] = []
-    reporter = Reporter(config.out if main else None, short_name(config.grid), start, config.steps)
+    folder, losses = config.out if is_main_process() else None, list[float]()
+    reporter = Reporter(folder, str(config.grid), start, config.steps)
 
     def save(step: int) -> Saving:
         return save_step(config, step, model, optimizer, manager, corpus.digest, sizes)
 
-    with Saver(save, config.save_every, start) as saver, reporter:
-        for note in notes(config, device, peak):
-            reporter.say(note)
+    with Saver(save, config.save_every, config.steps) as saver, reporter:
+        if is_distributed():
+            reporter.say(f"ranks compute on {device.type} and communicate over {get_backend()}")
         for step in range(start, config.steps):
             values = optimizer_step(config, model, optimizer, corpus, step)
             guard.step(step + 1)
             losses.append(values["loss"])
-            reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
+            reporter.step(step + 1, values, tokens=config.batch_size * config.seq_len)
             saver.after(step + 1)
-        saver.end(config.steps)
     return losses
-
-
-def short_name(grid: Grid) -> str:
-    """Return a short name of a layout, such as `tp2 dp2`."""
-    sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "ep": grid.ep}
-    return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one process"
-
-
-def notes(config: PretrainConfig, device: torch.device, peak: float) -> Iterator[str]:
-    """Yield lines to print before the first step."""
-    if is_distributed():
-        yield f"ranks compute on {device.type} and communicate over {get_backend()}"
-    yield (
-        f"MFU, in percent, is against {peak / 1e9:,.0f} GFLOP/s: a measured {config.dtype} matmul "
-        f"on {device.type}, times ranks (or cores, if fewer)"
-    )
 
 
 def optimizer_step(
@@ -131,7 +107,15 @@ def optimizer_step(
     drawn = corpus.global_batch(step, **sizes, seed=config.seed)
     batch = {name: entry.to(device) for name, entry in drawn.items()}
     loss = train_step(model, shard_global_batch(batch, config.micro_batches, model=model))
-    norm = finite_norm(config, model, loss, step)
+    try:
+        norm = clip_grad_norm_(model, config.clip, error_if_nonfinite=True)
+    except NonFiniteError as error:  # raised before any gradient was scaled
+        raise NonFiniteError(
+            f"step {step + 1}: the loss is {loss.item()}, and not all gradients are finite: "
+            f"{name_culprits(nonfinite_gradients(model)) or 'their norm alone'}; weights and "
+            "checkpoints are as after the steps before. Go on from the last checkpoint with "
+            "--resume auto, with a lower --lr or --clip"
+        ) from error
     rate = learning_rate(config, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -140,24 +124,6 @@ def optimizer_step(
     optimizer.step()
     optimizer.zero_grad()
     return {"loss": loss.item(), "grad_norm": norm.item(), "lr": rate}
-
-
-def finite_norm(
-    config: PretrainConfig, model: DataParallelBucket, loss: Tensor, step: int
-) -> Tensor:
-    """Clip the gradients and return their norm; raise NonFiniteError on every rank."""
-    culprits = "none of the gradients, but the loss"
-    try:
-        norm = clip_grad_norm_(model, config.clip, error_if_nonfinite=True)
-        if loss.isfinite():
-            return norm
-    except NonFiniteError:  # raised before any gradient was scaled
-        culprits = name_culprits(nonfinite_gradients(model)) or "their norm alone"
-    raise NonFiniteError(
-        f"step {step + 1}: the loss is {loss.item()}, and not all gradients are finite: {culprits}"
-        "; weights and checkpoints are as after the steps before. Go on from the last checkpoint "
-        "with --resume auto, with a lower --lr or --clip"
-    )
 
 
 def learning_rate(config: PretrainConfig, step: int) -> float:

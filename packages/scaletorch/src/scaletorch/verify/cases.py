@@ -19,7 +19,7 @@ OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "schedule": ("1f1b", *(n for n in SCHEDULES if n not in ("1f1b", "forward_only"))),
     "micro_batches": (2, 1),
     "bucket_size": (2**14, 1, 2**24),
-    "recompute": ("none", "layers", "selective", "offload"),
+    "recompute": ("none", "layers", "selective"),
     "sequence_parallel": ("off", "on"),
     "loss_parallel": ("off", "on"),
     "cp_layout": ("zigzag", "contiguous", "stripe"),
@@ -38,8 +38,8 @@ class Case:
         schedule: Pipeline schedule.
         micro_batches: Micro-batches per data-parallel rank.
         bucket_size: Elements per gradient bucket.
-        recompute: 'layers' recomputes whole layers in backward, 'selective' only cheap activations;
-            'offload' keeps activations in host memory, and 'none' keeps them all on the device.
+        recompute: 'layers' recomputes whole layers in backward, 'selective' only cheap activations,
+            and 'none' keeps all.
         loss_parallel: 'on' keeps logits sharded over tp.
         sequence_parallel: 'on' shards sequences over tp between sharded layers.
         cp_layout: Assignment of positions to cp ranks.

@@ -235,7 +235,6 @@ def _one_step(
             loss = mean_loss(output, batch["labels"])
         else:
             loss = plain_loss(loss_fn, output, batch, subject.row_dims, subject.sequence_dims)
-        loss = loss + router_loss(model, output, batch.get("attention_mask"))
     put("loss", loss)
     with model_precision(next(model.parameters()).dtype):
         loss.backward()
@@ -252,29 +251,3 @@ def _one_step(
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     saved = {"loss": loss.detach(), "norm": norm, "gradients": gradients, "weights": weights}
     return Step(saved, choices)
-
-
-def router_loss(model: nn.Module, output: Any, mask: Tensor | None = None) -> Tensor | float:
-    """Return the router's auxiliary loss for a whole batch; 0 if no config enables it.
-
-    With N experts and the tokens of all layers together: coefficient x N x the sum over experts of
-    (choices / tokens) x (mean probability). Source: Switch Transformers (arXiv 2101.03961),
-    equations 4 to 6, as transformers implements it.
-    """
-    config = next(filter(_asks, (getattr(each, "config", None) for each in model.modules())), None)
-    if config is None:
-        return 0.0
-    logits = torch.stack(output.router_logits)
-    if mask is not None:
-        logits = logits[:, mask.flatten() != 0]
-    scores = logits.flatten(0, 1).softmax(-1)
-    chosen = scores.topk(config.num_experts_per_tok).indices
-    choices = F.one_hot(chosen, scores.shape[-1]).sum((0, 1))
-    often = choices.to(scores.dtype) / len(scores)
-    loss: Tensor = config.router_aux_loss_coef * scores.shape[-1] * (often * scores.mean(0)).sum()
-    return loss
-
-
-def _asks(config: Any) -> bool:
-    wanted = getattr(config, "output_router_logits", False) is True
-    return wanted and getattr(config, "router_aux_loss_coef", 0) > 0

@@ -51,9 +51,7 @@ from .precision import full_precision, model_precision
 from .problem import MAX_NORM, TORCH_DTYPES, Phase, Subject, phase_at
 
 SHOWN = 3  # failures that a rank reports
-RECOMPUTE: Mapping[str, bool | str] = {
-    "none": False, "layers": True, "selective": "selective", "offload": "offload",
-}  # fmt: skip
+RECOMPUTE: Mapping[str, bool | str] = {"none": False, "layers": True, "selective": "selective"}
 SHARDED: Mapping[str, Mapping[str, Any]] = {
     "zero1": {"stage": 1, "overlap": True},
     "zero2": {"stage": 2, "overlap": True},

@@ -19,9 +19,8 @@ from ...parallel.context_parallel.building import expect_attention
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ...parallel.pg_manager.building import restored
-from ..batches import Batch, real_positions, real_tokens
+from ..batches import Batch
 from ..checks import require_one_batch
-from ..experts import router_loss
 from ..forward import Terms, pipeline_of
 from ..loss import LossBatch, token_loss_sum
 from ..naming import listed
@@ -101,7 +100,7 @@ def rehearse_step(
                 small, loss, records, kept = trained(partial(cut, wide=wide), model, plain, step)
                 ranks = Ranks(model, manager, plain, small, records, device)
                 batch = {n: on_device(x, device) for n, x in small.called.items()}
-                run = partial(_loss, small, terms, loss_fn)
+                run = partial(_loss, small, loss_fn)
                 found = _replay(plain, ranks, batch, run, loss, kept=kept, shares=steps == 1)
                 if not found.agrees:
                     break
@@ -204,9 +203,7 @@ def _gather_findings(replay: Replay, problem: str | None, kept: list[str] | None
     return _Found(replay, first, next(filter(None, problems), None), max(errors), names)
 
 
-def _loss(
-    small: SmallBatch, terms: Terms, loss_fn: Callable[[Any, Any], Any] | None, output: Any
-) -> Tensor:
+def _loss(small: SmallBatch, loss_fn: Callable[[Any, Any], Any] | None, output: Any) -> Tensor:
     """Return the loss of one process."""
     batch, one = small.called.micro_batch, cast(Any, small.alone)
     if loss_fn is None:
@@ -215,9 +212,6 @@ def _loss(
     else:
         total, count = loss_fn(output, LossBatch(batch, None, one))
         loss = total / count
-    if terms.router_loss is not None:
-        real = real_tokens(batch, real_positions(batch))
-        loss = loss + router_loss(output, terms.router_loss, one, shares_sequences=False, real=real)
     return loss
 
 
