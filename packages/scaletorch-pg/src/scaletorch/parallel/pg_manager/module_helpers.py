@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -86,12 +86,18 @@ def _hide_all() -> None:
 M = TypeVar("M", bound=nn.Module)
 
 
-@cache
+_subclasses: dict[Any, type[Any]] = {}
+
+
 def class_before(mixin: type[nn.Module], own: type[nn.Module], name: str) -> type[Any]:
     """Return the class `name` with the bases (`mixin`, `own`); equal calls return the same one."""
-    # Report the origin and docstring of the module's own class.
-    place = {"__module__": own.__module__, "__doc__": own.__doc__}
-    return types.new_class(name, (mixin, own), exec_body=lambda namespace: namespace.update(place))
+    if (mixin, own, name) not in _subclasses:
+        # Report the origin and docstring of the module's own class.
+        place = {"__module__": own.__module__, "__doc__": own.__doc__}
+        _subclasses[mixin, own, name] = types.new_class(
+            name, (mixin, own), None, lambda n: n.update(place)
+        )
+    return _subclasses[mixin, own, name]
 
 
 def deep_copy(module: M, own: Callable[[Any], M] | None, memo: dict[int, Any]) -> M:

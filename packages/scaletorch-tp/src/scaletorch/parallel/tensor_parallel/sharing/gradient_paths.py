@@ -81,7 +81,7 @@ class Walk:
         shown: Placement = Invariant() if reach is Reach.WHOLE else Replicate()
         if self.reach_of(node, ReduceScatter) is Reach.PARTIAL:
             shown = Varying()
-        known = (Invariant, Replicate, Partial)
+        known: tuple[type, ...] = (Invariant, Replicate, Partial)
         if shown == Varying():  # what is whole in the plan may be this rank's share of the tokens
             known = (Replicate,) if self._sequences else (Invariant, Replicate)
         wrong = [f"{at} is {p}" for at, p in placed if p != shown and isinstance(p, known)]
