@@ -201,6 +201,14 @@ def test_gradients_are_scaled_in_one_kernel_and_rounded_once(dtype):
     assert (factors.lists, factors.slow) == (1, 0)
 
 
+@pytest.mark.parametrize("order", ["inf", "3", torch.tensor(2)])
+def test_orders_that_torch_takes(order):
+    layer = nn.Linear(2, 3)
+    layer(torch.ones(1, 2)).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(layer.parameters(), math.inf, norm_type=order)
+    torch.testing.assert_close(global_grad_norm(layer, norm_type=order), expected)
+
+
 def test_large_gradients_do_not_overflow():
     model = nn.Linear(2, 2, bias=False)
     model.weight.grad = torch.full((2, 2), 1e18)

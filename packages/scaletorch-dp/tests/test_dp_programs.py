@@ -46,7 +46,7 @@ class Program:
     """One program's models: ours on this rank, and the plain one that does what all ranks do."""
 
     draw: random.Random
-    stage: int  # of the sharded optimizer; 0 is none, and NAIVE the other wrapper
+    stage: int  # of the sharded optimizer; 0 is none, as is NAIVE, with the other wrapper
     model: DataParallelBucket | DataParallelNaive = field(init=False)
     unsummed: set[str] = field(default_factory=set)  # gradients of no_sync alone
     own: bool = False  # whether what is put into a gradient now is a rank's own
@@ -56,10 +56,10 @@ class Program:
         torch.manual_seed(self.draw.randrange(2**31))
         self.plain = Parts().double()
         copied, group = copy.deepcopy(self.plain), c10d.group.WORLD
-        if self.stage == NAIVE:
+        size = self.draw.choice([8, 40, 2**20, None])
+        if self.stage == NAIVE or size is None:
             self.model = DataParallelNaive(copied, group)
         else:
-            size = self.draw.choice([8, 40, 2**20])
             self.model = DataParallelBucket(copied, bucket_size=size, group=group)
         make = self.draw.choice([sgd, adam])
         self.ours, self.theirs = make(self.model.parameters()), make(self.plain.parameters())
@@ -169,6 +169,21 @@ class Program:
             expected = self.plain.state_dict()[name]
             torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-11, msg=name)
 
+    def step_of_closure(self):
+        """Step with a closure that runs backward and changes gradients."""
+
+        def closure():
+            self.zero_grad()
+            self.sync()
+            self.draw.choice([self.drop, self.replace, self.freeze])()
+            return 0.0
+
+        if self.draw.random() < 0.5:
+            self.ours.step(closure)
+        else:
+            self.ours.step(closure=closure)
+        self.theirs.step()
+
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
@@ -179,7 +194,7 @@ def adam(parameters):
 
 
 ALWAYS = ["sync", "sync", "sync", "accumulate", "zero_grad", "reset", "freeze", "differentiate"]
-SUMMED = ["drop", "replace", "clip", "look", "step", "step"]
+SUMMED = ["drop", "replace", "clip", "look", "step", "step", "step_of_closure"]
 
 
 def run_programs(count, stage):

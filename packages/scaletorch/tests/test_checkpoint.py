@@ -97,6 +97,18 @@ def test_state_of_numbers_of_nothing_and_of_what_was_not_used(tmp_path, kind):
     assert group.get("momentum") == momentum.get("momentum")
 
 
+def test_a_load_reuses_the_memory_of_the_optimizer_s_state(tmp_path):
+    program = Program().train()
+    program.save(tmp_path, 1)
+    expected = program.state()
+    states = [dict(state) for state in program.optimizer.state.values()]
+    program.train().load(tmp_path)
+    assert_equal(program.state(), expected)
+    for before, after in zip(states, program.optimizer.state.values(), strict=True):
+        assert after["exp_avg"] is before["exp_avg"]
+        assert after["exp_avg_sq"] is before["exp_avg_sq"]
+
+
 def test_nothing_is_unpickled_or_evaluated(tmp_path, monkeypatch):
     first, second = Program().train(), Program(seed=5)
     first.save(tmp_path, 1)

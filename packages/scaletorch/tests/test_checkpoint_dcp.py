@@ -145,6 +145,11 @@ def lose_a_moment(state):
     del state["optim"]["state"]["layers.1.mlp.up_proj.weight"]["exp_avg_sq"]
 
 
+def add_dampening(state):  # as of SGD
+    for group in state["optim"]["param_groups"]:
+        group["dampening"] = 0.0
+
+
 def number(state):
     state["optim"]["state"] = dict(enumerate(state["optim"]["state"].values()))
 
@@ -163,6 +168,7 @@ def resize(layers):
 
 STATES = {
     "moment": (lose_a_moment, "no exp_avg_sq of the optimizer for layers.1.mlp.up_proj.weight"),
+    "class": (add_dampening, "another optimizer.*dampening"),
     "number": (number, r"no exp_avg, exp_avg_sq, step of the optimizer for .*get_state_dict"),
     "twice": (
         lambda state: state.update(average=state["model"]),
@@ -210,6 +216,18 @@ def flip(folder):
     data = bytearray((folder / "__0_0.distcp").read_bytes())
     change_metadata(folder, change)
     (folder / "__0_0.distcp").write_bytes(data)
+
+
+def test_other_learning_rates_are_said(tmp_path):
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(plain_state(), checkpoint_id=tmp_path, no_dist=True)
+    model = build(8, 32, False)
+    optimizer = optimizer_of(model)
+    with warnings.catch_warnings(action="error"):
+        import_dcp(model, tmp_path, optimizer)
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.5
+    with pytest.warns(UserWarning, match=r"learning rates \[0.01\].*not restored.* keeps \[0.5\]"):
+        import_dcp(model, tmp_path, optimizer)
 
 
 class Evil:

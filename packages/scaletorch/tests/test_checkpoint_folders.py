@@ -1,5 +1,6 @@
 """Checkpoints' folders: killed programs, other jobs, other names and files, what is removed."""
 
+import gc
 import json
 import os
 import shutil
@@ -240,37 +241,59 @@ def test_a_first_run_may_have_logs_and_files_of_killed_saves(tmp_path):
     assert names(tmp_path / "step-00000001.unfinished") == ["rank-00000.safetensors"]
 
 
+# Other jobs.
+
 JOB = """
-import fcntl, sys
-file = open(sys.argv[1], "a")
-fcntl.lockf(file, fcntl.LOCK_EX)
-print("saving", flush=True)
+import sys, torch
+from scaletorch.checkpoint import save
+save(sys.argv[1], model := torch.nn.Linear(2, 2), step=1)
+print("saved", flush=True)
 sys.stdin.read()
 """
 
 
-def save_twice(root):
-    with grid({"dp_size": 2, "tp_size": 2}):
-        model = filled(1.0)
-        for step in (1, 2):
-            saving = save(root, model, step=step, asynchronous=step == 2)
-            saving.wait()
+def refused(root, sizes, process):
+    with grid(sizes):
+        model = nn.Linear(2, 2)
+        host = os.uname().nodename
+        words = rf"{root} is being written by process {process} on host {host}: end it"
+        for asynchronous in (False, True):
+            with pytest.raises(CheckpointError, match=words):
+                save(root, model, step=2, asynchronous=asynchronous)
+        assert load(root, model).step == 1  # reading needs no lock
 
 
-def refused(root):
-    with pytest.raises(CheckpointError, match=f"another job is saving into {root}: save elsewhere"):
-        save_twice(root)
+def saves(root, sizes, step):
+    with grid(sizes):
+        model = nn.Linear(2, 2)
+        for asynchronous in (False, True, True):
+            step += 1
+            saving = save(root, model, step=step, keep=2, asynchronous=asynchronous)
+        saving.wait()
 
 
-def test_a_second_job_is_refused_on_every_rank_while_the_first_saves(four, tmp_path):
-    command = [sys.executable, "-c", JOB, str(tmp_path / LOCK)]
-    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+def test_a_second_job_is_refused_on_every_rank_until_the_first_is_killed(four, tmp_path):
+    command = [sys.executable, "-c", JOB, str(tmp_path)]
+    pipes, sizes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE), {"dp_size": 2, "tp_size": 2}
     with subprocess.Popen(command, text=True, **pipes) as job:
-        assert job.stdout.readline() == "saving\n"
-        four.run(refused, tmp_path)
-        assert names(tmp_path) == []
+        assert job.stdout.readline() == "saved\n"
+        four.run(refused, tmp_path, sizes, job.pid)
+        with pytest.raises(CheckpointError, match=f"by process {job.pid} on host"):
+            save(tmp_path, nn.Linear(2, 2), step=2)
         job.kill()
         job.wait(20)
-    four.run(save_twice, tmp_path)
-    save(tmp_path, filled(3.0), step=3)
-    assert loaded(tmp_path) == (3, 3)
+        assert f"process {job.pid} " in (tmp_path / LOCK).read_text()
+        four.run(saves, tmp_path, sizes, 1)
+        four.run(saves, tmp_path, sizes, 4)
+        save(tmp_path, nn.Linear(2, 2), step=8)  # the ranks' models are gone
+
+
+def test_a_wrapper_that_ends_after_its_save_keeps_the_folder_locked(tmp_path):
+    (tmp_path / LOCK).write_text("process 7 on host elsewhere\n")  # of a job that ended
+    model = nn.Linear(2, 2)
+    save(tmp_path, nn.Sequential(model), step=1)
+    gc.collect()
+    command = [sys.executable, "-c", JOB, str(tmp_path)]
+    other = subprocess.run(command, input="", capture_output=True, text=True, timeout=60)
+    assert f"is being written by process {os.getpid()} on host" in other.stderr
+    assert f"process {os.getpid()} " in (tmp_path / LOCK).read_text()  # closing it ends the lock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import warnings
 import zipfile
 from collections import defaultdict
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from ..parallel.pg_manager import ProcessGroupManager
 from .agreement import CheckpointError, DamagedCheckpointError
 from .format.metadata import Chunk, check_whole, describe_tensor, encode
+from .state.optimizer import KNOBS
 from .storage import Read, Reader
 from .weights import WholeModel, read_folder
 
@@ -47,7 +49,7 @@ def import_dcp(
     All ranks call it, on any layout, and each reads only its own shards. Values are cast to the
     model's dtypes; master weights get them uncast. The optimizer's state is found by parameter
     names, nested or flattened, as torch's `get_state_dict` returns it. All else stays as it is,
-    also the hyperparameters of the optimizer's groups.
+    also the hyperparameters of the optimizer's groups; rank 0 warns of other learning rates.
 
     `.metadata` is a pickle; only the classes that torch writes there are allowed. Values are read
     with `torch.load(weights_only=True)`. So no code in the folder runs.
@@ -85,9 +87,13 @@ def _describe(root: Path, whole: WholeModel) -> dict[str, Any]:
         if name in whole.firsts or weight:
             entries[first] = entry
     document: dict[str, Any] = {"entries": entries, "scalars": {}, "groups": None, "files": {}}
-    if whole.optimizer is not None and (states := _states(saved, whole.firsts)):
+    optimizer, states = whole.optimizer, _by_parameter(saved, "state", whole.firsts)
+    if optimizer is not None and states:
         _add_state(root, states, whole, document)
-        document["groups"] = [{} for _ in whole.optimizer.param_groups]
+        document["groups"] = [{} for _ in optimizer.param_groups]
+        every = _by_parameter(saved, "param_groups", whole.firsts).items()
+        groups = [group for name, group in every if name in whole.updated or name.isdecimal()]
+        _compare_groups(root, groups, optimizer)
     check_whole(root, entries)
     return document
 
@@ -185,15 +191,33 @@ def _find_prefix(root: Path, saved: Entries, firsts: Mapping[str, str]) -> str:
     return best[0]
 
 
-def _states(saved: Entries, names: Mapping[str, str]) -> dict[str, Entries]:
-    """Map each parameter's name, or number, to the optimizer's state of it."""
+def _by_parameter(saved: Entries, mark: str, names: Mapping[str, str]) -> dict[str, Entries]:
+    """Map each parameter's name, or number, to its optimizer entries of a kind (`mark`)."""
     found: dict[str, Entries] = defaultdict(dict)
     for key, entry in saved.items():
         for match in _OPTIMIZER.finditer(key):
             name, _, item = key[match.end() :].rpartition(".")
-            if match[1] == "state" and (name in names or name.isdecimal()):
+            if match[1] == mark and (name in names or name.isdecimal()):
                 found[names.get(name, name)][item] = entry
     return found
+
+
+def _compare_groups(root: Path, groups: list[Entries], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse groups of another optimizer; warn of learning rates that no group of this one has."""
+    known = set().union(KNOBS, ["initial_lr"], *optimizer.param_groups)
+    if unknown := sorted(set().union(*groups) - known):
+        raise CheckpointError(
+            f"{root} was saved with another optimizer: its groups have {', '.join(unknown)}, and "
+            f"those of the given {type(optimizer).__name__} have not"
+        )
+    rates = {float(_read(root, **each["lr"]["chunks"][0])) for each in groups if "lr" in each}
+    own = {float(group["lr"]) for group in optimizer.param_groups if "lr" in group}
+    if not rates <= own:
+        warnings.warn(
+            f"{root} was saved with learning rates {sorted(rates)}; they are not restored, and the "
+            f"optimizer keeps {sorted(own)}: set the `lr` of its groups",
+            stacklevel=2,
+        )
 
 
 def _add_state(

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,9 @@ class Saving:
         """Write now, or in a non-daemon thread, so that the program waits for it when it ends."""
         global _last
         if asynchronous:
-            name, _last = f"checkpoint {self.folder.name}", self
+            name = f"checkpoint {self.folder.name}"
             threading.Thread(target=self._run, args=(write,), name=name, daemon=False).start()
+            _last = self
         else:
             self._run(write)
             self.wait()
@@ -97,8 +97,8 @@ def save(
     """Write a checkpoint that any other layout can load; all ranks call it.
 
     The folder `step-<zero-padded step>` appears once everything is on the disk, and not before. A
-    save waits for an earlier one in the background, and raises its error. While one job saves into
-    `folder`, another cannot; jobs that save there in turn overwrite each other's checkpoints.
+    save waits for an earlier one in the background, and raises its error. From the first save
+    until the model's parameters or this process end, no other job can save into `folder`.
 
     Args:
         folder: Holds the checkpoints; shared by all machines.
@@ -117,7 +117,7 @@ def save(
     Raises:
         InvalidArgumentError: State that a checkpoint cannot hold.
         MismatchError: Ranks were given different arguments, or another rank failed before.
-        CheckpointError: A rank could not write, or another job is writing there; on every rank.
+        CheckpointError: A rank could not write, or another job writes there; on every rank.
     """
     ranks, root = Ranks(), Path(folder).absolute()
     lines: list[str] = []
@@ -135,6 +135,8 @@ def save(
     except Exception as error:  # any kind: the other ranks must know
         failed = error
     agree("the checkpoint to save", lines, ranks.group, error=failed)
+    owner = next(model.parameters(), model)  # `model` may be a wrapper that ends before it
+    ranks.on_first(lambda: folders.lock(root, owner))
     notes: dict[str, Mapping[str, Any]] = {"scalars": record.scalars, "ties": record.ties}
     write = partial(_write, entries, notes, root, keep, document, ranks)
     saving = Saving(folders.step_folder(root, step))
@@ -176,14 +178,8 @@ def _write(
         folders.finish(root, step, keep)
 
     what = f"saving {folders.step_folder(root, step)} failed"
-    with ExitStack() as held:
-
-        def start(_: Any) -> None:
-            held.enter_context(folders.locked(root))
-            folders.start(root, step)
-
-        ranks.collect(what, lambda: None, start)
-        ranks.collect(what, write, finish)
+    ranks.collect(what, lambda: None, lambda _: folders.start(root, step))
+    ranks.collect(what, write, finish)
 
 
 def _sizes(folder: Path, saved: Mapping[str, Any]) -> dict[str, int]:

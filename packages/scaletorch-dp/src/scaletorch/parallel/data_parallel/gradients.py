@@ -61,18 +61,22 @@ def norm_over(
 
     Result and errors are those of `global_grad_norm`.
     """
-    if not isinstance(norm_type, int | float) or not norm_type > 0:
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
+    if not order > 0:
         raise InvalidArgumentError(f"norm_type must be a number above 0, or inf, got {norm_type!r}")
     check_module(model)
     dtype, first = torch.float32, next(model.parameters(), None)
     for parameter in model.parameters():
         dtype = torch.promote_types(dtype, parameter.dtype.to_real())
     device = get_comm_device(groups[0] if groups else None) if first is None else first.device
-    total = _power_sum(gradients, norm_type, device)
+    total = _power_sum(gradients, order, device)
     for group in groups:
-        all_reduce(total, "max" if norm_type == math.inf else "sum", group)
-    if norm_type not in (1, math.inf):
-        total = total.sqrt() if norm_type == 2 else total.pow(1 / norm_type)
+        all_reduce(total, "max" if order == math.inf else "sum", group)
+    if order not in (1, math.inf):
+        total = total.sqrt() if order == 2 else total.pow(1 / order)
     return total.to(dtype)
 
 

@@ -1,16 +1,18 @@
-"""Folders of checkpoints: their names, finishing, removal, and detection of other libraries'."""
+"""Folders of checkpoints: names, lock, finishing, removal, and detection of other libraries'."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import re
+import socket
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import weakref
+from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
+from typing import TextIO
 
 from ..agreement import CheckpointError, DamagedCheckpointError
 from .metadata import METADATA, unseal
@@ -19,6 +21,7 @@ from .safetensors_files import flush_folder
 FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 UNFINISHED = ".unfinished"
 _REMOVED = ".removed"
+_locked: dict[tuple[int, Path], TextIO] = {}  # by process and folder
 _LOCK = "scaletorch.lock"
 _FINISHED = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"step-(\d{8,})(-\d+)?\.(unfinished|removed)")
@@ -76,18 +79,35 @@ def latest(folder: str | Path) -> Path | None:
     return next((path for path in found if (path / METADATA).is_file()), None)
 
 
-@contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """Refuse that two jobs save into a folder at once; without effect if its disk has no locks."""
+def lock(root: Path, owner: object) -> None:
+    """Lock a folder against other jobs until `owner` is collected or this process ends.
+
+    The operating system releases the lock even of a killed process; a file system may have none.
+    """
+    key = os.getpid(), root.resolve()
+    if key in _locked:
+        return
     root.mkdir(parents=True, exist_ok=True)
-    with (root / _LOCK).open("a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            raise CheckpointError(f"another job is saving into {root}: save elsewhere") from None
-        except OSError:
-            pass
-        yield
+    file = (root / _LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        job = file.read().strip() or "another process"
+        file.close()
+        text = f"{root} is being written by {job}: end it, or save elsewhere"
+        raise CheckpointError(text) from None
+    except OSError:  # this file system has no locks
+        pass
+    file.truncate(0)
+    print(f"process {os.getpid()} on host {socket.gethostname()}", file=file, flush=True)
+    _locked[key] = file
+    weakref.finalize(owner, _unlock, key)
+
+
+def _unlock(key: tuple[int, Path]) -> None:
+    if key[0] == os.getpid():  # a forked child does not hold its parent's lock
+        _locked.pop(key).close()
 
 
 def start(root: Path, step: int) -> None:

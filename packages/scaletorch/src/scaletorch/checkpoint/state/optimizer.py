@@ -78,7 +78,8 @@ def make_states(
 ) -> list[tuple[Tensor, dict[str, Any]]]:
     """Return each tensor of an optimizer with new state, to be filled by loading `targets`.
 
-    State that was saved in its tensor's dtype gets the dtype of the tensor on this rank.
+    State that was saved in its tensor's dtype gets the dtype of the tensor on this rank. Memory of
+    the current state is reused if it fits.
     """
     tensors, numbers = _by_parameter(saved), _by_parameter(scalars)
     groups = {id(t): group for group in optimizer.param_groups for t in group["params"]}
@@ -100,6 +101,9 @@ def make_states(
             if entry.shape == held.shape:
                 dtype = shard.tensor.dtype if entry.dtype == of_parameter.dtype else entry.dtype
                 value = torch.empty_like(shard.tensor, dtype=dtype, requires_grad=False)
+                current = optimizer.state.get(shard.tensor, {}).get(key)
+                if isinstance(current, Tensor) and _layout(current) == _layout(value):
+                    value = current
                 found = held.rectangles(value, shard.start, shard.stop)
                 targets.setdefault(name, target).rectangles.extend(found)
             elif is_whole(shard, held):
@@ -116,6 +120,10 @@ def make_states(
             state[key] = value
         states.append((shard.tensor, state))
     return states
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
 def _by_parameter(saved: Mapping[str, T]) -> dict[str, dict[str, T]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -111,18 +111,12 @@ def hook_optimizer(
     optimizers change weights, gather them too. `model` is the wrapper of the parameters.
     """
 
-    def before(_: Optimizer, args: Any, kwargs: Any) -> None:
-        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
-            raise StateError(
-                f"{describe_rank()}: the step of a sharded optimizer takes no closure: call "
-                "backward before step()"
-            )
-        this = model()
-        if this is not None:
-            this.wrapped.refuse_others(this.module)
-            this.wait_for_parameters()
-        for bucket in gather.buckets:
-            bucket.before_step()
+    def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
+        if callable(closure := kwargs.get("closure")):
+            return args, {**kwargs, "closure": partial(_prepare, gather, model, closure)}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], partial(_prepare, gather, model, args[1]), *args[2:]), kwargs
+        return _prepare(gather, model)
 
     def after(*_: Any) -> None:
         gather.start()
@@ -140,6 +134,20 @@ def hook_optimizer(
             call = partial(_call_and_gather, weakref.ref(optimizer), gather, name)
             setattr(optimizer, name, call)
     _gathers[optimizer] = gather
+
+
+def _prepare(
+    gather: ParameterGather, model: weakref.ref[Any], closure: Callable[[], Any] | None = None
+) -> Any:
+    """Call a step's closure, and let the shards follow all changes; return the closure's result."""
+    loss = None if closure is None else closure()
+    this = model()
+    if this is not None:
+        this.wrapped.refuse_others(this.module)
+        this.wait_for_parameters()
+    for bucket in gather.buckets:
+        bucket.before_step()
+    return loss
 
 
 def settle(optimizer: Optimizer) -> None:
