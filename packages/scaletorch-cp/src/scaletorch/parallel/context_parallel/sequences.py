@@ -133,7 +133,7 @@ class ShardedSequences:
         the same ranks, or a module that contains it.
 
         Raises:
-            StateError: No module of it is context parallel.
+            StateError: No module of it is context parallel, or it runs inside other sequences.
             InvalidArgumentError: It is context parallel over other ranks.
         """
         batch, alone = ActiveBatch(self.layout, self._all_documents), self.ring.size == 1
