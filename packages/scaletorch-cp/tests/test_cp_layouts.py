@@ -63,6 +63,14 @@ def test_no_layout_without_positions_or_ranks(name, length, size):
         LAYOUTS[name](length, size)
 
 
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_no_such_rank(rank):
+    with pytest.raises(
+        InvalidArgumentError, match=f"a zigzag layout of 2 ranks has no rank {rank}"
+    ):
+        zigzag(8, 2).positions(rank)
+
+
 def _dense(mask, length):
     return visible(length, mask.causal, mask.window, mask.documents)
 

@@ -25,6 +25,7 @@ from scaletorch.parallel.context_parallel import (
     shard_batch,
 )
 from scaletorch.parallel.context_parallel.methods import METHODS
+from scaletorch.parallel.context_parallel.models.transformers_mask import Pattern
 
 VOCAB, WIDTH, HEADS, KV_HEADS = 17, 16, 4, 2
 RECOMPUTE = {
@@ -273,8 +274,8 @@ def test_inside_ends_with_its_context():
     other, apart = ShardedSequences(17, group=world), nn.Sequential(model)
     with sequences.inside(apart):
         kept = model(*args)
-        with other.inside(model), pytest.raises(InvalidArgumentError, match="has 8, of 17"):
-            model(*args)
+        with pytest.raises(StateError, match="Model runs inside other sequences already"):
+            other.inside(model).__enter__()
         assert torch.equal(model(*args), kept)
         with padding():
             copy.deepcopy(model)(*args)
@@ -414,6 +415,16 @@ def test_what_cannot_be_exact_is_refused_by_name():
         named = rf"on rank {c10d.get_rank()}.*{re.escape(message)}"
         with pytest.raises((InvalidArgumentError, StateError), match=named):
             model(torch.ones(1, 2, 3, 4))
+
+
+def test_a_mask_that_a_model_changes_is_refused():
+    for by, change in {
+        "an index": lambda mask: mask[:, :, :, :3],
+        "dtype": lambda mask: mask.dtype,
+        "add": lambda mask: torch.ones(2) + mask,
+    }.items():
+        with pytest.raises(InvalidArgumentError, match=f"changes its attention mask by {by},"):
+            change(Pattern(causal=True, window=4))
 
 
 def _own_forward():

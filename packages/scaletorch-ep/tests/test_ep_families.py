@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as c10d
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from scaletorch.dist.testing import preload, relative_error, run_ranks
 from scaletorch.parallel.expert_parallel import (
@@ -31,13 +32,28 @@ FAMILIES = {
 }  # fmt: skip
 
 
+class Double(TorchFunctionMode):
+    """Keeps float64 where models compute in float32, as routers do: else theirs is the rounding."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if function is torch.Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
 def _build(family, implementation):
     import transformers
 
     torch.manual_seed(1)
     options = SIZES | FAMILIES[family] | {"experts_implementation": implementation}
     config = getattr(transformers, f"{family}Config")(**options)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)  # float32: as routers compute
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = model.to(torch.float32 if implementation == "grouped_mm" else torch.float64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "bias" in name or "sinks" in name:
@@ -60,9 +76,10 @@ def _compare(family, implementation):
     plain, model = (_build(family, implementation) for _ in range(2))
     apply_expert_parallel(model, group=c10d.group.WORLD)
     cuts = find_expert_cuts(model)
-    expected, loss = _loss(plain, _ids()), _loss(model, _ids().tensor_split(ranks)[rank])
-    for each in (expected, loss):
-        each.backward()
+    with Double():
+        expected, loss = _loss(plain, _ids()), _loss(model, _ids().tensor_split(ranks)[rank])
+        for each in (expected, loss):
+            each.backward()
     loss = loss.detach()
     c10d.all_reduce(loss)
     found = {}
@@ -78,6 +95,7 @@ def _compare(family, implementation):
 
 
 CASES = [*product(FAMILIES, ("eager", "batched_mm", "grouped_mm"))]
+BOUNDS = {"grouped_mm": 1e-5}  # it knows no float64 on a CPU
 
 
 def _all_compared():
@@ -89,4 +107,4 @@ def test_loss_and_every_gradient_are_one_process(ep):
     for found in run_ranks(_all_compared, ep, timeout=250):
         for case, errors in zip(CASES, found, strict=True):
             for error, name in errors:
-                assert error <= 1e-5, (case, name)
+                assert error <= BOUNDS.get(case[1], 1e-11), (case, name)

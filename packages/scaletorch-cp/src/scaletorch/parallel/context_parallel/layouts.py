@@ -45,7 +45,14 @@ class Layout:
         """Return the positions of a rank, by its index in the ring, int64 [local_length].
 
         They index the rank's shard in the padded sequence, in local order.
+
+        Raises:
+            InvalidArgumentError: No such rank.
         """
+        if not 0 <= rank < self.size:  # -1 is the rank of a process outside of its group
+            raise InvalidArgumentError(
+                f"a {self.name} layout of {self.size} ranks has no rank {rank}"
+            )
         return _indices(self.ranks[rank], device)
 
     def order(self, device: torch.device | str | None = None) -> Tensor:

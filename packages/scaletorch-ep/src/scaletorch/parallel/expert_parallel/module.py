@@ -197,7 +197,9 @@ def _require_like(results: Any, inputs: Tensor) -> None:
     if isinstance(results, Tensor):
         if (results.shape, results.dtype) == (inputs.shape, inputs.dtype):
             return
-        got = f"{results.dtype} {tuple(results.shape)}: let them return results.to(hidden.dtype)"
+        got = f"{results.dtype} {tuple(results.shape)}"
+        if results.dtype != inputs.dtype:
+            got += ": let them return results.to(hidden.dtype)"
     raise InvalidArgumentError(
         f"{describe_rank()}: experts must return a tensor like their input, {inputs.dtype} "
         f"{tuple(inputs.shape)}, got {got}"

@@ -190,6 +190,8 @@ def use_batch(model: nn.Module, batch: ActiveBatch, ring: Ring) -> Iterator[None
             f"{where} is not context parallel; call apply_context_parallel(model) before"
         )
     for settings in every.values():
+        if settings.entered not in (None, batch):
+            raise StateError(f"{where} runs inside other sequences already; leave those first")
         if settings.ring.ranks != ring.ranks:
             raise InvalidArgumentError(
                 f"{where} is context parallel over ranks {settings.ring.ranks}, and the sequences "

@@ -39,6 +39,10 @@ class Pattern:
             raise AttributeError(name)
         raise _mask_change_error(name)
 
+    def __getitem__(self, _: Any) -> Any:
+        """Refuse to be indexed."""
+        raise _mask_change_error("an index")
+
 
 def _mask_change_error(by: str) -> InvalidArgumentError:
     return refusal(
