@@ -46,7 +46,7 @@ def guarded(mistake):
 def raises(rank):
     if rank == 1:
         time.sleep(0.5)  # until the others wait in their next call
-        raise ValueError("the loss is NaN\n  + 1 of 2")
+        raise ValueError("the loss is NaN\n  + 1 of " + "2" * 400)
 
 
 def test_an_exception_reaches_every_rank_with_its_text():
@@ -55,7 +55,7 @@ def test_an_exception_reaches_every_rank_with_its_text():
     for rank in (0, 2):
         name, kind, ranks, text = own[rank]
         assert (name, kind, ranks) == ("RankFaultError", "exception", (1,))
-        assert text.startswith("rank 1 (dp1 tp0) raised ValueError: the loss is NaN + 1 of 2\n")
+        assert text.startswith("rank 1 (dp1 tp0) raised ValueError: the loss is NaN + 1 of 222")
         assert "Traceback" in text
         assert "all_reduce(float32[3], sum) at tests/test_guard.py" in text
         assert "rank 0 (dp0 tp0) waits" in text

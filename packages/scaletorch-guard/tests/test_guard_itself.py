@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,9 +17,10 @@ import torch
 import torch.distributed as c10d
 
 from scaletorch import dist, guard
-from scaletorch.dist import RankFailedError, RankFaultError
+from scaletorch.dist import RankFailedError, RankFaultError, StateError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.guard import control
+from scaletorch.guard import control, mismatch
+from scaletorch.guard.calls import Board
 from scaletorch.guard.diagnosis import diagnose
 from scaletorch.guard.facts import Fault, Need
 from scaletorch.guard.messages import Answer, Connection, Hello, News, Welcome
@@ -185,6 +187,29 @@ def test_strangers_cannot_end_the_monitor():
         stranger.close()
 
 
+def test_strangers_that_take_all_descriptors_give_way():
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    *strangers, sock = [socket.socket() for _ in range(100)]
+    monitor = Monitor(listener, "token", 1, warn=9.0, patience=9.0)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (sock.fileno() + 40, limits[1]))
+    try:
+        for each in strangers:
+            each.connect(listener.getsockname())
+        thread = threading.Thread(target=monitor.run)
+        thread.start()
+        sock.connect(listener.getsockname())
+        rank = Connection(sock, patience=20.0)
+        rank.send(Hello("token", 0, 1, "rank 0"))
+        assert rank.receive() == [Welcome()]
+        rank.close()
+        thread.join(5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for each in strangers:
+            each.close()
+
+
 def many_times():
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
@@ -230,6 +255,32 @@ def test_equal_calls_in_another_order_are_told_from_calls_of_other_lines():
         picture = from_other_lines(orders)
         assert find_disagreement(picture, 10.0) is None
         assert not isinstance(diagnose(picture, 10.0), (Fault, Need))
+
+
+def test_the_lines_of_a_channel_are_compared_once_for_all_its_marks(monkeypatch):
+    picture, looks = from_other_lines(["xy", "zw"]), []
+    for report in picture.reports.values():
+        (mark,) = report.marks["g"].values()
+        report.marks["g"] = {f"the end of step {n}": mark for n in range(50)}
+    monkeypatch.setattr(mismatch, "_swap", lambda key, picture: looks.append(key))
+    assert find_disagreement(picture, 10.0) is None
+    assert looks == ["g"]
+
+
+def test_a_table_of_another_user_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    board, precious = Board("x"), tmp_path / "precious"
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    with pytest.raises(StateError, match="belongs to another user"):
+        Board("x")
+    monkeypatch.undo()
+    board.close()
+    precious.write_text("data")
+    os.symlink(precious, board._path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(OSError, match="symbolic links"):
+        Board("x")
+    assert precious.read_text() == "data"
 
 
 def sends_less_and_goes_on():

@@ -98,6 +98,16 @@ def test_one_plain_process():
     manager.destroy()
 
 
+def test_one_process_may_destroy_its_manager_and_set_up_another():
+    manager = setup_process_group_manager()
+    manager.destroy()
+    assert get_process_group_manager() is None
+    with pytest.raises(StateError, match="is gone"):
+        manager.group("tp")
+    setup_process_group_manager()
+    destroy_process_group_manager()
+
+
 def info_of_a_rank(ep_size):
     manager = setup_process_group_manager(tp_size=2, pp_size=2, ep_size=ep_size)
     info = manager.get_info()

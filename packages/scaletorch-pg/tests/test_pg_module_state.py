@@ -73,6 +73,22 @@ def test_tuples_sparse_tensors_and_other_dicts_are_followed():
     assert model.nan._version == version
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS")  # torch, once: they are in beta
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.parametrize("value", [3.0, float("nan")])
+def test_sparse_buffers_are_restored_and_written_only_if_changed(layout, value):
+    dense = torch.diag(torch.tensor([1.0, value, 2.0]))
+    model = nn.Module()
+    model.register_buffer("sparse", dense.to_sparse(layout=layout))
+    version = model.sparse._version
+    with restored(model):
+        pass
+    assert model.sparse._version == version
+    with restored(model):
+        model.sparse.mul_(2)
+    assert torch.equal(model.sparse.to_dense().nan_to_num(), dense.nan_to_num())
+
+
 def test_digests_tell_bits_apart():
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool):
@@ -98,4 +114,5 @@ def test_what_has_no_values_or_is_sparse_has_a_text():
     assert digest_text(torch.zeros(2, device="meta")) == "none"
     dense = torch.diag(torch.arange(4.0))
     assert digest_text(dense.to_sparse()) == digest_text(dense) != digest_text(dense + 1)
+    assert int(digest(dense.to_sparse())) == int(digest(dense))
     assert digest_text(dense.to(torch.complex64)) != digest_text(dense)

@@ -13,6 +13,7 @@ from zlib import crc32
 from torch.distributed import ProcessGroup
 
 from ..dist.building import this_host
+from ..dist.errors import StateError
 
 _PACKAGE = __name__.rpartition(".guard.")[0] + "."  # this library, also in a vendored copy
 _SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
@@ -54,8 +55,11 @@ class Board:
 
     def __init__(self, name: str) -> None:
         self._path = os.path.join(tempfile.gettempdir(), f"{name}-{this_host():016x}")
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = os.open(self._path, flags, 0o600)
         try:
+            if os.fstat(file).st_uid != os.getuid():  # its name may have been seen on another host
+                raise StateError(f"{self._path} belongs to another user")
             os.ftruncate(file, 8 * _PLACES)
             if hasattr(os, "posix_fallocate"):  # a full disk raises here instead of SIGBUS later
                 os.posix_fallocate(file, 0, 8 * _PLACES)

@@ -9,7 +9,6 @@ import functools
 import logging
 import os
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -70,8 +69,8 @@ class Session:
     def raised(self, error: BaseException) -> None:
         """Report an exception that ends this rank to the other ranks."""
         text = "".join(traceback.format_exception(error))[-LONGEST:]
-        what = "".join(traceback.format_exception_only(error))[:LONGEST]
-        headline = textwrap.shorten(what, HEADLINE, placeholder=" …")
+        what = " ".join("".join(traceback.format_exception_only(error)).split())
+        headline = what if len(what) <= HEADLINE else f"{what[:HEADLINE]} …"
         # On rank 0 an exit may end the monitor too, so live until all ranks know.
         self._end(Raised(text, headline, self.watcher.tail()), TOLD)
 

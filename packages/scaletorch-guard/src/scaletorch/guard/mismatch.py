@@ -131,24 +131,27 @@ def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
     """
     for key, channel in picture.channels.items():
         members = picture.members(key)
+        other_lines = 0  # calls up to the last mark before which lines differ
         for moment, marks in _marks(key, members):
             calls = {rank: mark[:2] for rank, mark in marks.items()}
             if moment == END:  # a rank that has made no call there has no mark
                 calls = {r.rank: (0, 0) for r in members if r.end == "finished"} | calls
-            other_calls, known = len(set(calls.values())) > 1, len(marks) == len(members)
-            other_lines = known and len({sites for *_, sites in marks.values()}) > 1
-            if other_calls or (other_lines and key not in picture.own_lines):
-                stale = picture.stale(key, max(count for count, _ in calls.values()), now)
-                if stale:
-                    return Need(stale)
-                if other_calls:
-                    return _disagreement(channel, moment, calls, picture)
-                fault = _swap(key, picture)
-                if fault is not None:
-                    return fault
-            elif known:
-                for report in members:
-                    del report.marks[key][moment]
+            count = max(count for count, _ in calls.values())
+            if len(set(calls.values())) > 1:
+                stale = picture.stale(key, count, now)
+                return Need(stale) if stale else _disagreement(channel, moment, calls, picture)
+            if len(marks) < len(members):
+                continue
+            if key not in picture.own_lines and len({sites for *_, sites in marks.values()}) > 1:
+                other_lines = count
+                continue
+            for report in members:
+                del report.marks[key][moment]
+        if other_lines:
+            stale = picture.stale(key, other_lines, now)
+            verdict = Need(stale) if stale else _swap(key, picture)
+            if verdict is not None:
+                return verdict
     return None
 
 

@@ -65,7 +65,7 @@ class Monitor:
         listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
-        self._strangers: set[Connection] = set()
+        self._strangers: dict[Connection, None] = {}  # oldest first
         self._ranks: dict[int, Connection] = {}
         self._warned: dict[tuple[int, ...], float] = {}
         self._suspected: float | None = None  # when a fault was first suspected
@@ -118,11 +118,13 @@ class Monitor:
             sock, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
             return
-        except OSError:  # out of descriptors
-            time.sleep(0.01)
+        except OSError:  # out of descriptors: the oldest stranger gives way
+            time.sleep(0.001)
+            for oldest in [*self._strangers][:1]:
+                self._hang_up(oldest)
             return
         stranger = Connection(sock, longest=HELLO)
-        self._strangers.add(stranger)
+        self._strangers[stranger] = None
         self._selector.register(stranger, selectors.EVENT_READ, stranger)
 
     def _hear(self, connection: Connection) -> None:
@@ -146,7 +148,7 @@ class Monitor:
         update(self._picture, rank, None, self._now())
 
     def _hang_up(self, connection: Connection) -> None:
-        self._strangers.discard(connection)
+        self._strangers.pop(connection, None)
         self._selector.unregister(connection)
         connection.close()
 
@@ -155,11 +157,12 @@ class Monitor:
         if not (
             isinstance(hello, Hello)
             and hmac.compare_digest(str(hello.token).encode(errors="replace"), self._token)
-            and hello.rank in self._reports.keys() - self._ranks.keys()
+            and hello.rank in self._reports
+            and hello.rank not in self._ranks
         ):
             stranger.open = False
             return
-        self._strangers.remove(stranger)
+        del self._strangers[stranger]
         stranger.rank, stranger.longest = hello.rank, LONGEST
         self._ranks[hello.rank] = stranger
         report = self._reports[hello.rank]

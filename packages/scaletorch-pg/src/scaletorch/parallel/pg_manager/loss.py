@@ -68,11 +68,11 @@ def global_token_count(
             given = each.dtype if isinstance(each, Tensor) else type(each).__name__
             raise InvalidArgumentError(f"labels must be integer tensors, got {given}")
         count += int((each != ignore_index).sum())
-    return _sum_counts(count, axis_group("cp_dp", group))
+    return int(_sum_counts(count, axis_group("cp_dp", group)))
 
 
 def global_token_mean(
-    loss_sum: Tensor, count: int | Tensor, group: ProcessGroup | None = None
+    loss_sum: Tensor, count: int | float | Tensor, group: ProcessGroup | None = None
 ) -> Tensor:
     """Return the mean loss over the global batch, the same on every rank.
 
@@ -81,7 +81,8 @@ def global_token_mean(
 
     Args:
         loss_sum: The sum of this rank's token losses, one floating-point element.
-        count: This rank's number of valid tokens; 0 is fine.
+        count: This rank's number of valid tokens, or the sum of their weights; 0 is fine. Integers
+            are summed exactly, others in float64.
         group: The ranks that share the batch, by default the `cp_dp` axis.
 
     Returns:
@@ -90,12 +91,12 @@ def global_token_mean(
 
     Raises:
         InvalidArgumentError: `loss_sum` is not one floating-point element, or `count` is not
-            a whole number of at least 0.
+            a finite number of at least 0.
     """
     return mean_over(loss_sum, count, axis_group("cp_dp", group))
 
 
-def mean_over(loss_sum: Tensor, count: int | Tensor, group: ProcessGroup | None) -> Tensor:
+def mean_over(loss_sum: Tensor, count: int | float | Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the mean of `global_token_mean` over exactly this group; None means one process."""
     fits = isinstance(loss_sum, Tensor) and loss_sum.is_floating_point() and loss_sum.numel() == 1
     if not fits:
@@ -103,9 +104,9 @@ def mean_over(loss_sum: Tensor, count: int | Tensor, group: ProcessGroup | None)
         message = f"loss_sum must be a floating-point tensor of one element, got {given}"
         raise InvalidArgumentError(message)
     number = count.detach().item() if isinstance(count, Tensor) and count.numel() == 1 else count
-    if not isinstance(number, int | float) or number < 0 or number % 1:  # NaN and inf have a rest
-        raise InvalidArgumentError(f"count must be a whole number of at least 0, got {count!r}")
-    total = _sum_counts(int(number), group)
+    if not isinstance(number, int | float) or not 0 <= number < float("inf"):
+        raise InvalidArgumentError(f"count must be a finite number of at least 0, got {count!r}")
+    total = _sum_counts(number, group)
     if total == 0:
         # Keep the graph, so that backward reaches the parameters and their hooks on this rank.
         return loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0.0
@@ -115,9 +116,15 @@ def mean_over(loss_sum: Tensor, count: int | Tensor, group: ProcessGroup | None)
     return loss_sum / total
 
 
-def _sum_counts(number: int, group: ProcessGroup | None) -> int:
+def _sum_counts(number: int | float, group: ProcessGroup | None) -> int | float:
     if group is None:
         return number
-    total = torch.tensor(number)
-    all_reduce(total, "sum", group=group)
-    return int(total)
+    whole = isinstance(number, int)
+    sums = torch.tensor([number, 0] if whole else [0, 1])  # integers, and how many are none
+    all_reduce(sums, "sum", group=group)
+    total, fractional = sums.tolist()
+    if not fractional:
+        return int(total)
+    weights = torch.tensor(0.0 if whole else number, dtype=torch.float64)
+    all_reduce(weights, "sum", group=group)
+    return float(total + weights.item())

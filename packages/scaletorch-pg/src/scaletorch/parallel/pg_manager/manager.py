@@ -162,6 +162,7 @@ class ProcessGroupManager:
             )
         self.global_rank = get_rank()
         self.local_rank = get_local_rank()
+        self._destroyed = False
         self._groups: GroupSet | None = None
         if get_default_group() is not None:
             self._groups = GroupSet(grid, self.global_rank, max(numbers))
@@ -255,12 +256,12 @@ class ProcessGroupManager:
         """Destroy the groups that the manager created, not WORLD; a second call does nothing."""
         if self._groups is not None and self.is_alive():
             self._groups.destroy()
-        self._mesh = None
+        self._mesh, self._destroyed = None, True
 
     def is_alive(self) -> bool:
         """Return whether the groups exist: neither they nor the default group were destroyed."""
         if self._groups is None:
-            return get_default_group() is None
+            return not self._destroyed and get_default_group() is None
         world = self._groups.get("world")
         return world is not None and world is get_default_group()
 

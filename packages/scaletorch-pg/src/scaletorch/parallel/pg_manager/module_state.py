@@ -88,6 +88,15 @@ def _are_equal(one: Any, other: Any) -> bool:
     return one is other or (values and bool(one == other))
 
 
+def _have_equal_values(one: Tensor, other: Tensor) -> bool:
+    if one.layout is not torch.strided:  # `equal` takes no sparse tensors
+        pairs = ((x._indices(), x._values()) for x in (one.to_sparse(), other.to_sparse()))
+        return all(map(_have_equal_values, *pairs))
+    return one.shape == other.shape and (
+        torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    )
+
+
 def _is_data(value: object) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_data, value))
@@ -136,8 +145,7 @@ class ModuleState:
         self._attributes.put_back()
         with torch.no_grad():
             for held, name, tensor, values in self._tensors:
-                same = torch.equal(tensor, values)  # a write would break a later backward
-                if not (same or torch.allclose(tensor, values, rtol=0, atol=0, equal_nan=True)):
+                if not _have_equal_values(tensor, values):  # a write would break a later backward
                     tensor.copy_(values)
                 held[name] = tensor
 
@@ -168,7 +176,8 @@ def digest(tensor: Tensor) -> Tensor:
     Reads the tensor once, on its device. Several changes cancel only by chance, or if words of 8
     bytes swapped places at a distance that is a multiple of 1021.
     """
-    words = _words(tensor.detach().contiguous().view(-1))
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.to_dense()
+    words = _words(dense.contiguous().view(-1))
     rows = len(words) // WIDTH
     whole, rest = words[: rows * WIDTH], words[rows * WIDTH :]
     weights = _weights(tensor.device)
@@ -182,10 +191,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 def digest_text(tensor: Tensor) -> str:
     """Return a tensor's digest as text; "none" for a meta tensor, which has no values."""
-    if tensor.is_meta:
-        return "none"
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return f"{int(digest(dense)) & 0xFFFFFFFFFFFFFFFF:016x}"
+    return "none" if tensor.is_meta else f"{int(digest(tensor)) & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
 def _words(flat: Tensor) -> Tensor:
