@@ -1,6 +1,6 @@
 """Planned and measured step times: 12 layouts of 2 to 4 ranks, of three models.
 
-This machine is calibrated as by `python -m scaletorch.plan calibrate`, with 2 ranks and with 4.
+This machine is calibrated as by `python -m benchmarks.calibrating`, with 2 ranks and with 4.
 Then every layout is predicted, and trained on real ranks: forward, backward, AdamW. The layouts of
 a model take turns.
 
@@ -24,10 +24,11 @@ from scaletorch.dist import launch
 from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import Grid, setup_process_group_manager
-from scaletorch.plan import Cluster, Layout, Time, calibrate
+from scaletorch.plan import Cluster, Layout, Time
 from scaletorch.plan import time as planned
 from scaletorch.plan.describing import describe
 
+from .calibrating import calibrate
 from .harness.tables import machine, parser, publish, row, table
 from .harness.turns import collected, in_turns, of_slowest_rank, seconds
 

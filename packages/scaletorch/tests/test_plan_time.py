@@ -3,12 +3,10 @@
 import json
 from dataclasses import replace
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 from plan_sketches import TRAINING, model
 
-from scaletorch.dist import launch
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.parallel.pipeline_parallel import Costs, simulate
@@ -24,8 +22,6 @@ from scaletorch.plan import (
     Parameter,
     Sent,
     Work,
-    calibrate,
-    calibration,
     cluster_named,
     read_bench,
     read_cluster,
@@ -313,32 +309,3 @@ def test_links_are_read_as_the_bench_measured_them(tmp_path):
 def test_a_dtype_without_a_figure_is_refused():
     with pytest.raises(InvalidArgumentError, match="has no flops of float64, only of float16"):
         time(replace(ALONE, dtype="float64"), Layout(Grid()), cluster_named("H100-SXM", 8))
-
-
-def in_small(measure, *given):
-    """Measure little, so that it takes seconds."""
-    sizes = {"cpu": (16, (16, 32), (16, 32), (2**6, 2**10))}
-    with patch.multiple(calibration, SIZES=sizes, UPDATED=2**6):
-        return measure(*given)
-
-
-@pytest.mark.timeout(300)
-def test_this_machine_is_measured(tmp_path, monkeypatch):
-    """What two ranks reach is no matter here: that all of it is measured, and a step planned."""
-
-    def launched(measure, ranks, *given, **options):
-        return launch(in_small, ranks, measure, *given, **options)
-
-    monkeypatch.setattr(calibration, "launch", launched)
-    found = in_small(partial(calibrate, 2, seconds=1e-4))
-    write_cluster(found, tmp_path / "here.json")
-    assert read_cluster(tmp_path / "here.json") == found
-    device = found.device
-    assert device.flops.keys() == {"float32"}
-    assert min(device.peak("float32"), device.moving, device.overhead, device.updating) > 0
-    sorts = {"matmul", "matmul backward", "attention", "attention backward", "other"}
-    assert device.efficiency.keys() == sorts
-    assert max(share for pairs in device.efficiency.values() for _, share in pairs) == 1
-    assert device.kernels == "cpu"
-    assert found.links[0].ranks == 2
-    assert time(ALONE, Layout(Grid(pp=2)), found).step > 0

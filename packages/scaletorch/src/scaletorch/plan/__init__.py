@@ -1,7 +1,7 @@
 """Choose a parallel layout by its memory and step time.
 
-A search is arithmetic on a model description and imports no torch. Only the functions that run
-models import it: `describe`, `calibrate`.
+A search is arithmetic on a model description and imports no torch. Only `describe`, which runs
+models, imports it.
 """
 
 from typing import TYPE_CHECKING

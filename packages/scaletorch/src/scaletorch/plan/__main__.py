@@ -1,7 +1,4 @@
-"""`python -m scaletorch.plan --model FOLDER --length 4096 --rows 256 --ranks 64`: choose a layout.
-
-`python -m scaletorch.plan calibrate` measures the speed of this machine.
-"""
+"""Choose a layout: python -m scaletorch.plan --model FOLDER --length 4096 --rows 256 --ranks 64."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 
 from ..dist.errors import InvalidArgumentError, ScaletorchError
 from ..parallel.pipeline_parallel import SCHEDULES
-from .clusters import DEVICES, Cluster, cluster_named, read_cluster, write_cluster
+from .clusters import DEVICES, Cluster, cluster_named, read_cluster
 from .description import CHUNKS, Description, Kernels
 from .estimate import bytes_in
 from .search import Options, Plan, plan
@@ -25,18 +22,15 @@ DEFAULT = "A100-SXM-80GB"
 AXES = ("dp", "pp", "cp", "tp", "ep")
 DTYPES = ("float32", "bfloat16", "float16")
 EPILOG = """\
-`python -m scaletorch.plan calibrate --out FILE` measures this machine, for --cluster.
 Options that restrict layouts take one or more values: --tp 4 8 --recompute none full.
 Exit status: 0 a layout fits, 1 none does, 2 what is asked for cannot be planned."""
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if a layout fits, 1 if none does, 2 for an error."""
-    words, prog = sys.argv[1:] if given is None else list(given), f"python -m {__package__}"
+    prog = f"python -m {__package__}"
     try:
-        if words[:1] == ["calibrate"]:
-            return _calibrate(f"{prog} calibrate", words[1:])
-        return _plan(_planning(prog).parse_args(words))
+        return _plan(_planning(prog).parse_args(given))
     except (ScaletorchError, OSError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
@@ -54,24 +48,6 @@ def _plan(arguments: Any) -> int:
     if arguments.html:
         arguments.html.write_text(page(found, arguments.top), encoding="utf-8")
     return 0 if any(fits(found, best) for best in found.top(1)) else 1
-
-
-def _calibrate(prog: str, words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog, description="Measure this machine, for --cluster.")
-    parser.add_argument("--ranks", type=_count, default=2, metavar="N", help="that will train (2)")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES)
-    parser.add_argument("--backend", default="gloo", help="of the ranks (gloo)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    arguments = parser.parse_args(words)
-    import torch
-
-    from .calibration import calibrate
-
-    dtype = getattr(torch, arguments.dtype)
-    cluster = calibrate(arguments.ranks, dtype=dtype, backend=arguments.backend)
-    write_cluster(cluster, arguments.out)
-    print(f"{arguments.out}: {cluster.ranks} x {cluster.device.name}: {cluster.device.source}")
-    return 0
 
 
 def _content(found: Plan, top: int) -> dict[str, Any]:
@@ -99,8 +75,7 @@ def _planning(prog: str) -> argparse.ArgumentParser:
     say("--rows", type=_count, required=True, metavar="N", help="sequences of a global batch")
     either, named = parser.add_mutually_exclusive_group(), f"{', '.join(DEVICES)} ({DEFAULT})"
     either.add_argument("--device", choices=DEVICES, default=DEFAULT, metavar="NAME", help=named)
-    written = "written by `calibrate` or by hand"
-    either.add_argument("--cluster", type=Path, metavar="FILE", help=written)
+    either.add_argument("--cluster", type=Path, metavar="FILE", help="JSON of devices and links")
     say("--memory", metavar="SIZE", help="of a device, such as 80GiB; else as the device has")
     say("--dtype", choices=DTYPES, help="of parameters; else as the model is built")
     say("--batch", help="package.module:function of rows, what `train_step` takes of a model")

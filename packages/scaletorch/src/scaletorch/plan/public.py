@@ -1,6 +1,5 @@
 """All public names of the package, each imported on first access."""
 
-from .calibration import calibrate as calibrate
 from .clusters import DEVICES as DEVICES
 from .clusters import Cluster as Cluster
 from .clusters import Device as Device

@@ -1,7 +1,13 @@
-"""Measure the computing speed of this machine's ranks and the links between them, as a cluster."""
+"""Measure the computing speed of this machine's ranks and the links between them, as a cluster.
+
+It takes about two minutes and writes a file for `python -m scaletorch.plan --cluster FILE`.
+
+    python -m benchmarks.calibrating --ranks 2 --out here.json
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import statistics
@@ -18,10 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
-from ..dist import barrier, launch
-from ..dist.devices import current_device, entry_of_backend
-from ..dist.errors import InvalidArgumentError
-from .clusters import Cluster, Device, Link, read_bench
+from scaletorch.dist import barrier, launch
+from scaletorch.dist.devices import current_device, entry_of_backend
+from scaletorch.plan import Cluster, Device, Link, read_bench, write_cluster
 
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
 HEADS, WIDTH = 4, 64  # attention heads and head size
@@ -49,7 +54,6 @@ def calibrate(
         backend: Backend of the ranks.
 
     Raises:
-        InvalidArgumentError: `ranks` is below 1.
         RankFailedError: A rank failed.
     """
     device = launch(_measure, ranks, seconds, dtype, backend, backend=backend)[0]
@@ -65,9 +69,7 @@ def _link(ranks: int, seconds: float, backend: str) -> Link:
             *CALLS, "--min-size", "512", "--max-size", "4M", "--factor", "8", "--seconds",
             str(seconds / 2), "--backend", backend, "--json", str(file),
         ]  # fmt: skip
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        if done.returncode:
-            raise InvalidArgumentError(f"links could not be measured: {done.stderr.strip()[-500:]}")
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return read_bench(file)
 
 
@@ -144,3 +146,20 @@ def _updating(gauge: Callable[[Callable[[], Any]], float], make: Callable[..., T
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
     optimizer.step()
     return 7 * sum(each.nbytes for each in parameters) / gauge(optimizer.step)
+
+
+def main() -> None:
+    """Measure this machine, and write the file."""
+    parser = argparse.ArgumentParser(description="Measure this machine, for --cluster of a plan.")
+    parser.add_argument("--ranks", type=int, default=2, help="that will train (2)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--backend", default="gloo", help="of the ranks (gloo)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    given = parser.parse_args()
+    cluster = calibrate(given.ranks, dtype=getattr(torch, given.dtype), backend=given.backend)
+    write_cluster(cluster, given.out)
+    print(f"{given.out}: {cluster.ranks} x {cluster.device.name}: {cluster.device.source}")
+
+
+if __name__ == "__main__":
+    main()

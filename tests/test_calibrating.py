@@ -1,0 +1,44 @@
+"""A machine is measured as a cluster, on which a step is planned."""
+
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+from benchmarks import calibrating
+from benchmarks.known import Sizes, transformer
+
+from scaletorch.dist import launch
+from scaletorch.parallel.pg_manager import Grid
+from scaletorch.plan import Layout, read_cluster, time, write_cluster
+
+
+def in_small(measure, *given):
+    """Measure little, so that it takes seconds."""
+    sizes = {"cpu": (16, (16, 32), (16, 32), (2**6, 2**10))}
+    with patch.multiple(calibrating, SIZES=sizes, UPDATED=2**6):
+        return measure(*given)
+
+
+@pytest.mark.timeout(300)
+def test_this_machine_is_measured(tmp_path, monkeypatch):
+    """What two ranks reach is no matter here: that all of it is measured, and a step planned."""
+
+    def launched(measure, ranks, *given, **options):
+        return launch(in_small, ranks, measure, *given, **options)
+
+    monkeypatch.setattr(calibrating, "launch", launched)
+    found = in_small(partial(calibrating.calibrate, 2, seconds=1e-4))
+    write_cluster(found, tmp_path / "here.json")
+    assert read_cluster(tmp_path / "here.json") == found
+    device = found.device
+    assert device.flops.keys() == {"float32"}
+    assert min(device.peak("float32"), device.moving, device.overhead, device.updating) > 0
+    sorts = {"matmul", "matmul backward", "attention", "attention backward", "other"}
+    assert device.efficiency.keys() == sorts
+    assert max(share for pairs in device.efficiency.values() for _, share in pairs) == 1
+    assert device.kernels == "cpu"
+    assert found.links[0].ranks == 2
+    layout = Layout(Grid(pp=2))
+    described = transformer(Sizes("small", 64, 4, 4, 128, 32), [layout.cut])
+    assert time(replace(described, dtype="float32"), layout, found).step > 0
