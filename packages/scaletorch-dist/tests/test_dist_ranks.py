@@ -177,7 +177,7 @@ def test_a_rank_that_exits_is_named_with_its_code(code):
 def test_a_rank_is_named_with_its_code_where_the_disk_lost_the_pools_files():
     pool = RankPool(2)
     shutil.rmtree(Path(pool._processes[0].stack_file).parent)
-    with pytest.raises(RankFailedError, match="ranks 0, 1 failed(?s:.*)exited with code 3 before"):
+    with pytest.raises(RankFailedError, match="rank 1 exited with code 3 before it"):
         pool.run(os._exit, 3)
 
 

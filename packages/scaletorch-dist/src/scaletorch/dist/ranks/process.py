@@ -40,11 +40,11 @@ _COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b(?: edp\d
 
 @dataclass(eq=False, slots=True)
 class RankProcess:
-    """One forked rank: a connection for messages, a pipe for its exit code, a file for its stacks."""
+    """One forked rank: its connection, the pipe of its exit code, and the file of its stacks."""
 
     pid: int
     connection: Connection[Any, Any]
-    exits: Connection[Any, Any]
+    exits: Connection[Any, Any]  # gets one number
     server: ForkServer
     stack_file: str
     exit_code: int | None = None  # minus a signal; None as long as it runs, or without the server
