@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import os
 import random
+import shutil
 import signal
 import sys
 import textwrap
@@ -171,6 +172,13 @@ def test_a_rank_that_crashes_says_where_its_threads_were():
 def test_a_rank_that_exits_is_named_with_its_code(code):
     with pytest.raises(RankFailedError, match=f"rank 1 exited with code {code} before it returned"):
         launch(on_one, 2, os._exit, code)
+
+
+def test_a_rank_is_named_with_its_code_where_the_disk_lost_the_pools_files():
+    pool = RankPool(2)
+    shutil.rmtree(Path(pool._processes[0].stack_file).parent)
+    with pytest.raises(RankFailedError, match="rank 1 exited with code 3 before it"):
+        pool.run(os._exit, 3)
 
 
 def test_what_cannot_travel_is_named():

@@ -111,7 +111,7 @@ def test_copy_and_reduce_bound_a_parallel_region():
     assert rank in (0, 1)
 
 
-@pytest.mark.parametrize("sizes", [(1, 4, 2), (0, 3, 1), [5, 0, 0], (0, 0, 0), None])
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (0, 3, 1), [5, 0, 0], (0, 0, 0), (1, 1, 1), None])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @distributed_test(world_size=3)
 def test_even_and_uneven_shards(sizes, dim):
@@ -132,6 +132,7 @@ def test_even_and_uneven_shards(sizes, dim):
     torch.testing.assert_close(shard, 6 * whole.split(lengths, dim)[rank])
     y = F.all_gather(shard, dim, sizes=sizes)
     torch.testing.assert_close(y, 6 * whole)
+    assert y.is_contiguous()
     y.sum().backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 3.0 * (rank + 1)))
 

@@ -54,7 +54,7 @@ def join(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) 
     _compare("all_gather", x, members, dim, lengths)
     if lengths is None or min(lengths) == max(lengths):
         joint = (*x.shape[:dim], members.size() * x.size(dim), *x.shape[dim + 1 :])
-        return _blocks(x, members).movedim(0, dim).reshape(joint).to(x.device)
+        return _blocks(x, members).movedim(0, dim).contiguous().view(joint).to(x.device)
     padded = x.new_empty((*x.shape[:dim], max(lengths), *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, x.size(dim)).copy_(x.detach())
     blocks = _blocks(padded, members).unbind(0)

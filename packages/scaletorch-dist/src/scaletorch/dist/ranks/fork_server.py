@@ -7,8 +7,8 @@ does. A rank (`main`) applies the caller's settings, joins the group, and runs f
 which must leave the state of the process as it was, for the next one.
 
 Messages use multiprocessing connections. A request for a rank is followed by the descriptors of its
-connection, stdout and stderr on the same socket. When a rank has ended, its exit code (or minus the
-signal) is in the file that its request named.
+connection, of a pipe for its exit code (or minus the signal), and of stdout and stderr, on the same
+socket.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -55,13 +54,13 @@ class _Server:
     def __init__(self, control_fd: int) -> None:
         self.socket = socket.socket(fileno=control_fd)
         self.control: Connection[Any, Any] = Connection(os.dup(control_fd))
-        self.exit_files: dict[int, str] = {}  # of the children that run, by pid
+        self.exits: dict[int, Connection[Any, Any]] = {}  # pipes of the children that run, by pid
         signal.signal(signal.SIGCHLD, lambda *_: self.reap())
 
     def answer(self, request: dict[str, Any]) -> None:
         sys.path[:] = request["path"]  # the caller's path may have grown
         if "preload" not in request:
-            _, fds, _, _ = socket.recv_fds(self.socket, 1, 3)
+            _, fds, _, _ = socket.recv_fds(self.socket, 1, 4)
             self.control.send({"pid": self.fork(fds, request)})
             return
         try:
@@ -74,10 +73,10 @@ class _Server:
         pid = os.fork()
         if pid == 0:
             self._become_rank(fds, request)
+        self.exits[pid] = Connection(fds.pop(1), readable=False)
         for fd in fds:
             os.close(fd)
-        self.exit_files[pid] = request["exit_file"]
-        self.reap()  # it may have ended before its file was known
+        self.reap()  # it may have ended before its pipe was known
         return pid
 
     def _become_rank(self, fds: list[int], request: dict[str, Any]) -> None:
@@ -86,6 +85,7 @@ class _Server:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.control.close()
             self.socket.close()
+            os.close(fds.pop(1))
             for number, fd in enumerate(fds[1:], 1):
                 os.dup2(fd, number)
                 os.close(fd)
@@ -96,14 +96,13 @@ class _Server:
             os._exit(1)
 
     def reap(self) -> None:
-        """Write the exit code of each child that has ended."""
-        for pid, file in list(self.exit_files.items()):
+        """Send the caller the exit code of each child that has ended."""
+        for pid in list(self.exits):
             with contextlib.suppress(ChildProcessError):  # a signal in this loop was quicker
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    with contextlib.suppress(OSError):  # the folder is gone
-                        Path(file).write_text(str(os.waitstatus_to_exitcode(status)))
-                    del self.exit_files[pid]
+                    with contextlib.suppress(BrokenPipeError), self.exits.pop(pid) as pipe:
+                        pipe.send(os.waitstatus_to_exitcode(status))
 
 
 def _preload(modules: Iterable[str]) -> None:
@@ -127,7 +126,7 @@ def serve(control_fd: int, package: str) -> None:
             while True:
                 server.answer(server.control.recv())
     finally:
-        for pid in list(server.exit_files):
+        for pid in list(server.exits):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(directory, ignore_errors=True)

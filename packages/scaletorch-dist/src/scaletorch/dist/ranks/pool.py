@@ -87,7 +87,6 @@ class RankPool:
                     "seed": seed,
                     "environment": {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     "stack_file": os.path.join(folder, f"stack-{rank}"),
-                    "exit_file": os.path.join(folder, f"exit-{rank}"),
                 }
                 self._processes.append(get_server().spawn(request))
             collect(self._processes, "starting", START_TIMEOUT)

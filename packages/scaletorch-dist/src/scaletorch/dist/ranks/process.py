@@ -40,13 +40,13 @@ _COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b(?: edp\d
 
 @dataclass(eq=False, slots=True)
 class RankProcess:
-    """One forked rank: a connection for messages, and files for its stacks and its exit code."""
+    """One forked rank: its connection, the pipe of its exit code, and the file of its stacks."""
 
     pid: int
     connection: Connection[Any, Any]
+    exits: Connection[Any, Any]  # gets one number
     server: ForkServer
     stack_file: str
-    exit_file: str
     exit_code: int | None = None  # minus a signal; None as long as it runs, or without the server
 
     def send(self, message: bytes) -> None:
@@ -56,8 +56,9 @@ class RankProcess:
 
     def ended(self) -> bool:
         """Return whether the process has ended, also with the server."""
-        with contextlib.suppress(OSError, ValueError):  # the file is missing, or still empty
-            self.exit_code = int(Path(self.exit_file).read_text())
+        with contextlib.suppress(EOFError, OSError):  # the server has ended, or the pool is closed
+            if self.exit_code is None and self.exits.poll():
+                self.exit_code = self.exits.recv()
         return self.exit_code is not None or not self.server.usable
 
     def signal(self, number: int) -> None:
@@ -115,16 +116,18 @@ class ForkServer:
 
     def spawn(self, request: dict[str, Any]) -> RankProcess:
         """Fork a rank that runs `fork_server.main` with a request."""
-        ours, theirs = Pipe()
+        (ours, theirs), (exits, exits_end) = Pipe(), Pipe(duplex=False)
         try:
-            with self._lock, theirs:
+            with self._lock, theirs, exits_end:
                 self._control.send(request)
-                socket.send_fds(self._socket, [b"."], (theirs.fileno(), 1, 2))
+                fds = theirs.fileno(), exits_end.fileno(), 1, 2
+                socket.send_fds(self._socket, [b"."], fds)
                 pid = self._receive()["pid"]
         except BaseException:
             ours.close()
+            exits.close()
             raise
-        return RankProcess(pid, ours, self, request["stack_file"], request["exit_file"])
+        return RankProcess(pid, ours, exits, self, request["stack_file"])
 
 
 def _end_server(owner: int, control: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -162,6 +165,7 @@ def stop(processes: Sequence[RankProcess], grace: float) -> None:
         _poll(ended, 10)
     for process in processes:
         process.connection.close()
+        process.exits.close()
 
 
 def _poll(ready: Callable[[], bool], seconds: float) -> bool:
@@ -193,7 +197,7 @@ class _Outcome:
             if process.connection.poll():
                 answer = process.connection.recv()
         if answer is None:
-            _poll(process.ended, 5)  # the server writes the exit code a moment later
+            _poll(process.ended, 5)  # the server sends the exit code a moment later
             how = f"rank {rank} {describe_exit(process.exit_code)} before it returned"
             self.failures[rank] = f"{how}\n{_last_stacks(process)}"
             return

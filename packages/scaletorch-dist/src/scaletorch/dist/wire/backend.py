@@ -237,7 +237,7 @@ def host_device(group: ProcessGroup) -> torch.device:
 
 def gather_ints(values: Sequence[int], group: ProcessGroup) -> list[list[int]]:
     """All-gather integers, equally many from each rank, and wait for them on the host."""
-    return _gather_rows(torch.tensor(values, dtype=torch.int64), group)
+    return _gather_rows(torch.tensor(values, dtype=torch.int64, device="cpu"), group)
 
 
 def _gather_rows(values: Tensor, group: ProcessGroup) -> list[list[int]]:
