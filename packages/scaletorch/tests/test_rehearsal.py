@@ -783,16 +783,33 @@ class FlatLayer(models.Layer):
         return super().forward(x.unflatten(0, (rows, -1))).flatten(0, 1)
 
 
+class TurnedLayer(FlatLayer):
+    def forward(self, x, rows):
+        return super().forward(x.mT, rows).mT
+
+
 class Flat(models.Plain):
-    """Its layers take tokens [B * L, H], of which ranks' shards cannot be joined."""
+    """Its layers take tokens [B * L, H]."""
 
     layer = FlatLayer
 
+    def turned(self, x):
+        return x
+
     def forward(self, input_ids):
-        rows, x = len(input_ids), self.embed_tokens(input_ids).flatten(0, 1)
+        rows, x = len(input_ids), self.turned(self.embed_tokens(input_ids).flatten(0, 1))
         for layer in self.layers:
             x = layer(x, rows)
-        return self.lm_head(self.norm(x.unflatten(0, (rows, -1))))
+        return self.lm_head(self.norm(self.turned(x).unflatten(0, (rows, -1))))
+
+
+class Turned(Flat):
+    """Its layers take tokens [H, B * L], of which ranks' shards cannot be joined."""
+
+    layer = TurnedLayer
+
+    def turned(self, x):
+        return x.mT
 
 
 def line_of(*given, **own):
@@ -802,18 +819,18 @@ def line_of(*given, **own):
 
 
 @pytest.mark.parametrize("layout", FOUR)
-def test_gradients_of_layers_are_compared_if_losses_communicate_or_tokens_are_flat(four, layout):
+def test_gradients_of_layers_are_compared_if_the_loss_or_hidden_states_are_known(four, layout):
     faults = {"tp": (SUMS, without)} | dict.fromkeys(
         ("dp", "cp"), ("compose.parallelize:DataParallelBucket", averaging)
     )
     communicating = {"loss_fn": gathered_loss}
-    for kind, own in ((models.Normed, communicating), (Flat, {})):
+    for kind, own in ((models.Normed, communicating), (Flat, communicating), (Turned, {})):
         given = kind, on_four(FOUR[layout])
         for fault in (faults[axis] for axis in faults if axis in layout):
             for said in four.run(told, *given, fault=fault, **own):
                 assert re.search(r"(gradient of layers\.\d|the loss).* is off by", said or "")
         line, *_ = four.run(line_of, *given, **communicating)
-        left_out = kind is Flat and layout != "pp 4"  # where no group of the loss has two ranks
+        left_out = kind is Turned and layout != "pp 4"  # where no group of the loss has two ranks
         assert ("gradients of layers.0, which follow from the loss" in line) == left_out
 
 

@@ -39,6 +39,7 @@ class _Form(NamedTuple):
     rows: int
     positions: int | None
     shared: bool = False  # each tp rank has a shard of the positions
+    flat: int = 0  # of tokens [B * L, ...]: the rows of a shard in its first dim
 
 
 class _Turn(NamedTuple):
@@ -182,7 +183,10 @@ class Ranks:
         for p, r in [(1, 0), *pairs] if len(whole) > 1 else ():
             for size, shared in shares:
                 if fits({r: rows, p: (size, length)}):
-                    return _Form(r, p, shared=shared)
+                    return _Form(r, p, shared)
+        for size, shared in shares:
+            if fits({0: (rows[0] * size, rows[1] * length)}):
+                return _Form(0, 1, shared, flat=rows[0])
         return next((_Form(r, None) for r in dims if fits({r: rows})), None)
 
     @property
@@ -191,6 +195,8 @@ class Ranks:
 
     def _joined(self, shards: list[Tensor], form: _Form) -> Tensor:
         manager, positions = self.manager, form.positions
+        if form.flat:
+            shards = [shard.unflatten(0, (form.flat, -1)) for shard in shards]
         whole = torch.cat(shards, form.rows)
         if form.shared:
             whole = torch.cat(all_gather(whole, manager.tp_group), positions or 0)
@@ -198,7 +204,7 @@ class Ranks:
             whole = self.small.sequences.unshard(whole, positions)
         if manager.dp_size > 1:
             whole = torch.cat(all_gather(whole.contiguous(), manager.dp_group), form.rows)
-        return whole
+        return whole.flatten(0, 1) if form.flat else whole
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole weights by first name."""
