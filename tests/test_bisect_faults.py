@@ -54,6 +54,7 @@ def test_masked_scores_side_outputs_and_teachers_are_right(runs):
     report = compare(folder / "mixed-one", folder / "mixed")
     assert report.sound, report
     assert not report.count("unseen"), report
+    assert any("under no_grad" in str(key) for key in report.judged)
 
 
 @pytest.mark.parametrize("fault", MIXED)

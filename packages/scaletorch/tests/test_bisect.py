@@ -11,7 +11,7 @@ from sweeps import today
 from torch import nn
 from torch.nn import functional as F
 
-from scaletorch.bisect import compare, record
+from scaletorch.bisect import compare, describe_grid, record
 from scaletorch.bisect.__main__ import main
 from scaletorch.dist import all_reduce, get_rank, get_world_size
 from scaletorch.dist.errors import InvalidArgumentError
@@ -214,6 +214,55 @@ def test_bad_arguments(tmp_path, arguments, message):
         record(tmp_path, **arguments) as tape,
     ):
         tape.put("loss", None)
+
+
+def test_a_grid_needs_micro_batches_that_were_sharded():
+    with pytest.raises(TypeError, match="what shard_global_batch returned, not a dict"):
+        describe_grid(None, [{}], None)
+
+
+class Side(nn.Module):
+    """A float32 output that does not enter the loss."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.layer, self.side = nn.Linear(4, 4).double(), nn.Linear(4, 2)
+        self.factor = factor
+
+    def forward(self, x):
+        return self.factor * self.layer(x), self.side(x.float())
+
+
+def test_rounding_of_a_coarser_side_output_hides_no_fault(tmp_path):
+    for name, factor in (("one", 1.0), ("wrong", 1 + 1e-6)):
+        torch.manual_seed(0)
+        model, x = Side(factor), torch.randn(4, 4).double()
+        with record(tmp_path / name, model) as tape:
+            loss = model(x)[0].square().sum()
+            loss.backward()
+            tape.put("loss", loss)
+    assert compare(tmp_path / "one", tmp_path / "wrong").found[0].birth.direction == "forward"
+
+
+def test_calls_under_no_grad_are_counted_apart(tmp_path):
+    """An evaluation before the step has other micro-batches than it."""
+    for name, parts, factor in (("one", 1, 1.0), ("two", 2, 1.0), ("wrong", 2, 1.1)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        x = torch.randn(4, 4).double()
+        if factor != 1:
+            model[1].register_forward_hook(lambda _, __, out: 1.1 * out)
+        rows = torch.arange(4).chunk(parts)
+        describe = {"rows": ([each.tolist() for each in rows], 4)}
+        with record(tmp_path / name, model, describe=describe if parts > 1 else None) as tape:
+            with torch.no_grad():
+                for each in rows:
+                    model(x[each])
+            losses = [model(x[each]).square().sum() for each in rows]
+            sum(losses).backward()
+            tape.put("loss", sum(losses))
+    assert compare(tmp_path / "one", tmp_path / "two").count("bad") == 0
+    assert compare(tmp_path / "one", tmp_path / "wrong").found[0].birth.modules == ["1"]
 
 
 def test_a_command_says_where(tmp_path, capsys):

@@ -148,6 +148,7 @@ WRONG = {
     f"{ONE} {__name__}:Own --batch {__name__}:of_images": "has pixels, and the forward of Own",
     f"{ONE} {__name__}:Own --batch {__name__}:without_ids": "has pixels: give an entry that name",
     f"{ONE} {__name__}:broken": "the model cannot run on the batch: RuntimeError: ",
+    f"{ONE} small_models:small_model --plan {__name__}:NUMBER": "must name a Mapping, got a int",
     f"{ONE} failing:model": "'failing:model' cannot be imported as package.module:name: ZeroDiv",
     f"{ONE} odd": "has no config of transformers: Validation error for field 'hidden_size':",
     f"{ONE} seeing": "ValueError: Unrecognized configuration class",

@@ -16,9 +16,11 @@ from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, verify
 from scaletorch.verify.__main__ import main, options_of, parse
-from scaletorch.verify.cases import OPTIONS, enumerate_cases
-from scaletorch.verify.differences import compare_tensors, doubled, missing
+from scaletorch.verify.cases import OPTIONS, Case, enumerate_cases
+from scaletorch.verify.differences import Difference, compare_tensors, doubled, missing
 from scaletorch.verify.problem import sharpened
+from scaletorch.verify.report import CaseResult
+from scaletorch.verify.runner import RankReport
 
 
 def test_options_cross_only_where_they_matter():
@@ -79,6 +81,16 @@ def test_a_fault_is_named_and_can_be_repeated():
     assert re.search(r"loss, step 0, rank [01]: relative error \S+, bound \S+; largest at", text)
     first = report.results[0].ranks[0].failures[0]
     assert first.error > 1000 * first.bound
+
+
+def test_no_place_is_promised_for_a_wrong_draw_of_dropout():
+    def told(what):
+        wrong = Difference(what, 4, 1.0, 0.0)
+        ranks = [RankReport(1, wrong, [wrong])]
+        return CaseResult(Case(Grid(dp=2)), 0.0, ranks).explanation("python -m scaletorch.verify")
+
+    assert "find the place: " in told("weight dropout.weight")
+    assert "find the place: " not in told("dropout layers.0")
 
 
 class Placed(nn.Module):

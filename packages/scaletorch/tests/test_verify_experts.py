@@ -16,6 +16,7 @@ from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import every_layout, layout_name, parse_layout, verify
 from scaletorch.verify.__main__ import main, parse, problem_of
 from scaletorch.verify.cases import choose_layouts
+from scaletorch.verify.differences import compare_number, compare_tensors
 from scaletorch.verify.precision import REDUCED, full_precision, model_precision
 from scaletorch.verify.problem import default_mixture, sharpened
 
@@ -151,6 +152,26 @@ def test_layouts_lose_no_more_than_one_process():
     assert "1.25 x what one process loses" in report.summary()
     (result,) = verify(excessive, layouts=[Grid(dp=2, ep=2)], dtype="bfloat16").results
     assert result.failed, result.row()
+
+
+def test_what_is_lost_is_of_all_tensors_together():
+    exact = {"gradients": {"a": torch.ones(4).double(), "b": torch.ones(4).double()}}
+    theirs = {"gradients": {n: (t + 0.01).bfloat16() for n, t in exact["gradients"].items()}}
+
+    def compare(**ours):
+        ours = theirs["gradients"] | ours
+        return list(compare_tensors("gradient", 0, ours, theirs, 0.0, exact))
+
+    (same,) = compare()
+    assert not same.failed
+    assert same.error * 1.25 == pytest.approx(same.bound)
+    (worse,) = compare(a=torch.full((4,), 1.05).bfloat16())
+    assert worse.failed
+    assert compare(a=torch.ones(4))[0].error == float("inf")
+    for true, ours, fails in ((2.0, 2.01, 0), (2.0, 2.1, 1), (0.0, 0.0, 0), (0.0, 0.1, 1)):
+        exact = torch.tensor(true).double()
+        pair = torch.tensor(ours), torch.tensor(true)
+        assert compare_number("loss", 0, *pair, 0.0, {"loss": exact}).failed == fails
 
 
 def settings():

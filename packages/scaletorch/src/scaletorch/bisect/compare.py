@@ -161,7 +161,7 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
         unite_terms(each, reference)
     infer_weight(run, reference)
     ancestry = ancestors(reference)
-    judged = judge_all(run, reference, lost, chain)
+    judged = judge_all(run, reference, ancestry, lost, chain)
     births = find_births(judged, run, reference, ancestry)
     found = [Found(birth, explain_birth(birth, run, reference)) for birth in births]
     return Report(found, judged)

@@ -22,6 +22,7 @@ class Kind(StrEnum):
 
 # The results of training, and its initial weights.
 FINAL = (Kind.START, Kind.LOSS, Kind.GRADIENT, Kind.NORM, Kind.WEIGHT)
+UNGRADED = " under no_grad"  # suffix of items in calls without gradients
 
 
 class Key(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -132,9 +132,14 @@ def _description_of(arguments: Any, kernels: Kernels) -> Description:
         methods=arguments.cp_methods or ("ring",),
         selective=[name == "selective" for name in recompute],
     )  # fmt: skip
+    own = arguments.plan and load(arguments.plan)
+    if not isinstance(own, Mapping | None):
+        raise InvalidArgumentError(
+            f"--plan {arguments.plan} must name a Mapping, got a {type(own).__name__}"
+        )
     return describe(
         build, arguments.length, cuts=cuts, batch=arguments.batch and load(arguments.batch),
-        plan=arguments.plan and load(arguments.plan), name=name, kernels=kernels,
+        plan=own, name=name, kernels=kernels,
     )  # fmt: skip
 
 

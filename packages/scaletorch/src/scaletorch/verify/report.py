@@ -78,7 +78,7 @@ class CaseResult:
         if self.error:
             lines += [f"  {line}" for line in self.error.splitlines()]
         lines.append(f"  repeat it: {command} {self.case.arguments}")
-        if self.ranks:
+        if any(not what.startswith("dropout ") for what, _ in found):  # bisect switches it off
             root = __package__.rpartition(".")[0]
             locating = command.replace(f"-m {__package__}", f"-m {root}.bisect run", 1)
             lines.append(f"  find the place: {locating} {self.case.arguments}")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
-from ..keys import Key, Kind
-from ..recording.folder import Recording, first_name, read
+from ..keys import UNGRADED, Key, Kind
+from ..recording.folder import Line, Recording, first_name, read
 from .places import Held
 
 _ORDER: Sequence[str] = tuple(Kind)
@@ -107,10 +107,10 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
     found: list[tuple[Key, int] | None] = []
     for line in recording.lines:
         if line.kind in (Kind.FORWARD, Kind.BACKWARD):
-            if line.name in run.uncounted:
+            if calling(line) in run.uncounted:
                 found.append(None)
                 continue
-            micro_batch, call = divmod(line.call, per[line.name])
+            micro_batch, call = divmod(line.call, per[calling(line)])
             found.append((Key(step, line.kind, line.name, line.item, call), micro_batch))
             continue
         micro_batch = line.call if line.kind == Kind.DATA else line.call // (per.get("") or 1)
@@ -123,13 +123,18 @@ def _calls(run: Run, recording: Recording) -> dict[str, int]:
     calls: Counter[str] = Counter()
     for line in recording.lines:
         if line.kind == Kind.FORWARD:
-            calls[line.name] = max(calls[line.name], line.call + 1)
+            calls[calling(line)] = max(calls[calling(line)], line.call + 1)
     several = int(recording.header["micro_batches"])
     for name, count in calls.items():
         if count % several:
             reason = f"rank {recording.rank} called it {count} times in {several} micro-batches"
             run.uncounted[name] = reason
     return {name: count // several for name, count in calls.items()}
+
+
+def calling(line: Line | Key) -> str:
+    """Return a module's name, with a suffix under no_grad, whose calls are counted separately."""
+    return line.name + UNGRADED * (UNGRADED in line.item)
 
 
 def require_comparable(ours: Run, theirs: Run) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from ...compose.summation import ROOM, root_mean_square
 from ..keys import FINAL, Key, Kind
 from .places import Held, Piece, Sharding, assemble, in_terms, norm, pieces_of, shard_at, shardings
-from .runs import Run
+from .runs import Run, calling, reach
 
 GOOD, BAD, UNSEEN = "good", "bad", "unseen"
 MEASURED = 4.0  # a layout's rounding error may be this many times that of one process
@@ -70,13 +71,19 @@ def measure(noise: Run, reference: Run) -> dict[Key, float]:
     return found
 
 
-def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -> dict[Key, Judged]:
+def judge_all(
+    run: Run,
+    reference: Run,
+    sources: Mapping[Key, list[Key]],
+    lost: Mapping[Key, float],
+    chain: int,
+) -> dict[Key, Judged]:
     """Compare all tensors that the reference has, up to the first step with a wrong result.
 
     Bounds follow from `lost`, the rounding errors of `measure`, else from the additions (`chain`).
     """
     found: dict[Key, Judged] = {}
-    eps = max(coarsest(run), coarsest(reference))
+    eps, rounds = max(coarsest(run), coarsest(reference)), rounding(run, reference, sources)
     # In a dtype below float64, rounding alone may choose other experts.
     chooses = eps > torch.finfo(torch.float64).eps and INFINITE in lost.values()
     for step in reference.steps:
@@ -86,7 +93,7 @@ def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -
             missing = key.kind == Kind.DATA and key not in run.held
             if key.step != step or key.kind == Kind.TERM or missing:
                 continue
-            limit = _bound(key, lost, eps, chain)
+            limit = _bound(key, rounds[key], lost, eps, chain)
             found[key] = verdict = _judge(key, run, reference, limit, typical)
             if chooses and key.kind == Kind.FORWARD and verdict.wrong and not verdict.bound:
                 why = "these are integers, and rounding alone chose others"
@@ -129,7 +136,7 @@ def meet(key: Key, run: Run, reference: Run, typical: float = 0.0) -> Pair | Non
 
 def _judge(key: Key, run: Run, reference: Run, limit: float, typical: float) -> Judged:
     theirs, ours = reference.held[key], run.held.get(key, [])
-    uncounted = run.uncounted.get(key.name) or reference.uncounted.get(key.name)
+    uncounted = run.uncounted.get(calling(key)) or reference.uncounted.get(calling(key))
     if uncounted and key.kind in (Kind.FORWARD, Kind.BACKWARD):
         return Judged(key, UNSEEN, why=uncounted)
     if not ours:
@@ -175,12 +182,26 @@ def _is_of_all_rows(met: Pair, ours: Sequence[Held]) -> bool:
     return divided and not any("rows" in each.name for each in met.dims)
 
 
-def _bound(key: Key, lost: Mapping[Key, float], eps: float, chain: int) -> float:
-    """Return the largest error that rounding explains; `lost` is counted in `eps`."""
+def _bound(key: Key, eps: float, lost: Mapping[Key, float], coarse: float, chain: int) -> float:
+    """Return the largest error that rounding by `eps` explains; `lost` is counted in `coarse`."""
     by_length = eps * ROOM * math.sqrt(chain * (key.step + 1))
     if key not in lost:
         return by_length
-    return max(MEASURED * lost[key] * eps, by_length if by_length < NEAR else eps * ROOM)
+    return max(MEASURED * lost[key] * coarse, by_length if by_length < NEAR else coarse * ROOM)
+
+
+def rounding(run: Run, reference: Run, sources: Mapping[Key, list[Key]]) -> dict[Key, float]:
+    """Return, for each tensor, the largest epsilon among its dtypes and those of its ancestors."""
+    own = {k: max(map(eps_of, (*held, *run.held.get(k, ())))) for k, held in reference.held.items()}
+    users: dict[Key, list[Key]] = defaultdict(list)
+    for key, parents in sources.items():
+        for source in parents:
+            users[source].append(key)
+    found: dict[Key, float] = {}
+    for eps in sorted(set(own.values())):  # coarser dtypes last, since they override finer ones
+        begin = [key for key in own if own[key] == eps]
+        found |= dict.fromkeys(reach(begin, lambda key: users.get(key, ())), eps)
+    return found
 
 
 def coarsest(run: Run) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compose.batches import rows_of_ranks
+from ...compose.batches import MicroBatch, rows_of_ranks
 from ...compose.entries import row_count
 from ...compose.forward import pipeline_of, terms_of
 from ...dist.errors import InvalidArgumentError
@@ -120,6 +120,9 @@ def describe_grid(
         micro_batches: The micro-batches that `shard_global_batch` returned.
         manager: The grid.
     """
+    if not isinstance(micro_batches[0], MicroBatch):
+        given = type(micro_batches[0]).__name__
+        raise TypeError(f"micro_batches must be what shard_global_batch returned, not a {given}")
     pipeline = pipeline_of(model)
     stage, cut = pipeline.module, micro_batches[0].cut
     found = Description(micro_batches=len(micro_batches))

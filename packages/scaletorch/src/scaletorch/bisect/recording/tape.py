@@ -23,7 +23,7 @@ from ...compose.forward import rehearses
 from ...dist import get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError
 from ...verify.precision import model_precision, replaced
-from ..keys import Kind
+from ..keys import UNGRADED, Kind
 from .descriptions import Description, Place, arguments_of, description_of, local_shard, tensors_of
 from .folder import Line, Writer
 from .lineage import Lineage
@@ -41,6 +41,7 @@ class Tape:
         self._parameters: dict[int, str] = {}
         self._calls: Counter[tuple[str, int]] = Counter()
         self._stack: list[str] = []
+        self._ungraded = ""  # see `keys.UNGRADED`
         self._unlinked: list[list[int]] = [[]]  # for each running call, see `_unlinked`
         self._parameters_of: dict[str, list[str]] = {}
         self._with_gradient: set[int] = set()  # lines whose gradient was recorded
@@ -122,8 +123,10 @@ class Tape:
         name, chunk = self._names.get(module), self._description.chunk()
         if name is None or chunk < 0 or torch._C._current_graph_task_id() != -1:
             return original(module, *args, **kw)  # without a name, or recomputed in backward
-        call = self._calls[name, chunk]
-        self._calls[name, chunk] += 1
+        if not self._stack:
+            self._ungraded = "" if torch.is_grad_enabled() else UNGRADED
+        call = self._calls[name + self._ungraded, chunk]
+        self._calls[name + self._ungraded, chunk] += 1
         for own, parameter in module._parameters.items():  # FSDP2 swaps them during a call
             self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
         with self._lineage.call():
@@ -153,7 +156,7 @@ class Tape:
         found = []
         order = sorted(tensors, key=lambda each: getattr(each[1].grad_fn, "_sequence_nr", int)())
         for item, tensor in order:
-            line = Line(Kind.FORWARD, name, item, call)
+            line = Line(Kind.FORWARD, name, item + self._ungraded, call)
             found.append((tensor, self._record_tensor(line, tensor, unlinked)))
         return found
 
