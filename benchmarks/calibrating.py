@@ -8,13 +8,14 @@ It takes about two minutes and writes a file for `python -m scaletorch.plan --cl
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch.utils.benchmark import Timer
 
 from scaletorch.dist import barrier, launch
 from scaletorch.dist.devices import current_device, entry_of_backend
-from scaletorch.plan import Cluster, Device, Link, read_bench, write_cluster
+from scaletorch.plan import Cluster, Device, Link, write_cluster
 
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
 HEADS, WIDTH = 4, 64  # attention heads and head size
@@ -35,6 +36,7 @@ SIZES = {
     "cpu": (256, (64, 256, 1024), (32, 256, 1024), (2**10, 2**17, 2**22)),
     "cuda": (4096, (256, 2048, 8192), (256, 1024, 8192), (2**14, 2**20, 2**26)),
 }
+DOUBTFUL = 1.0  # constants with a larger relative error are noise
 UPDATED, TENSORS = 2**19, 16  # elements in each tensor that AdamW updates, number of tensors
 
 
@@ -70,7 +72,18 @@ def _link(ranks: int, seconds: float, backend: str) -> Link:
             str(seconds / 2), "--backend", backend, "--json", str(file),
         ]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return read_bench(file)
+        return link_of(json.loads(file.read_text()))
+
+
+def link_of(measured: Mapping[str, Any]) -> Link:
+    """Return the link between the ranks of a file of `python -m scaletorch.dist.bench --json`."""
+    calls = {
+        "send" if name == "send_recv" else name:
+        (each["alpha_step"], 1 / max(each["beta_bus"], 1e-15))
+        for name, each in measured["constants"].items()
+        if each["error"] <= DOUBTFUL
+    }  # fmt: skip
+    return Link(measured["conditions"]["ranks"], *calls.get("send", calls["all_reduce"]), calls)
 
 
 def _measure(seconds: float, dtype: torch.dtype, backend: str) -> Device:

@@ -42,3 +42,14 @@ def test_this_machine_is_measured(tmp_path, monkeypatch):
     layout = Layout(Grid(pp=2))
     described = transformer(Sizes("small", 64, 4, 4, 128, 32), [layout.cut])
     assert time(replace(described, dtype="float32"), layout, found).step > 0
+
+
+def test_links_are_taken_as_the_bench_measured_them():
+    constants = {
+        "all_reduce": {"alpha_step": 1e-4, "beta_bus": 1e-9, "error": 0.1},
+        "send_recv": {"alpha_step": 5e-5, "beta_bus": 5e-10, "error": 0.2},
+        "broadcast": {"alpha_step": 1.0, "beta_bus": 1.0, "error": 9.0},
+    }
+    link = calibrating.link_of({"conditions": {"ranks": 4}, "constants": constants})
+    assert (link.ranks, link.latency, link.bandwidth) == (4, 5e-5, pytest.approx(2e9))
+    assert set(link.calls) == {"all_reduce", "send"}  # noise is left out

@@ -23,7 +23,6 @@ from scaletorch.plan import (
     Sent,
     Work,
     cluster_named,
-    read_bench,
     read_cluster,
     time,
     write_cluster,
@@ -280,30 +279,10 @@ def test_files_that_are_no_clusters_are_refused(tmp_path):
         partial(read_cluster, tmp_path / "nowhere.json"): "cannot be read",
         partial(read_cluster, tmp_path / "text"): "is not JSON",
         partial(read_cluster, _file(tmp_path), 64): "16 ranks, but the job needs 64",
-        partial(read_bench, _file(tmp_path)): "lacks conditions or constants",
         partial(Cluster, 8, DEVICE, (Link(8, 0, 1), Link(4, 0, 1))): "must join more ranks",
     }.items():
         with pytest.raises(InvalidArgumentError, match=message):
             call()
-
-
-def test_links_are_read_as_the_bench_measured_them(tmp_path):
-    constants = {
-        "all_reduce": {"alpha_step": 1e-4, "beta_bus": 1e-9, "error": 0.1},
-        "send_recv": {"alpha_step": 5e-5, "beta_bus": 5e-10, "error": 0.2},
-        "broadcast": {"alpha_step": 1.0, "beta_bus": 1.0, "error": 9.0},
-    }
-    bench = tmp_path / "bench.json"
-
-    def read(**constants):
-        bench.write_text(json.dumps({"conditions": {"ranks": 4}, "constants": constants}))
-        return read_bench(bench)
-
-    link = read(**constants)
-    assert (link.ranks, link.latency, link.bandwidth) == (4, 5e-5, pytest.approx(2e9))
-    assert set(link.calls) == {"all_reduce", "send"}  # noise is left out
-    with pytest.raises(InvalidArgumentError, match="neither all_reduce nor send_recv"):
-        read(broadcast=constants["broadcast"])
 
 
 def test_a_dtype_without_a_figure_is_refused():

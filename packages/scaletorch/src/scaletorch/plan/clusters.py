@@ -18,7 +18,6 @@ from ..dist.errors import InvalidArgumentError
 from .description import Kernels
 
 Shares = tuple[tuple[float, float], ...]
-_DOUBTFUL = 1.0  # constants of a bench with a larger relative error are ignored as noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,32 +246,6 @@ def _device(efficiency: Mapping[str, Any] | None = None, **fields: Any) -> Devic
 
 def _link(calls: Mapping[str, Any] | None = None, **fields: Any) -> Link:
     return Link(**fields, calls={name: tuple(pair) for name, pair in (calls or {}).items()})
-
-
-def read_bench(path: Path) -> Link:
-    """Read a file of `python -m scaletorch.dist.bench --json FILE` as the link between its ranks.
-
-    Raises:
-        InvalidArgumentError: It is another file, or has neither all_reduce nor send_recv.
-    """
-    content = _json_of(path)
-    try:
-        ranks = int(content["conditions"]["ranks"])
-        calls = {
-            "send" if name == "send_recv" else name:
-            (each["alpha_step"], 1 / max(each["beta_bus"], 1e-15))
-            for name, each in content["constants"].items()
-            if each["error"] <= _DOUBTFUL
-        }  # fmt: skip
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise InvalidArgumentError(
-            f"{path} is not from `python -m scaletorch.dist.bench --json FILE`: it lacks "
-            "conditions or constants"
-        ) from None
-    plain = calls.get("send") or calls.get("all_reduce")
-    if plain is None:
-        raise InvalidArgumentError(f"{path} measured neither all_reduce nor send_recv")
-    return Link(ranks, *plain, calls=calls)
 
 
 def _json_of(path: Path) -> Any:

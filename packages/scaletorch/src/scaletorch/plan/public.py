@@ -5,7 +5,6 @@ from .clusters import Cluster as Cluster
 from .clusters import Device as Device
 from .clusters import Link as Link
 from .clusters import cluster_named as cluster_named
-from .clusters import read_bench as read_bench
 from .clusters import read_cluster as read_cluster
 from .clusters import write_cluster as write_cluster
 from .describing import describe as describe
