@@ -369,13 +369,25 @@ class Answers(Net):
         return types.SimpleNamespace(logits=self.head(self.run(x)), beside=x.square().sum())
 
 
+class Late(Net):
+    """Calls none of the first half of its layers."""
+
+    def forward(self, input_ids):
+        x = input_ids[..., None].expand(-1, -1, WIDTH).double()
+        for layer in self.layers[LAYERS // 2 :]:
+            x = layer(x)
+        return self.head(x)
+
+
 @distributed_test(world_size=2)
 def test_what_cannot_be_followed_is_refused():
     for kind in (of(Sealed), type("Net", (Net,), {"layer": staticmethod(scripted)})):
         stage = PipelineParallel(build(kind), group=world())
-        refused(stage, r"put an nn\.Module around it")
+        for _ in range(2):
+            refused(stage, r"put an nn\.Module around it")
     beside = split(build(Answers))
     refused(beside, "the model returns a tensor that", lambda o, b: o.logits.sum() + o.beside)
+    refused(split(build(Late)), "has called no module of the first stage")
 
 
 class Inner(nn.Module):

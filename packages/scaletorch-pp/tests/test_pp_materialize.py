@@ -168,6 +168,8 @@ def test_states_that_do_not_fit_leave_the_stage_as_it_was():
     ):
         with pytest.raises(InvalidArgumentError, match=text):
             materialize(model, "cpu", {**state, name: value})
+    with pytest.raises(InvalidArgumentError, match="or an open safetensors file, got str"):
+        materialize(model, "cpu", "model.safetensors")
     assert all(p.is_meta for p in model.parameters())
 
 

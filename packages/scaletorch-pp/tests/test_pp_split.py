@@ -117,11 +117,12 @@ def test_children_of_the_most_common_class_begin_the_layers_of_a_sequence():
 REFUSED = [
     (TwoLists, None, r"has encoder, decoder; pass Split\(first="),
     (Pool, None, r"expected one nn\.ModuleList .* Pool has none; pass Split\("),
+    (Outer, {"layers": "model.layers"}, "a Split or None, got dict"),
     (Outer, Split("model.embed", "model.layers"), "'model.embed', .* it has model.embed_tokens, "),
     (Outer, Split((), "layers"), "'layers', which the model does not have; it has model, lm_head"),
     (Outer, Split("lm_head", "model.layers", "lm_head"), "twice: 'lm_head' and 'lm_head'"),
     (Outer, Split("model.layers.0", "model.layers"), "twice: 'model.layers.0' and 'model.layers'"),
-    (Outer, Split("model", "lm_head"), r"0 layers cannot be spread over 2"),
+    (Outer, Split((), "lm_head"), r"must name an nn\.ModuleList, .* it is a Linear"),
     (Outer, Split("model.embed_tokens", "model.layers"), "does not name .*: lm_head; add each"),
     (Outer, Split("model.embed_tokens"), "does not name .*: lm_head; add each"),
     (Outer, Split(points=("a", "b")), "makes 3 stages and the pipeline has 2: expected 1 points"),

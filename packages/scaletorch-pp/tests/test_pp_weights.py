@@ -5,13 +5,18 @@ import pickle
 
 import pytest
 import torch
-from one_process import Net, accumulate, build, pair, require_same, sum_loss
+from one_process import Net, accumulate, build, pair, require_same, sum_loss, world
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.pipeline_parallel import PipelineParallel, train_step_pipeline
+from scaletorch.parallel.pipeline_parallel.stages.weights import (
+    Deferral,
+    WeightGradients,
+    defer_weight_gradients,
+)
 
 SPLIT = ["zb_h1", "zb_v", "dualpipe_v"]
 WIDTH, COUNT = 6, 4
@@ -164,3 +169,18 @@ def test_weights_that_change_under_a_step():
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         train_step_pipeline(stage, make_batches(), loss_fn=loss_fn)
+
+
+@distributed_test(world_size=2)
+def test_types_of_spmd_types():
+    """A layer whose weight gradient is postponed has the type of a product."""
+    types, checker = pytest.importorskip("spmd_types"), pytest.importorskip("spmd_types.checker")
+    layer, deferral = nn.Linear(3, 5), Deferral()
+    defer_weight_gradients(layer, deferral)
+    with checker.typecheck(local=True), deferral.to(WeightGradients()):
+        for parameter in layer.parameters():
+            types.assert_type(parameter, {world(): types.R})
+        for kind in (types.R, types.V):
+            x = torch.randn(2, 3)
+            types.assert_type(x, {world(): kind})
+            assert [*types.get_local_type(layer(x)).values()] == [kind]

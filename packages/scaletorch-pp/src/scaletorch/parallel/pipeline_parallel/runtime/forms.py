@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -156,21 +157,40 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def to_header(form: Form) -> Tensor:
     """Encode a form as a tensor of `HEADER_BYTES` bytes."""
-    text = io.BytesIO()
-    torch.save(form, text)
-    if text.tell() > HEADER_BYTES:
+    text = pickle.dumps(form)
+    if len(text) > HEADER_BYTES:
         raise InvalidArgumentError(
-            f"{describe_rank()}: the output of a stage takes {text.tell()} bytes to describe, more "
+            f"{describe_rank()}: the output of a stage takes {len(text)} bytes to describe, more "
             f"than {HEADER_BYTES}: pass on fewer tensors, or shorter names"
         )
-    return torch.frombuffer(bytearray(text.getvalue().ljust(HEADER_BYTES)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
 
 
 def from_header(header: Tensor) -> Form:
-    """Decode a form that `to_header` has encoded; a header of any other objects is refused."""
-    with torch.serialization.safe_globals([Form, Passed, Place]):
-        form: Form = torch.load(io.BytesIO(bytes(header.cpu().tolist())), weights_only=True)
+    """Decode a form that `to_header` has encoded."""
+    text = bytearray(HEADER_BYTES)
+    torch.frombuffer(text, dtype=torch.uint8).copy_(header)
+    form: Form = _Unpickler(io.BytesIO(text)).load()
     return form
+
+
+# All that a header may name besides dtypes. A header is a pickle, and its sender may be any rank.
+_KINDS = (Form, Passed, Place, torch.Size, torch._utils._rebuild_meta_tensor_no_storage)
+_NAMED = {(kind.__module__, kind.__name__) for kind in _KINDS}
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler of forms alone, so that a header cannot run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class, function or dtype that a form needs; refuse any other."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _NAMED:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: a message between stages names {module}.{name}, which hidden "
+                "states never contain; do all ranks run the same version of scaletorch?"
+            )
+        return super().find_class(module, name)
 
 
 def autocasts(device: torch.device) -> bool:

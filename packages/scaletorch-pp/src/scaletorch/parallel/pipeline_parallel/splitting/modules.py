@@ -228,6 +228,13 @@ def check_sections(model: nn.Module, sections: Sections) -> None:
             if is_inside(name, other) or is_inside(other, name):
                 message = f"Split names a module twice: {name!r} and {other!r}; name it once"
                 raise InvalidArgumentError(message)
+    container = model.get_submodule(layers)
+    if not isinstance(container, CONTAINERS):
+        raise InvalidArgumentError(
+            f"Split(layers={layers!r}) must name an nn.ModuleList, nn.Sequential or "
+            f"nn.ModuleDict of layers, and it is a {type(container).__name__}; name the list "
+            "that holds the layers, or cut by Split(points=(...))"
+        )
     missing = _unnamed(model, names, layers)
     if missing:
         raise InvalidArgumentError(

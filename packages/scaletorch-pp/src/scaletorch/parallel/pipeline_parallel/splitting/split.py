@@ -119,6 +119,9 @@ class Placement:
 
 def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
     """Check the split of a whole model, or infer it if None, and place its modules on stages."""
+    if split is not None and not isinstance(split, Split):
+        message = f"config must be a Split or None, got {type(split).__name__}"
+        raise InvalidArgumentError(message)
     split = split or Split()
     if split.points:
         return _place_by_points(model, split, num_stages)

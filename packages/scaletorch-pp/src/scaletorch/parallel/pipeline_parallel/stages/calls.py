@@ -91,8 +91,8 @@ def is_surrounded(module: nn.Module) -> bool:
 
 
 def release(module: nn.Module, surrounding: Surrounding) -> None:
-    """Undo `surround`."""
-    calls = vars(module)[_CALLS]
+    """Undo `surround`, if it has succeeded."""
+    calls = vars(module).get(_CALLS, _Calls())
     calls.surroundings = tuple(one for one in calls.surroundings if one is not surrounding)
     if not calls.surroundings and _OWN_FORWARD in vars(type(module)):
         del vars(module)[_CALLS]

@@ -77,7 +77,12 @@ def materialize(
         InvalidArgumentError: The state lacks names or has tensors of other shapes, or a buffer on
             meta is not persistent. The stage is unchanged then.
     """
-    read = state.__getitem__ if isinstance(state, Mapping) else state.get_tensor
+    read = getattr(state, "get_tensor", None) or getattr(state, "__getitem__", None)
+    if read is None or not hasattr(state, "keys"):
+        raise InvalidArgumentError(
+            "state must be a mapping of names to tensors, such as a state_dict, or an open "
+            f"safetensors file, got {type(state).__name__}"
+        )
     unsaved = list(_buffers(stage, persistent=False))
     lost = [name for name, buffer in unsaved if buffer.is_meta]
     if lost:

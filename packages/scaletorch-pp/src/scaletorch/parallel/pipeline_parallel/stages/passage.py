@@ -163,6 +163,12 @@ class Passage:
         if self._passed is None:  # the model skips the last module, or all of them
             self._passed = self.source[1] if self.left is None else self.left
         hidden = self._passed
+        if hidden is None:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's forward has called no module of the first stage, "
+                "so the stage has no output; take fewer stages, or name the modules that the "
+                "forward calls in Split(...)"
+            )
         if not is_hidden(hidden):
             kinds = {type(value).__name__ for value in strangers(hidden)} or {"no tensor"}
             raise InvalidArgumentError(

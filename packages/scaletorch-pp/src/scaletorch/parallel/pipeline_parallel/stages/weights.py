@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ....dist.functional import spmd_local
 from ..runtime.forms import as_autocast
 
 Inputs = tuple[Tensor, Tensor]  # the input of a linear layer, and the gradient of its output
@@ -98,6 +99,18 @@ class _Linear(torch.autograd.Function):
         output = F.linear(inputs, as_autocast(later[0].detach()), bias)
         # Not a view for autograd, so nn.ReLU(inplace=True) and the like may change it in place.
         return torch.ops.aten._unsafe_view(output, output.shape)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def spmd_typecheck(
+        output: Tensor,
+        *,
+        inputs: Tensor,
+        bias: Tensor | None,
+        root: Tensor,
+        later: tuple[Tensor, Any],
+    ) -> None:
+        """Give the output the type of a product, for the checker of `spmd_types`."""
+        spmd_local(output, inputs, later[0], bias, root)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

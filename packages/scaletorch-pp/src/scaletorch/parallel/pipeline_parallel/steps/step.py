@@ -191,13 +191,13 @@ class MicroBatches:
     def inputs(self, micro_batch: int, *, first: bool) -> tuple[Any, dict[str, Any]]:
         """Return a micro-batch's `input_ids` and the rest by name, for the first stage or another.
 
-        Other stages use the form of floating point inputs alone, so these are not moved there.
+        Other stages use integer ids, or the form of a tensor, so the rest is not moved there.
         """
         batch = self.batches[micro_batch]
         entries = {name: self._moved(v) for name, v in batch.items() if name not in NOT_PASSED}
         ids = batch["input_ids"]
-        form_alone = not first and isinstance(ids, Tensor) and ids.is_floating_point()
-        return ids if form_alone else self._moved(ids), entries
+        used = first or (isinstance(ids, Tensor) and not ids.is_floating_point())
+        return self._moved(ids) if used else ids, entries
 
     @cached_property
     def signatures(self) -> list[Hashable]:
