@@ -7,11 +7,21 @@ import torch
 from sweeps import today
 from test_batch_rows import decoder, steps
 from torch import nn
-from training import FOUR, adamw, grid, in_one_process, on_a_layout, require_alike
+from training import (
+    FOUR,
+    adamw,
+    cross_entropy,
+    grid,
+    in_one_process,
+    on_a_layout,
+    require_alike,
+    tokens,
+)
 
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import relative_error
+from scaletorch.parallel.pg_manager import get_process_group_manager
 
 LAYOUTS = {
     **FOUR,
@@ -110,3 +120,22 @@ def test_gradients_of_several_steps_need_the_count_before(four, sizes, frozen):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 assert relative_error(found[name], parameter.grad) < 1e-6, name
+
+
+def counted_apart(output, micro_batch):
+    """Return the loss of tokens; after the first micro-batch tp ranks count differently."""
+    total, count = cross_entropy(output, micro_batch)
+    return total, count + get_process_group_manager().tp_rank * micro_batch["loss_more"].sum()
+
+
+def apart(sizes):
+    with grid(sizes) as manager:
+        model = parallelize(decoder(), manager, rehearse=False)
+        whole = {**tokens(), "loss_more": torch.tensor([0, 0, 1, 1])}
+        with pytest.raises(MismatchError, match=r"loss_fn counted 32, 34.* differ in tp alone"):
+            train_step(model, shard_global_batch(whole, 2, model=model), loss_fn=counted_apart)
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2, "pp_size": 2}, {"tp_size": 4}], ids=str)
+def test_tp_ranks_that_count_differently_are_refused(four, sizes):
+    four.run(apart, sizes)

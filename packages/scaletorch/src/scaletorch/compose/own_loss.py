@@ -33,7 +33,7 @@ LossFunction = Callable[[Any, Any], tuple[Tensor, Number]]
 CountFunction = Callable[[Any], Number]
 
 # Allowed relative gap of sums on tp ranks: in epsilons of the coarsest dtype, and the upper bound.
-_ROUNDINGS, _MOST = 128, 1e-3
+_ROUNDINGS, MOST = 128, 1e-3
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # finest first
 _SHARES = (
     "; with sequence_parallel, values that layers return beside the hidden states are of this "
@@ -238,7 +238,7 @@ def _written(value: float, dtype: int) -> int:
 def _read(note: int) -> tuple[float, float]:
     """Return the number in a note of `_written`, and its allowed relative rounding error."""
     (value,) = struct.unpack("d", struct.pack("q", note & ~3))
-    return value, min(_MOST, _ROUNDINGS * torch.finfo(_DTYPES[note & 3]).eps)
+    return value, min(MOST, _ROUNDINGS * torch.finfo(_DTYPES[note & 3]).eps)
 
 
 def _require_agreement(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from ..dist import all_gather_object, all_reduce, get_rank
-from ..dist.errors import InvalidArgumentError, NonFiniteError, StateError
+from ..dist.errors import InvalidArgumentError, MismatchError, NonFiniteError, StateError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.data_parallel.building import scale_gradients
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
@@ -27,7 +27,15 @@ from .checks import explain_failures, refuse_changes
 from .forward import Terms, manager_of, pipeline_of, rehearses, terms_of
 from .gradients import sum_partial_gradients
 from .loss import find_sharded_head, loss_of_tokens, require_logits_alone, token_loss_sum
-from .own_loss import NOTHING_COUNTS, CountFunction, LossFunction, Number, OwnLoss, keep_gradients
+from .own_loss import (
+    MOST,
+    NOTHING_COUNTS,
+    CountFunction,
+    LossFunction,
+    Number,
+    OwnLoss,
+    keep_gradients,
+)
 from .preparation import has_gradients, prepare_step
 from .rehearsal.rehearse import rehearse_step
 from .samples import take_sample
@@ -249,11 +257,19 @@ def _correct_gradients(
     model: DataParallelBucket, size: float, own_loss: OwnLoss, manager: ProcessGroupManager
 ) -> float:
     """Multiply gradients by the estimated / the true count of losses, and return this factor."""
-    terms, computes = terms_of(model), pipeline_of(model).is_last_stage and manager.tp_rank == 0
-    estimate = size * (terms.counted or 1.0) if computes and manager.cp_dp_rank == 0 else 0.0
-    told = torch.tensor([estimate, own_loss.counted() * computes], dtype=torch.float64)
+    terms, estimate = terms_of(model), size * (terms_of(model).counted or 1.0)
+    told = torch.zeros(1 + manager.tp_size, dtype=torch.float64)  # and the count by each tp rank
+    if pipeline_of(model).is_last_stage:
+        told[0] = estimate if manager.cp_dp_rank == manager.tp_rank == 0 else 0.0
+        told[1 + manager.tp_rank] = own_loss.counted()
     all_reduce(told, group=manager.world_group)
-    estimate, found = told.tolist()
+    estimate, found, *others = told.tolist()
+    if any(abs(each - found) > MOST * max(each, found) for each in others):
+        raise MismatchError(
+            f"{describe_rank()}: loss_fn counted {', '.join(f'{x:g}' for x in (found, *others))} "
+            "losses on ranks that hold the same positions and differ in tp alone: let it count "
+            "from labels or whole logits"
+        )
     if not found:
         raise InvalidArgumentError(NOTHING_COUNTS)
     terms.counted, terms.correction = found / size, estimate / found

@@ -54,8 +54,6 @@ def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
     schedule is simulated. `low` and `high` change computing by the device's `spread`; for `high`,
     no communication is hidden. They are no bounds, but cover the least certain assumptions.
 
-    Offloading is assumed to be hidden by computing.
-
     Args:
         description: The model.
         layout: A layout of `layout.grid.world_size` ranks.
