@@ -18,7 +18,6 @@ FAMILIES = (
 sys.path.append(str(Path(__file__).parent))
 preload(
     "pytest",
-    "rich.progress",
     "torch._dynamo",  # which the first optimizer of a process imports
     "torch._dynamo.convert_frame",  # and these the first function that it compiles
     "torch._functorch.aot_autograd",

@@ -25,12 +25,9 @@ and what you pass comes after these.
 def parse(arguments: list[str]) -> PretrainConfig:
     """Parse the command line of a training run."""
     try:
-        import rich  # noqa: F401
         import tyro
-    except ImportError as error:
-        raise SystemExit(
-            f"the command needs {error.name}: pip install 'scaletorch[pretrain]'"
-        ) from error
+    except ImportError:
+        raise SystemExit("the command needs tyro: pip install 'scaletorch[pretrain]'") from None
     return tyro.cli(PretrainConfig, prog=PROGRAM, description=DESCRIPTION, args=arguments)
 
 

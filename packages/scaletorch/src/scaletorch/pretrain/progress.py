@@ -1,24 +1,23 @@
-"""Progress bar and JSON log of rank 0."""
+"""JSON log and printed lines of rank 0."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 LOG = "log.jsonl"
 
 
 class Reporter:
-    """Writes one JSON line a step and moves a progress bar; does nothing if `folder` is None."""
+    """Logs and prints one line a step; does nothing if `folder` is None."""
 
-    def __init__(self, folder: Path | None, title: str, start: int, steps: int) -> None:
-        self.folder, self.title, self.start, self.steps = folder, title, start, steps
+    def __init__(self, folder: Path | None, start: int, steps: int) -> None:
+        self.folder, self.start, self.steps = folder, start, steps
         self.log: TextIO | None = None
-        self.progress: Any = None
-        self.last = time.perf_counter()
 
     def __enter__(self) -> Reporter:
         if self.folder is not None:
@@ -26,18 +25,14 @@ class Reporter:
             path = self.folder / LOG
             cut_log(path, self.start)
             self.log = path.open("a")
-            self.progress = progress_bar()
-            self.progress.start()
-            self.task = self.progress.add_task(
-                self.title, total=self.steps, completed=self.start, numbers=""
-            )
         self.last = time.perf_counter()
         return self
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        if self.progress is not None:
-            self.progress.console.print(text, highlight=False, soft_wrap=True)
+        """Print a line."""
+        if self.log is not None:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
 
     def step(self, step: int, values: Mapping[str, float], *, tokens: int) -> None:
         """Report a 1-based step; `tokens` are those of the global batch."""
@@ -49,13 +44,11 @@ class Reporter:
         row = {"step": step, **values, "seconds": seconds, "tokens_per_s": speed}
         self.log.write(json.dumps(row) + "\n")
         self.log.flush()
-        numbers = f"loss {values['loss']:.4f}  {speed:,.0f} tokens/s"
-        self.progress.update(self.task, advance=1, numbers=numbers)
+        self.say(f"step {step}/{self.steps}  loss {values['loss']:.4f}  {speed:,.0f} tokens/s")
 
     def __exit__(self, *_: object) -> None:
         if self.log is not None:
             self.log.close()
-            self.progress.stop()
 
 
 def cut_log(path: Path, steps: int) -> None:
@@ -68,19 +61,3 @@ def cut_log(path: Path, steps: int) -> None:
                 break
             end += len(line)
         log.truncate(end)
-
-
-def progress_bar() -> Any:
-    """Return a rich progress bar; without a terminal it prints only its last state."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(  # fits 80 columns
-        TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(compact=True),
-    )  # fmt: skip

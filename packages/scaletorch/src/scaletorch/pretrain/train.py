@@ -78,7 +78,7 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
     if start >= config.steps:
         return []
     folder, losses = config.out if is_main_process() else None, list[float]()
-    reporter = Reporter(folder, str(config.grid), start, config.steps)
+    reporter = Reporter(folder, start, config.steps)
 
     def save(step: int) -> Saving:
         return save_step(config, step, model, optimizer, manager, corpus.digest, sizes)
