@@ -87,7 +87,7 @@ WRONG_PLANS = {  # what is changed in the right one -> what its user is told
     "parts of a weight": ({"blocks.*.mix.into": "column"}, "packs several projections Fused"),
     "numbers of heads": (
         {"blocks.*.mix": "sharded"},
-        r"or let the plan divide the attribute \(Div",
+        r"let the plan divide the attribute \(Div",
     ),
     "the tied table": ({"words": "replicate"}, "are one tied parameter, but the plan replicates"),
 }
