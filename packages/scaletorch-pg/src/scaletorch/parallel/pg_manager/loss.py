@@ -63,7 +63,8 @@ def global_token_count(
         InvalidArgumentError: Labels are not integer tensors.
     """
     count = 0
-    for each in [labels] if isinstance(labels, Tensor) else labels:
+    several = isinstance(labels, Iterable) and not isinstance(labels, Tensor)
+    for each in labels if several else [labels]:
         if not isinstance(each, Tensor) or each.is_floating_point() or each.is_complex():
             given = each.dtype if isinstance(each, Tensor) else type(each).__name__
             raise InvalidArgumentError(f"labels must be integer tensors, got {given}")
