@@ -45,7 +45,7 @@ def test_optimizers_of_the_command_line():
         ([], None),
     ):
         assert training_of(parse(words))["optimizer"] is optimizer
-    with pytest.raises(InvalidArgumentError, match="'torch.optim:Moun' cannot be imported as pack"):
+    with pytest.raises(InvalidArgumentError, match="optim:Moun' cannot be imported as package"):
         training_of(parse(["--optimizer", "Moun"]))
     with pytest.raises(InvalidArgumentError, match="schedule must be one of"):
         run(parse(["--world-size", "1", "--schedule", "typo"]))
