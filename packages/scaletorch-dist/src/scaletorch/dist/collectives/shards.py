@@ -57,7 +57,7 @@ def join(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) 
         if any(size != 1 for size in x.shape[:dim]):
             return torch.cat(blocks.unbind(0), dim).to(x.device)
         joint = (*x.shape[:dim], members.size() * x.size(dim), *x.shape[dim + 1 :])
-        return blocks.resize_(joint).to(x.device)  # a view could not be changed in place
+        return blocks.view(joint).to(x.device)
     padded = x.new_empty((*x.shape[:dim], max(lengths), *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, x.size(dim)).copy_(x.detach())
     blocks = _blocks(padded, members).unbind(0)

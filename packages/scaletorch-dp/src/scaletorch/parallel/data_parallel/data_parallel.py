@@ -114,6 +114,11 @@ class DataParallelBucket(ModuleWrapper):
         self._sync.attach(manager for manager in managers if manager.has_work)
 
     @property
+    def op(self) -> str:
+        """`"sum"` or `"mean"`."""
+        return self._sync.managers[0].reduction.op
+
+    @property
     def require_backward_grad_sync(self) -> bool:
         """True if backward calls synchronise; the value while backward runs counts."""
         return self._sync.enabled
