@@ -53,11 +53,11 @@ def join(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) 
         return x
     _compare("all_gather", x, members, dim, lengths)
     if lengths is None or min(lengths) == max(lengths):
-        blocks = _blocks(x, members)
+        stacked = _blocks(x, members)
         if any(size != 1 for size in x.shape[:dim]):
-            return torch.cat(blocks.unbind(0), dim).to(x.device)
+            return torch.cat(stacked.unbind(0), dim).to(x.device)
         joint = (*x.shape[:dim], members.size() * x.size(dim), *x.shape[dim + 1 :])
-        return blocks.view(joint).to(x.device)
+        return stacked.view(joint).to(x.device)
     padded = x.new_empty((*x.shape[:dim], max(lengths), *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, x.size(dim)).copy_(x.detach())
     blocks = _blocks(padded, members).unbind(0)
