@@ -299,3 +299,50 @@ def test_functions_that_run_layers_again_or_may_communicate_are_refused():
         words = r"not show.*layers\.\d\.self_attn\..*\.Again"
         refused(sizes, options, micro_batches, True, words)
     refused(*LAYOUTS[0][:3], False, "Hidden, which holds the process group of tens")
+
+
+class GatedBlock(nn.Module):
+    """Scales features between two layers by the output of a row-parallel layer before both."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.up = nn.Linear(16, 16, bias=False), nn.Linear(16, 24, bias=False)
+        self.down = nn.Linear(24, 16, bias=False)
+
+    def forward(self, x):
+        heads = x[:, None]
+        x = x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+        gate = self.first(x)
+        return x + self.down(self.up(gate) * gate.mean(-1, keepdim=True))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.blocks = nn.ModuleList(GatedBlock() for _ in range(2))
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def a_gate_is_refused(sizes, compiles):
+    model = Gated().double()
+    for block in model.blocks if compiles else ():
+        block.compile(backend="aot_eager")
+    rows = {"blocks.*.first": "row_split", "blocks.*.up": "column", "blocks.*.down": "row"}
+    with grid(sizes) as manager:
+        model = parallelize(model, manager, plan=rows, rehearse=False)
+        batch = shard_global_batch(tokens(), 2, manager)
+        # Ranks of another pipeline stage get a RuntimeError with the sentence.
+        with pytest.raises((InvalidArgumentError, RuntimeError), match="uses the summed or gath"):
+            train_step(model, batch)
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("other", [{}, *({f"{axis}_size": 2} for axis in ("dp", "cp", "pp"))])
+def test_an_output_used_inside_a_region_is_refused_on_every_layout(other, compiles):
+    run_ranks(a_gate_is_refused, 4, {"tp_size": 2 if other else 4, **other}, compiles)

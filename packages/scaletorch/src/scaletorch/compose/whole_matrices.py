@@ -231,7 +231,7 @@ class Exchange:
         self._dtype = reduce(torch.promote_types, dtypes) if dtypes else torch.float32
         owners = _owners(everyone)
         self.matrices = sorted(matrices, key=lambda each: each.shard.name)
-        # Matrices by owner, and those that this rank owns, with the parameters that it updates.
+        # The matrices of each owner, and the parameters by which this rank updates its own.
         self._of: list[list[Matrix]] = [[] for _ in range(self._size)]
         for each in self.matrices:
             self._of[owners[each.shard.name]].append(each)

@@ -52,7 +52,13 @@ def repeating(device: str | None, backend: str | None) -> str:
     return " ".join([f"python -m {__package__}", *words])
 
 
-NAMED = ("model", "batch", "plan", "loss_fn", "optimizer")  # module-level, or names of such
+NAMED = (
+    "model",
+    "batch",
+    "plan",
+    "loss_fn",
+    "optimizer",
+)  # module-level objects, or names
 VALUES = ("optimizer_args", "row_dims", "sequence_dims")  # mappings, or 'name=value' words
 
 

@@ -63,7 +63,7 @@ class Replay:
                 found = loss_of(output)
             if not watch.communicates:
                 self.judge.compare("the loss", loss, found.detach())
-            else:  # units need only the ranks' gradients, but those that the root makes are lost
+            else:  # the ranks' gradients suffice to compare units, but not the root
                 self.has_loss = False
                 self.unasked.append(
                     "the loss, which communicates itself, and gradients outside of layers"
