@@ -132,7 +132,7 @@ def test_what_tp_or_sequence_parallelism_does_not_fit():
     with pytest.raises(InvalidArgumentError, match=r"does not divide norm.weight = 9"):
         explain(nn.ModuleDict({"norm": nn.RMSNorm(9)}), 2, {"norm": uneven})
     with pytest.raises(InvalidArgumentError, match="divides sequences itself"):
-        explain(Model(), 2, SEQUENCES, sequence_parallel=True)
+        explain(Model(), 2, SEQUENCES | {"": "sequence_layer"}, sequence_parallel=True)
 
 
 VOCAB, HIDDEN, HEADS, HEAD = 11, 8, 4, 2

@@ -37,18 +37,25 @@ class Attention(nn.Module):
         return self.o((scores @ v).transpose(1, 2).reshape(batch, length, -1))
 
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.attention = nn.LayerNorm(HIDDEN), Attention()
+        self.second, self.feedforward = nn.LayerNorm(HIDDEN), Mlp(HIDDEN, 16, True)
+
+    def forward(self, x):
+        x = x + F.dropout(self.attention(self.first(x)), 0.25, self.training)
+        return x + self.feedforward(self.second(x))
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.tokens = nn.Embedding(20, HIDDEN)
-        self.first, self.attention = nn.LayerNorm(HIDDEN), Attention()
-        self.second, self.feedforward = nn.LayerNorm(HIDDEN), Mlp(HIDDEN, 16, True)
-        self.head = nn.Linear(HIDDEN, 20)
+        self.tokens, self.head = nn.Embedding(20, HIDDEN), nn.Linear(HIDDEN, 20)
+        self.layers = nn.ModuleList([Layer()])
 
     def forward(self, ids):
-        x = self.tokens(ids)
-        x = x + F.dropout(self.attention(self.first(x)), 0.25, self.training)
-        return self.head(x + self.feedforward(self.second(x)))
+        return self.head(self.layers[0](self.tokens(ids)))
 
 
 class Loss(nn.Module):
@@ -67,8 +74,8 @@ ATTENTION = {"": Divide("heads"), "q": "column", "k": "column", "v": "column", "
 MODEL = {
     "tokens": "vocab",
     "head": "column_gather",
-    **{f"feedforward.{name}": style for name, style in FEEDFORWARD.items()},
-    **{f"attention.{name}".rstrip("."): style for name, style in ATTENTION.items()},
+    **{f"layers.0.feedforward.{name}": style for name, style in FEEDFORWARD.items()},
+    **{f"layers.0.attention.{name}".rstrip("."): style for name, style in ATTENTION.items()},
 }
 LAYERS = {
     "column": (lambda: nn.Linear(HIDDEN, 6), {"": "column"}),
@@ -139,7 +146,7 @@ def compare(kind, backend, training=True, sequence_parallel=False, lengths=(6,))
 def layers_alone():
     """What is in the whole model as it is here is compiled there."""
     runs = [compare(kind, "aot_eager") for kind in ("column", "column_gather", "row")]
-    return [*runs, compare("feedforward", "aot_eager", True, True, (6, 9))]  # another length, too
+    return [*runs, compare("feedforward", "aot_eager", lengths=(6, 9))]  # another length, too
 
 
 def test_layers_and_regions():

@@ -24,7 +24,9 @@ STYLE = Stacked(
     {"gate_up_proj": Slices(1, packed=2), "gate_up_bias": Slices(1, packed=2), "down_proj": 2},
     ("down_bias",),
 )
-PLAN = {"embed": "vocab", "block.experts": STYLE, "head": "column_gather"}
+PLAN = {
+    "embed": "vocab", "block.experts": STYLE, "head": "column_gather", "block": "sequence_layer",
+}  # fmt: skip
 
 
 class Experts(nn.Module):

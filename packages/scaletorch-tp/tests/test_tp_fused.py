@@ -50,26 +50,35 @@ class Attention(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2))
 
 
+class Layer(nn.Module):
+    def __init__(self, *options):
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(HIDDEN), Attention(*options)
+
+    def forward(self, x):
+        return x + self.attention(self.norm(x))
+
+
 class Net(nn.Module):
     def __init__(self, heads=8, kv_heads=2, bias=True, dense=nn.Linear):
         torch.manual_seed(0)
         super().__init__()
         self.embed = nn.Embedding(VOCAB, HIDDEN)
-        self.norm = nn.RMSNorm(HIDDEN)
-        self.attention = Attention(heads, kv_heads, bias, dense)
+        self.layers = nn.ModuleList([Layer(heads, kv_heads, bias, dense)])
         self.head = nn.Linear(HIDDEN, VOCAB)
         self.double()
 
     def forward(self, ids):
-        x = self.embed(ids)
-        return self.head(x + self.attention(self.norm(x)))
+        return self.head(self.layers[0](self.embed(ids)))
 
 
 def plan(heads=8, kv_heads=2, **_):
     return {
-        "attention": Divide("num_heads", "num_kv_heads"),
-        "attention.qkv": Fused("column", tuple(n * HEAD_DIM for n in (heads, kv_heads, kv_heads))),
-        "attention.out": "row",
+        "layers.0.attention": Divide("num_heads", "num_kv_heads"),
+        "layers.0.attention.qkv": Fused(
+            "column", tuple(n * HEAD_DIM for n in (heads, kv_heads, kv_heads))
+        ),
+        "layers.0.attention.out": "row",
         "head": "column_gather",
     }
 
@@ -78,7 +87,7 @@ def pieces_of_qkv(options, asynchronous, **how):
     """Train as one process does; return the gradients of the fused weight by owner."""
     plain = Net(**options)
     model, grads = as_one_process(plain, plan(**options), asynchronous=asynchronous, **how)
-    return split_by_owner(model, grads)["attention.qkv.weight"]
+    return split_by_owner(model, grads)["layers.0.attention.qkv.weight"]
 
 
 # Options of the model, and the first rank with the keys of each rank.
@@ -113,7 +122,7 @@ def test_ranks_send_what_is_replicated_and_no_more():
     first = 32 + rank // 2 * 4
     held = range(8 * rank, 8 * rank + 8), range(first, first + 4), range(first + 8, first + 12)
     for name in ("weight", "bias"):
-        assert find_cuts(model)[f"attention.qkv.{name}"].cut.ranges[rank] == held
+        assert find_cuts(model)[f"layers.0.attention.qkv.{name}"].cut.ranges[rank] == held
 
 
 @distributed_test(world_size=3)
@@ -196,7 +205,7 @@ def odd_conv1d():
 
 
 def heads(**styles):
-    return plan() | {f"attention.{name}": style for name, style in styles.items()}
+    return plan() | {f"layers.0.attention.{name}": style for name, style in styles.items()}
 
 
 # What is gathered is cut anywhere: each rank needs some of each of the lengths.
@@ -206,9 +215,9 @@ REFUSED = [
     (Packed, {"qkv": Fused("column", 5)}, 2, "its 24 features are not 5 equal projections"),
     (Packed, {"embed": Fused("column", 2)}, 2, "it is a Embedding, not a Linear"),
     (odd_conv1d, {"up": "column"}, 2, "it is a Conv1D, not a Linear itself"),
-    (Net, plan(), 9, "query heads of attention = 8; .* tp sizes up to 8 are legal"),
+    (Net, plan(), 9, "query heads of layers.0.attention = 8; .* tp sizes up to 8 are legal"),
     (Net, heads(out=Fused("row", (8, 24))), 4, "has 2 heads, which are not replicated"),
-    (Net, heads(**GATHER), 9, "without a share of attention.qkv.out_features = 8, .* divide 2 are"),
+    (Net, heads(**GATHER), 9, "share of .*attention.qkv.out_features = 8, .* divide 2 are"),
     (Net, heads(qkv=Fused("column", (30, 10, 8))), 4, "does not .*features = 30.* divide 2 are"),
 ]  # fmt: skip
 

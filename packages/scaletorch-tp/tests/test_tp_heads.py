@@ -118,39 +118,52 @@ class Mixer(nn.Module):
         return self.conv(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
 
 
+class Layer(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.self_attn, self.norm, self.mixer = attention(), nn.LayerNorm(WIDTH), Mixer()
+        self.mlp = (ScaledMlp if attention is Scaled else RowsMlp)()
+
+    def forward(self, x):
+        x = self.mixer(self.norm(x + self.self_attn(x)))
+        return x + self.mlp(x.flatten(0, 1)).view(x.shape)
+
+
 class Model(nn.Module):
     def __init__(self, attention):
         super().__init__()
         self.words = nn.Embedding(11, WIDTH)
-        self.self_attn, self.norm, self.mixer = attention(), nn.LayerNorm(WIDTH), Mixer()
-        self.mlp = (ScaledMlp if attention is Scaled else RowsMlp)()
+        self.layers = nn.ModuleList([Layer(attention)])
         self.head = nn.Linear(WIDTH, 11, bias=False)
 
     def forward(self, input_ids):
-        x = self.words(input_ids)
-        x = self.mixer(self.norm(x + self.self_attn(x)))
-        return self.head(x + self.mlp(x.flatten(0, 1)).view(x.shape))
+        return self.head(self.layers[0](self.words(input_ids)))
 
 
-REST = {"words": "vocab", "mlp.up": "column", "mlp.down": "row", "head": "column_gather"}
+REST = {
+    "words": "vocab",
+    "layers.0.mlp.up": "column",
+    "layers.0.mlp.down": "row",
+    "head": "column_gather",
+}
 SINKS = {
-    "self_attn": PerHead("sinks"),
-    **{f"self_attn.{name}_proj": "column" for name in "qkvg"},
-    "self_attn.o_proj": "row",
+    "layers.0.self_attn": PerHead("sinks"),
+    **{f"layers.0.self_attn.{name}_proj": "column" for name in "qkvg"},
+    "layers.0.self_attn.o_proj": "row",
     **REST,
 }
 SCALED = {
-    "self_attn": PerHead("of_queries", "of_heads"),
-    **{f"self_attn.{name}_proj": "column" for name in "qkv"},
-    "self_attn.o_proj": "row",
-    "mlp": PerHead("scale"),
+    "layers.0.self_attn": PerHead("of_queries", "of_heads"),
+    **{f"layers.0.self_attn.{name}_proj": "column" for name in "qkv"},
+    "layers.0.self_attn.o_proj": "row",
+    "layers.0.mlp": PerHead("scale"),
     **REST,
 }
 LATENT = {
-    "self_attn.q_b_proj": "column",
-    "self_attn.kv_b_proj": "column",
-    "self_attn.kv_a_proj_with_mqa": SharedTail(2),
-    "self_attn.o_proj": "row",
+    "layers.0.self_attn.q_b_proj": "column",
+    "layers.0.self_attn.kv_b_proj": "column",
+    "layers.0.self_attn.kv_a_proj_with_mqa": SharedTail(2),
+    "layers.0.self_attn.o_proj": "row",
     **REST,
 }
 
@@ -173,31 +186,35 @@ def test_what_belongs_to_heads_is_cut_with_them_and_what_they_share_is_summed():
         for sequence_parallel in (False, True):
             as_one_process(made(attention), plan, sequence_parallel=sequence_parallel)
     dims = shard_dims(apply_tensor_parallel(made(Latent), LATENT, dist.group.WORLD))
-    assert dims["self_attn.kv_a_proj_with_mqa.weight"] is None
+    assert dims["layers.0.self_attn.kv_a_proj_with_mqa.weight"] is None
 
 
 def test_shards_of_heads_are_explained():
     def shapes(attention, plan):
         return {p.name: p.local_shapes for p in explain(made(attention), 2, plan).parameters}
 
-    assert shapes(Sinks, SINKS)["self_attn.sinks"] == ((3,), (2,))
+    assert shapes(Sinks, SINKS)["layers.0.self_attn.sinks"] == ((3,), (2,))
     scaled = shapes(Scaled, SCALED)
-    assert scaled["self_attn.of_queries"] == scaled["self_attn.of_heads"] == ((8,), (4,))
-    assert scaled["mlp.scale"] == ((5,), (4,))
+    assert (
+        scaled["layers.0.self_attn.of_queries"]
+        == scaled["layers.0.self_attn.of_heads"]
+        == ((8,), (4,))
+    )
+    assert scaled["layers.0.mlp.scale"] == ((5,), (4,))
 
 
 def named():
     model = made(Sinks)
-    model.self_attn.group = nn.Identity()
+    model.layers[0].self_attn.group = nn.Identity()
     return model
 
 
 @pytest.mark.parametrize(
     ("build", "plan", "text"),
     [
-        (Sinks, {"self_attn": PerHead("q_proj")}, "its own parameters are sinks"),
-        (Scaled, {"mlp.up": SharedTail(9)}, "it has no more than 9 output features"),
-        (named, {"self_attn": PerHead("sinks")}, r"it has a 'group' of its own, .* rename it"),
+        (Sinks, {"layers.0.self_attn": PerHead("q_proj")}, "its own parameters are sinks"),
+        (Scaled, {"layers.0.mlp.up": SharedTail(9)}, "it has no more than 9 output features"),
+        (named, {"layers.0.self_attn": PerHead("sinks")}, "has a 'group' of its own, .* rename it"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit(build, plan, text):
@@ -215,15 +232,15 @@ def test_styles_that_cannot_be():
 
 OWN = {
     Sinks: {
-        **{f"self_attn.{name}_proj": "colwise" for name in "qkvg"},
-        "self_attn.o_proj": "rowwise",
-        "self_attn.sinks": "colwise",
-        "self_attn": "local_params",
+        **{f"layers.0.self_attn.{name}_proj": "colwise" for name in "qkvg"},
+        "layers.0.self_attn.o_proj": "rowwise",
+        "layers.0.self_attn.sinks": "colwise",
+        "layers.0.self_attn": "local_params",
     },
     Latent: {
-        **{f"self_attn.{name}_b_proj": "colwise" for name in ("q", "kv")},
-        "self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
-        "self_attn.o_proj": "rowwise",
+        **{f"layers.0.self_attn.{name}_b_proj": "colwise" for name in ("q", "kv")},
+        "layers.0.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+        "layers.0.self_attn.o_proj": "rowwise",
     },
 }
 
@@ -242,10 +259,10 @@ def test_plans_in_the_words_of_transformers_train_as_one_process():
 
 def test_words_of_transformers_that_do_not_fit_are_refused():
     model = planned(Sinks)
-    model._tp_plan["self_attn.sinks"] = "rowwise"
+    model._tp_plan["layers.0.self_attn.sinks"] = "rowwise"
     with pytest.raises(InvalidArgumentError, match="the style 'rowwise', which is none"):
         explain(model, 2)
     latent = planned(Latent)
-    del latent.self_attn.qk_rope_head_dim
+    del latent.layers[0].self_attn.qk_rope_head_dim
     with pytest.raises(InvalidArgumentError, match="the style 'mla_kv_a_proj', which is none"):
         explain(latent, 2)

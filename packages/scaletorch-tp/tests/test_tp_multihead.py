@@ -198,7 +198,8 @@ def test_decoder_layers_need_no_plan():
 
 @distributed_test(world_size=2)
 def test_one_sequence_is_shared_out():
-    model = apply_tensor_parallel(Holder(), PLAN, group.WORLD, sequence_parallel=True)
+    plan = PLAN | {"": "sequence_layer"}
+    model = apply_tensor_parallel(Holder(), plan, group.WORLD, sequence_parallel=True)
     with pytest.raises(InvalidArgumentError, match="one tensor as query, key and value"):
         model(torch.ones(1, 2, SIZE), torch.ones(1, 2, SIZE), False)
 
@@ -233,7 +234,7 @@ def test_what_cannot_be_divided_is_refused_by_name(case):
 def test_shares_of_sequences_are_of_the_second_dim():
     model = of(nn.MultiheadAttention(8, 2))
     with pytest.raises(InvalidArgumentError, match=r"'attention'.* build it with batch_first=True"):
-        explain(model, 2, PLAN, sequence_parallel=True)
+        explain(model, 2, PLAN | {"": "sequence_layer"}, sequence_parallel=True)
 
 
 class Shouts(nn.TransformerEncoderLayer):

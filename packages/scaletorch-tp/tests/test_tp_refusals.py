@@ -24,8 +24,8 @@ def plain():
     return nn.Sequential(*layers, nn.Linear(8, 8), nn.Linear(8, 20))
 
 
-def made(**options):
-    return apply_tensor_parallel(plain(), PLAN, dist.group.WORLD, **options)
+def made():
+    return apply_tensor_parallel(plain(), PLAN, dist.group.WORLD)
 
 
 def backward(model):
@@ -34,16 +34,19 @@ def backward(model):
 
 @distributed_test(world_size=2)
 def test_a_pickle_is_refused_and_a_copy_works():
-    for options in ({}, {"sequence_parallel": True}):
-        model = made(**options)
+    shares = {"plan": {"": "sequence_layer", "0": "column", "1": "row"}, "sequence_parallel": True}
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for model, x in (
+        (made(), torch.arange(8).view(2, 4)),
+        (apply_tensor_parallel(layer, group=dist.group.WORLD, **shares), torch.randn(2, 4, 8)),
+    ):
         for write in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
             with pytest.raises(StateError, match=r"cannot be pickled.*gather_state_dict\(model\)"):
                 write(model)
         torch.save(gather_state_dict(model), io.BytesIO())
-        ids = torch.arange(8).view(2, 4)
         for twin in (copy.deepcopy(model), copy.copy(model)):
-            torch.testing.assert_close(twin(ids), model(ids))
-        assert copy.deepcopy(model)[5].weight is not model[5].weight
+            torch.testing.assert_close(twin(x), model(x))
+        assert copy.deepcopy(model)[1].weight is not model[1].weight
 
 
 @distributed_test(world_size=2)

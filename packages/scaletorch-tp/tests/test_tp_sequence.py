@@ -1,7 +1,9 @@
-"""Sequence parallelism: models on shares of a sequence, and layers that alone share it out.
+"""Sequence parallelism: from the first to the last layer each rank has a share of every sequence.
 
 `test_tp_model.py` trains whole models on shares of unequal lengths.
 """
+
+from functools import partial
 
 import pytest
 import torch
@@ -42,23 +44,17 @@ class Counting(Llama):
 
 
 @distributed_test(world_size=2)
-def test_a_model_is_told_the_positions_that_it_would_count():
+def test_a_model_counts_the_positions_of_whole_sequences():
     one, many = make(Counting), divided(make(Counting))
-    places = torch.arange(9).expand(3, 9)
-    for arguments, options in (
-        ((ids(9),), {}),
-        ((ids(9), places), {}),
-        ((), {"input_ids": ids(9), "position_ids": None}),
-    ):
-        torch.testing.assert_close(many(*arguments, **options), one(ids(9)), rtol=1e-12, atol=1e-12)
-    with pytest.raises(InvalidArgumentError, match="with all 9 tokens' ids or positions, and ret"):
-        many(ids(9), places[:1, :1])
+    for arguments in ((ids(9),), (ids(9), torch.arange(9).expand(3, 9))):
+        torch.testing.assert_close(many(*arguments), one(ids(9)), rtol=1e-12, atol=1e-12)
 
 
 @distributed_test(world_size=3)
 def test_hidden_states_are_shares():
     model, lengths = divided(make()), []
-    model.norm.register_forward_hook(lambda _m, _i, out: lengths.append(out.shape[1]))
+    norm = model.layers[1].input_layernorm
+    norm.register_forward_hook(lambda _m, _i, out: lengths.append(out.shape[1]))
     for length in (12, 7):
         model(ids(length))
         assert sequence_share(model, length) == lengths[-1]
@@ -252,9 +248,42 @@ def test_a_parameter_before_and_between_layers_is_refused():
         divided(made(Read), PLAN)(ids()).sum().backward()
 
 
-def test_layers_of_two_lists_cannot_be():
-    model = made()
-    model.others = nn.ModuleList([Layer()])
-    text = "the layers of layers and of others, but only"
-    with pytest.raises(InvalidArgumentError, match=text):
-        explain(model, 2, PLAN | {"others.*": "sequence_layer"}, sequence_parallel=True)
+class TwoLists(Model):
+    """Its second list has sequences of half the length."""
+
+    def __init__(self):
+        super().__init__(Plain)
+        self.others = nn.ModuleList([Plain(), Plain()])
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.between(x[:, ::2] + x[:, 1::2])
+        for layer in self.others:
+            x = layer(x)
+        return self.head(x)
+
+
+@distributed_test(world_size=2)
+def test_each_list_of_layers_shares_out_its_own_sequences():
+    lists = PLAN | {f"others.*.mlp.{n}": s for n, s in (("up", "column"), ("down", "row"))}
+    found = {name: style for name, style in lists.items() if style != "sequence_layer"}
+    for plan in (found, lists | {"others.*": "sequence_layer"}):
+        many = divided(made(TwoLists), plan)
+        for layers, length in ((many.layers, 4), (many.others, 2)):
+            has_length = partial(require_length, length)
+            layers[1].norm.register_forward_hook(has_length)
+        compare(made(TwoLists), many, ids())
+
+
+def require_length(length, _module, _given, out):
+    assert out.shape[1] == length
+
+
+def test_a_model_without_a_list_of_layers_is_refused():
+    plan = {"up": "column", "down": "row"}
+    with pytest.raises(
+        InvalidArgumentError, match=r"Mlp has no list of modules .* 'sequence_layer'"
+    ):
+        explain(Mlp(), 2, plan, sequence_parallel=True)

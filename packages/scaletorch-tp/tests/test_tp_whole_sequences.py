@@ -15,8 +15,14 @@ from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
 
-ATTENTION = {**{f"attention.{name}": "column" for name in "qkv"}, "attention.o": "row"}
-PLAN = {"tokens": "vocab", "head": "column_gather", "mlp.up": "column", "mlp.down": "row"}
+ATTENTION = {
+    **{f"layers.*.attention.{name}": "column" for name in "qkv"},
+    "layers.*.attention.o": "row",
+}
+PLAN = {
+    "tokens": "vocab", "head": "column_gather",
+    "layers.*.mlp.up": "column", "layers.*.mlp.down": "row",
+}  # fmt: skip
 
 
 class Attention(nn.Module):
@@ -38,27 +44,36 @@ class Attention(nn.Module):
         return self.attend(x, x)
 
 
-class Model(nn.Module):
+class Layer(nn.Module):
     def __init__(self, attention=Attention):
         super().__init__()
-        self.tokens = nn.Embedding(20, 12)
         self.first, self.attention = nn.LayerNorm(12), attention()
         mlp = {"up": nn.Linear(12, 24), "gelu": nn.GELU(), "down": nn.Linear(24, 12)}
         self.second, self.mlp = nn.LayerNorm(12), nn.Sequential(OrderedDict(mlp))
-        self.head = nn.Linear(12, 20)
 
-    def mixed(self, x):
+    def mixed(self, x, positions):
         return self.attention(self.first(x))
 
+    def forward(self, x, positions):
+        x = x + self.mixed(x, positions)
+        return x + self.mlp(self.second(x))
+
+
+class Model(nn.Module):
+    def __init__(self, *layer):
+        super().__init__()
+        kind, *arguments = layer or (Layer,)
+        self.tokens, self.head = nn.Embedding(20, 12), nn.Linear(12, 20)
+        self.layers = nn.ModuleList([kind(*arguments)])
+
     def forward(self, input_ids):
-        x = self.tokens(input_ids)
-        x = x + self.mixed(x)
-        return self.head(x + self.mlp(self.second(x)))
+        positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        return self.head(self.layers[0](self.tokens(input_ids), positions))
 
 
-def made(kind, *args):
+def made(*layer):
     torch.manual_seed(0)
-    return kind(*args).double()
+    return Model(*layer).double()
 
 
 def ids(length=8, rows=2):
@@ -91,32 +106,36 @@ class Tupled(Attention):
         return super().forward(x), None
 
 
-class TupledModel(Model):
-    def mixed(self, x):
-        return super().mixed(x)[0]
+class TupledLayer(Layer):
+    def mixed(self, x, positions):
+        return super().mixed(x, positions)[0]
 
 
 def left_whole():
-    gathered = {**{f"attention.{n}": "column_gather" for n in "qkv"}, "attention.o": "row_split"}
+    gathered = {
+        name: {"column": "column_gather"}.get(s, "row_split") for name, s in ATTENTION.items()
+    }
     for one, plan in (
-        (made(Model), PLAN),
-        (made(TupledModel, Tupled), PLAN),
-        (made(Model, Normed), {**PLAN, **gathered}),
+        (made(), PLAN),
+        (made(TupledLayer, Tupled), PLAN),
+        (made(Layer, Normed), {**PLAN, **gathered}),
     ):
         for length in (8, 7):
             train(copy.deepcopy(one), plan, length)
-    many = apply_tensor_parallel(made(Model), PLAN, dist.group.WORLD, sequence_parallel=True)
-    many.attention.dropout.p = 0.5  # draws of what is whole agree, and the others go on apart
+    many = apply_tensor_parallel(made(), PLAN, dist.group.WORLD, sequence_parallel=True)
+    layer = many.layers[0]
+    attention = layer.attention
+    attention.dropout.p = 0.5  # draws of what is whole agree, and the others go on apart
     seen, dropped = [], []
-    many.attention.dropout.register_forward_hook(lambda _m, _i, y: dropped.append(y.tolist()))
-    many.attention.register_forward_hook(lambda _m, _i, _o: seen.append(torch.rand(1).item()))
+    attention.dropout.register_forward_hook(lambda _m, _i, y: dropped.append(y.tolist()))
+    attention.register_forward_hook(lambda _m, _i, _o: seen.append(torch.rand(1).item()))
     torch.manual_seed(3)
     many(ids())
     after = torch.rand(1).item()
-    many.mixed = lambda x: checkpoint(Model.mixed, many, x, use_reentrant=False)
+    layer.mixed = lambda *given: checkpoint(Layer.mixed, layer, *given, use_reentrant=False)
     with pytest.raises(StateError, match=r"Attention sees whole sequences.*and draws.*to 0, or do"):
         many(ids()).sum().backward()
-    many.attention.dropout.p = 0.0
+    attention.dropout.p = 0.0
     many(ids()).sum().backward()
     return dropped[0], seen[0], after
 
@@ -133,13 +152,13 @@ class TwoSequences(Attention):
         return self.attend(x, memory, causal=False)
 
 
-class CrossModel(Model):
+class CrossLayer(Layer):
     def __init__(self, kind):
         super().__init__(TwoSequences)
         self.kind = kind
         self.memory, self.features = nn.Embedding(20, 12), nn.Linear(12, 12)
 
-    def mixed(self, x):
+    def mixed(self, x, positions):
         ones = torch.ones(2, 6, 12, dtype=x.dtype)
         memory = self.memory(ids()) if self.kind == "ids" else self.features(ones)
         return self.attention(self.first(x), memory)
@@ -153,23 +172,19 @@ class Ordered(Attention):
         return super().forward(x)
 
 
-class OrderedModel(Model):
-    def forward(self, input_ids):
-        self.positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-        return super().forward(input_ids)
-
-    def mixed(self, x):
-        return self.attention(self.positions, self.first(x))
+class OrderedLayer(Layer):
+    def mixed(self, x, positions):
+        return self.attention(positions, self.first(x))
 
 
-class ByName(OrderedModel):
-    def mixed(self, x):
-        return self.attention(positions=self.positions, x=self.first(x))
+class ByName(Layer):
+    def mixed(self, x, positions):
+        return self.attention(positions=positions, x=self.first(x))
 
 
-class NoSequence(OrderedModel):
-    def mixed(self, x):
-        return self.attention(self.positions, self.positions)
+class NoSequence(Layer):
+    def mixed(self, x, positions):
+        return self.attention(positions, positions)
 
 
 SHARDED = {**PLAN, **ATTENTION}
@@ -177,7 +192,7 @@ SHARDED = {**PLAN, **ATTENTION}
 
 @distributed_test(world_size=2)
 def test_a_region_finds_its_hidden_states():
-    for kind in (OrderedModel, ByName):
+    for kind in (OrderedLayer, ByName):
         for rows, length in ((2, 4), (4, 8), (3, 7)):
             train(made(kind, Ordered), SHARDED, length, rows)
 
@@ -197,9 +212,9 @@ class Pooled(Attention):
         return super().forward(x).mean(1, keepdim=True)
 
 
-class Longer(Model):
-    def mixed(self, x):
-        return super().mixed(torch.cat([x, x.new_zeros(2, 1, 12)], 1))
+class Longer(Layer):
+    def mixed(self, x, positions):
+        return super().mixed(torch.cat([x, x.new_zeros(2, 1, 12)], 1), positions)
 
 
 class Partly(Attention):
@@ -207,24 +222,24 @@ class Partly(Attention):
         return checkpoint(self.attend, x, x, use_reentrant=False)
 
 
-class Reshaping(Model):
-    def mixed(self, x):
-        return super().mixed(x).view(2, 8, 12)
+class Reshaping(Layer):
+    def mixed(self, x, positions):
+        return super().mixed(x, positions).view(2, 8, 12)
 
 
 TWO = r"TwoSequences was called with two sequences, of shapes \(2, 4, 12\) and \(2, "
-REFUSED = [  # a model and its arguments, a plan, and what is said
-    ((CrossModel, "ids"), SHARDED, TWO),
-    ((CrossModel, "features"), SHARDED, TWO),
-    ((CrossModel, "ids"), PLAN, TWO),  # attention left whole, too
+REFUSED = [  # a layer and its arguments, a plan, and what is said
+    ((CrossLayer, "ids"), SHARDED, TWO),
+    ((CrossLayer, "features"), SHARDED, TWO),
+    ((CrossLayer, "ids"), PLAN, TWO),  # attention left whole, too
     ((NoSequence, Ordered), SHARDED, r"a floating tensor \[..., tokens, 12\], and got"),
-    ((Model, Residual), SHARDED,
+    ((Layer, Residual), SHARDED,
      r"in Residual does not fit this rank's share of the tokens \(4 of 8\)"),
-    ((Model, Whole), SHARDED, "in Whole does not fit .* heads and features"),
-    ((Model, Pooled), PLAN, r"Pooled must return hidden states \[..., 8, H\], and .* \(2, 1, 12\)"),
-    ((Longer,), SHARDED, "Tokens were added or dropped .* style the layers 'sequence_lay"),
-    ((Reshaping,), SHARDED, "in Reshaping does not fit .* 'sequence_layer'; or do w"),
-    ((Model, Partly), SHARDED, "checkpoint the whole module"),
+    ((Layer, Whole), SHARDED, "in Whole does not fit .* heads and features"),
+    ((Layer, Pooled), PLAN, r"Pooled must return hidden states \[..., 8, H\], and .* \(2, 1, 12\)"),
+    ((Longer,), SHARDED, "Tokens were added or dropped .* style a module .* 'sequence_who"),
+    ((Reshaping,), SHARDED, "in Model does not fit .* 'sequence_whole'; or do w"),
+    ((Layer, Partly), SHARDED, "checkpoint the whole module"),
 ]  # fmt: skip
 
 

@@ -209,7 +209,7 @@ RIGHT = ""
 _NO_PLAN = r"UNet has no plan of its own .* pass plan=suggest_plan\(model, example\)"
 _NO_LAYERS = r"cannot tell which modules are the layers: .*UNet has .*; pass Split\("
 _CP = r"cp divides .* it is not known where this batch .* sequence_dims=.* or take cp_size=1"
-_LISTS = r"'sequence_layer' to the layers of .*, but only .* do without sequence parallelism"
+_CROSS = r"{} was called with two sequences, .*; do without sequence parallelism"
 _OF_IMAGES = r"{} takes pixel_values, and cp divides .*: take cp_size=1"
 _COUNTS = r"T5\w+ (takes no position_ids|computes its attention itself)"
 _ROWS = (
@@ -217,7 +217,6 @@ _ROWS = (
     r"dp and micro-batches divide rows: compute each from that row alone"
 )
 _TOWERS = {
-    "sp": _LISTS,
     "pp": (
         r"the model's own code between its layers raised|depends on this stage's layers, but not "
         r"through the output of the last one"
@@ -230,12 +229,12 @@ _TOWERS = {
 REFUSED = {
     "vit": {"cp": _OF_IMAGES.format("ViTForImageClassification")},
     "clip": {**_TOWERS, "": _ROWS},
-    "clip, one micro-batch": {**_TOWERS, "tp4": RIGHT, "": _ROWS},
+    "clip, one micro-batch": {**_TOWERS, "tp4": RIGHT, "sp4": RIGHT, "": _ROWS},
     "clip_vision": {"cp": _OF_IMAGES.format("CLIPVisionModel")},
     "clip_text": {"cp": r"CLIPTextModel computes something else .*cp divides positions: mix them"},
-    "whisper": {"sp": _LISTS, "cp": _CP},
-    "t5": {"sp": _LISTS, "cp": _COUNTS},
-    "t5, longer": {"sp": _LISTS, "cp": _COUNTS},
+    "whisper": {"sp": _CROSS.format("WhisperAttention"), "cp": _CP},
+    "t5": {"sp": _CROSS.format("T5Attention"), "cp": _COUNTS},
+    "t5, longer": {"sp": _CROSS.format("T5Attention"), "cp": _COUNTS},
     "unet": {**dict.fromkeys(("pp2-tp2", "tp", "sp"), _NO_PLAN), "pp": _NO_LAYERS, "cp": _CP},
 }
 CELLS = [*product(MODELS, LAYOUTS)]

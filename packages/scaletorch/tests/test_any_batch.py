@@ -142,7 +142,6 @@ def of_class(output, micro_batch):
 
 
 PLAN = {
-    "blocks.*": "sequence_layer",
     "blocks.*.attention": Divide("num_heads"),
     **dict.fromkeys((f"blocks.*.attention.{name}" for name in "qkv"), "column"),
     "blocks.*.attention.out": "row",
@@ -206,8 +205,6 @@ def test_any_model_trains_as_in_one_process(name, sizes):
 
 REFUSED = [
     ({"cp_size": 2}, {}, None, r"cp divides .* it is not known where this batch of latents, time"),
-    ({"tp_size": 2}, {"plan": {n: style for n, style in PLAN.items() if n != "blocks.*"}, **SHARED},
-     None, r"sequence_parallel divides .* of input_ids.* style the layers 'sequence_layer'"),
     ({"cp_size": 2}, {}, {"latents": 1},
      r"loss_noise has shape \[7, 8, 4\].* 8 positions that cp .*{'loss_noise': 1} or .*: None}"),
     ({"cp_size": 2}, {}, {"x": 1}, "sequence_dims names x, and the batch has only latents"),

@@ -35,9 +35,8 @@ class Terms:
     is_pretrained: bool = False  # it is a model of transformers
     cp_layout: str | None = None  # the order of positions over cp ranks; None for one rank
     manager: ProcessGroupManager | None = None  # None if `parallelize` did not make the model
-    shares_sequences: bool = False  # each tp rank holds a shard of every sequence between layers
-    shares_in_layers: bool = False  # only between the layers that the plan names
-    counts_of_ids: bool = False  # the model computes positions itself, from whole ids
+    shares_sequences: bool = False  # each tp rank holds a shard of every sequence in the layers
+    needs_positions: bool = False  # since some stage sees only shards of tokens
     # Computes positions, before they are cut, from whole rows of ids; None if they are 0, 1, 2, ...
     counting: Counting | None = None
     recomputes: bool = False  # layers run again in backward

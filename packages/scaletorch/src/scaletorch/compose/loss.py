@@ -64,24 +64,19 @@ def loss_of_tokens(output: Any, batch: LossBatch) -> tuple[Tensor, int | Tensor]
     """Return the sum of token losses and their number, after checking output and labels."""
     require_logits_alone(output)
     logits = getattr(output, "logits", output)
-    labels = require_labels_fit(logits, batch.get("labels"), batch.tp_size)
+    labels = require_labels_fit(logits, batch.get("labels"))
     return token_loss_sum(output, labels, batch.head), token_count(batch)
 
 
-def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
+def require_labels_fit(logits: Tensor, labels: object) -> Tensor:
     """Return the labels; refuse them unless there is one for each token of the logits."""
     shape = list(logits.shape[:-1])
     came = list(labels.shape) if isinstance(labels, Tensor) else "none"
     if isinstance(labels, Tensor) and came == shape:
         return labels
-    shares = tp_size > 1 and isinstance(labels, Tensor) and list(labels.shape[:1]) == shape[:1]
-    why = shares * (
-        ". With sequence_parallel a layer that the plan does not name gets this rank's shard of "
-        "the tokens: name the head 'column_gather' in the plan, or do without sequence_parallel"
-    )
     raise InvalidArgumentError(
         f"{describe_rank()}: logits {list(logits.shape)} need labels {shape}, one for each token "
-        f"that this rank holds; the micro-batch has {came}{why}"
+        f"that this rank holds; the micro-batch has {came}"
     )
 
 
@@ -111,7 +106,6 @@ class LossBatch(dict[str, Any]):
     ) -> None:
         super().__init__(batch)
         self.head = head  # the layer whose logits are this rank's shard of the vocabulary
-        self.tp_size = manager.tp_size
         self.sequences = _sequences(batch, manager)  # this rank's positions, if they are known
 
 
@@ -163,7 +157,7 @@ def token_losses(
     """
     batch = require_loss_batch(micro_batch, "token_losses")
     logits = _logits(output)
-    labels = require_labels_fit(logits, batch.get("labels"), batch.tp_size)
+    labels = require_labels_fit(logits, batch.get("labels"))
     head = _sharded(logits, batch)
     if head is not None:
         return vocab_parallel_cross_entropy(
@@ -311,8 +305,7 @@ def _positions(values: Tensor, sequences: ShardedSequences, caller: str) -> Tens
         came = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise InvalidArgumentError(
             f"{caller} takes values [B, {length}, ...] of the {length} positions that this rank "
-            f"holds, got {came}; with sequence_parallel a head must be one of style "
-            "'column_gather', which takes in all tokens"
+            f"holds, got {came}"
         )
     return sequences.positions(values.device)
 

@@ -47,8 +47,8 @@ _HIDDEN = (
 _OTHER_POSITIONS = {
     "cp": "cp divides positions of the output and of entries [B, L]: name the dim of positions of "
     "other entries in shard_global_batch(..., sequence_dims={'loss_name': 1})",
-    "sequence_parallel": "sequence parallelism divides positions of hidden states, and those of "
-    "logits if the plan does not name the head 'column_gather': compute the loss from whole logits",
+    "sequence_parallel": "sequence parallelism divides positions of what layers return: compute "
+    "the loss from the logits",
 }
 NOTHING_COUNTS = "no rank's micro-batches have anything that the loss counts"
 

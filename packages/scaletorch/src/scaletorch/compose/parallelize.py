@@ -20,7 +20,6 @@ from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
 from ..parallel.pipeline_parallel.building import parameter_costs, sections_of
 from ..parallel.tensor_parallel import apply_tensor_parallel
-from ..parallel.tensor_parallel.building import counts_of_ids, shares_in_layers
 from .checks import require_one_model, synchronise_batch_norms
 from .experts import Plan, divide_experts, expert_groups, settle_tokens
 from .forward import Counting, Terms, keep_terms, read_terms, require_manager, require_own_names
@@ -73,7 +72,8 @@ def parallelize(
         schedule: A name, a schedule, or a function of numbers of ranks and micro-batches.
         bucket_size: Elements in a gradient bucket.
         recompute: True runs layers again in backward, "selective" only their cheap operations.
-        sequence_parallel: Let each tp rank hold a shard of every sequence between sharded layers.
+        sequence_parallel: Let each tp rank hold a shard of every sequence from the first to the
+            last layer, as in `apply_tensor_parallel`.
         loss_parallel: Keep logits sharded over tp; the head must have the style "column_gather".
         cp_layout: Order of positions: "zigzag" for causal, "contiguous" for full attention.
         cp_method: Context-parallel attention: "ring", "all_gather", "ulysses", "hybrid" or "auto".
@@ -153,7 +153,6 @@ def _shard_layers(
         keep_logits_sharded(model)
     if shares:
         settle_tokens(model, manager)
-        terms.shares_in_layers = shares_in_layers(model)
 
 
 def _checked(
@@ -186,11 +185,9 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Args) -> T
     terms.recomputes = settings.recompute is True
     if manager.cp_size > 1:
         terms.cp_layout = str(settings.cp_layout)
-    if manager.cp_size > 1 or shares:
-        undivided = manager.cp_size == manager.pp_size == 1
-        terms.counts_of_ids = undivided and counts_of_ids(model)
-        if not terms.counts_of_ids:
-            terms.counting = _counting(model)
+    terms.needs_positions = manager.cp_size > 1 or (shares and manager.pp_size > 1)
+    if terms.needs_positions:
+        terms.counting = _counting(model)
     return terms
 
 

@@ -153,20 +153,13 @@ def as_called(batch: Batch, terms: Terms) -> Called:
             f"{terms.cp_layout} one: call shard_global_batch(..., model=model)"
         )
     entries: dict[str, Any] = {n: x for n, x in batch.items() if not n.startswith(OF_LOSS)}
-    of_tokens = sequence_shape(batch) is not None
-    if terms.shares_sequences and not (of_tokens or terms.shares_in_layers):
-        raise InvalidArgumentError(
-            f"sequence_parallel divides the positions of {TOKENS}, and this batch has none: style "
-            "the layers 'sequence_layer' in the plan, between which it divides hidden states, or "
-            "do without it"
-        )
     entries[TOKENS] = entries.pop(first_entry(batch, terms.arguments, terms.name))
     if terms.keeps_cache:  # useless in training, and recomputation would add to the cache twice
         entries.setdefault("use_cache", False)
     given = POSITIONS in entries and not (cut is not None and cut.counted)
     if terms.counting is not None and not given:
         raise InvalidArgumentError(_OTHERWISE.format(terms.name))
-    if not given and (terms.counts_of_ids or not terms.takes(POSITIONS)):
+    if not given and not terms.takes(POSITIONS):
         entries.pop(POSITIONS, None)  # the first step checks whether the model counts them itself
     strangers = [name for name in entries if name not in (TOKENS, LABELS) and not terms.takes(name)]
     if strangers:
@@ -175,9 +168,8 @@ def as_called(batch: Batch, terms: Terms) -> Called:
             f"argument of that name, only {', '.join(terms.arguments)}; leave it out of the batch, "
             f"or let forward take it; entries for a loss_fn alone have names {OF_LOSS}..."
         )
-    # A model that takes positions must get them if it sees only a shard of the tokens.
-    counts = not terms.shares_sequences or terms.counts_of_ids or not terms.takes(POSITIONS)
-    if of_tokens and POSITIONS not in entries and (terms.arguments.get(POSITIONS) or not counts):
+    needed = terms.arguments.get(POSITIONS) or (terms.needs_positions and terms.takes(POSITIONS))
+    if needed and POSITIONS not in entries and sequence_shape(batch) is not None:
         ids = entries[TOKENS]
         entries[POSITIONS] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     return Called(entries, batch)

@@ -9,7 +9,5 @@ from .sharing.gradient_sums import GradientSums as GradientSums
 from .sharing.gradient_sums import find_sums as find_sums
 from .sharing.gradient_sums import whole_parameters as whole_parameters
 from .sharing.sequence import WholeSequence as WholeSequence
-from .sharing.sequence import counts_of_ids as counts_of_ids
-from .sharing.sequence import shares_in_layers as shares_in_layers
 from .state import ParameterCut as ParameterCut
 from .state import find_cuts as find_cuts

@@ -66,7 +66,8 @@ def apply_tensor_parallel(
             that of layers of `torch.nn`, or one suggested by a trial forward; it leaves out experts
             divided already.
         group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
-        sequence_parallel: Shard every sequence over the ranks between sharded layers.
+        sequence_parallel: Shard every sequence over the ranks from the first to the last of the
+            layers with style "sequence_layer"; without any, of the children of the model's lists.
 
     Returns:
         The model.
@@ -115,11 +116,9 @@ def _wrap(resolved: Resolved, group: ProcessGroup | None, *, sequence_parallel: 
     watch(view.model)
     leave_fast_paths(view)
     for module in resolved.regions:
-        # A model takes token ids, not a shard of hidden states.
-        if module is not view.model or not sequence_parallel:
-            surround(module, Region, group)
+        surround(module, Region, group)
     if sequence_parallel:
-        share_sequences(view, group, resolved.whole)
+        share_sequences(view, group, resolved.layers, resolved.whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,9 +79,7 @@ def small_batch(
     own = again(kept, model=model)
     alone = OneProcess(_group_of_one(manager))
     (plain,) = again(1, cast(Any, alone))
-    of_one = replace(
-        terms, cp_layout=None, shares_sequences=False, counts_of_ids=False, counting=None
-    )
+    of_one = replace(terms, cp_layout=None, needs_positions=False, counting=None)
     sequences = cast(MicroBatch, own[0]).cut.sequences
     called, rows = as_called(plain, of_one), row_count(short, told)
     return SmallBatch(own, called, alone, short is not whole, rows, sequences)

@@ -36,8 +36,8 @@ _ADVICE = {  # axis -> the likely mistake if results differ
     "tp": "tp divides features: style a weight that packs several projections Fused; where code "
     "needs all features, gather them ('column_gather') or leave the layers before it out of the "
     "plan",
-    "sequence_parallel": "sequence parallelism divides tokens between layers: style a module that "
-    "mixes or counts them 'sequence_whole', or the layers 'sequence_layer'",
+    "sequence_parallel": "sequence parallelism divides tokens in the layers: style a module there "
+    "that mixes or counts them 'sequence_whole'",
     "cp": "cp divides positions: mix them by F.scaled_dot_product_attention alone, and read the "
     "forward's argument position_ids rather than count them; positions that do not begin at 0 "
     "have to be in the batch as position_ids",

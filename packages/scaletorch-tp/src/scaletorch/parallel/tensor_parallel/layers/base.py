@@ -16,7 +16,7 @@ from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import axis_group, describe_rank
 from ...pg_manager.building import Scope, update_scope
-from ...placement import Cut, Invariant, Partial, Placement, convert, fuse, share_cut
+from ...placement import Cut, Invariant, Placement, fuse, share_cut
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import not_pickled
 from ..styles import misfit_of
@@ -45,7 +45,7 @@ class TensorParallelLayer(nn.Module):
     tp_rank: int  # this rank's index among them
     cut: Cut  # the index ranges of the divided size that each rank holds
     shard_sizes: tuple[int, ...]  # each rank's share of the divided size
-    sequence: SequenceShares | None = None  # sharding of sequences between regions, if any
+    sequence: SequenceShares | None = None  # sharding of its input's sequences, if any
     arrives: Placement | None = None  # placement of the input; None: a full one is invariant
     returns: Placement = Invariant()  # placement of a full or summed output
 
@@ -143,12 +143,6 @@ class TensorParallelLayer(nn.Module):
         """Return a copy of this rank's shard, so that the full tensor can be freed."""
         shard = cut.take(whole.detach(), dim, self.tp_rank)
         return shard.clone(memory_format=torch.contiguous_format)
-
-    def _leave(self, partial: Tensor) -> Tensor:
-        """End the region: sum the ranks' partial results, by all-reduce or reduce-scatter."""
-        if self.sequence is None:
-            return convert(partial, Partial(), self.returns, self.group)
-        return self.sequence.leave(partial)
 
     def extra_repr(self) -> str:
         """Return the plain module's full sizes, which of them is divided, and tp."""

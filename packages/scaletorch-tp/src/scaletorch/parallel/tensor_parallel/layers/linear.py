@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ....dist.errors import InvalidArgumentError
-from ...placement import Cut, Invariant, Shard, convert
+from ...placement import Cut, Invariant, Partial, Shard, convert
 from ..regions.random import end_sharded_random
 from ..regions.region import enter, overlapped_linear, sum_replicas
 from .base import Group, Memo, Options, TensorParallelLayer
@@ -159,10 +159,13 @@ class RowParallelLinear(_Linear):
         if not self.input_is_parallel:
             arrives = self.arrives or Invariant()
             x = convert(x, arrives, Shard(-1, self.shard_sizes), self.group)
-        out = self._leave(functional.linear(x, self._matrix()))
-        bias: Tensor | None = self.bias
+        out = functional.linear(x, self._matrix())
         if self.sequence is None:
+            out = convert(out, Partial(), self.returns, self.group)
             end_sharded_random()  # activations are full after this layer
+        else:
+            out = self.sequence.leave(out)
+        bias: Tensor | None = self.bias
         # Under autocast the output has a narrower dtype than the bias; keep it.
         return out if bias is None else out + bias.to(out.dtype)
 
@@ -278,7 +281,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
             self.weight,
             padding - first if own_padding and padding is not None else None,
         )
-        return self._leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return convert(rows, Partial(), self.returns, self.group)
 
 
 class ScaledVocabParallelEmbedding(VocabParallelEmbedding):

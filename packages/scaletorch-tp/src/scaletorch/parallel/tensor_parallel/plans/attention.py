@@ -125,7 +125,7 @@ def find_whole(view: ModelView, regions: Collection[nn.Module]) -> list[nn.Modul
         if module in inside or module is view.model or not mixes:
             continue
         inner = {*module.modules()}
-        if not inside & inner and not any(isinstance(m, nn.Embedding) for m in inner):
+        if not inside & inner:
             found.append(module)
             inside |= inner
     return found

@@ -39,7 +39,7 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "packed_colwise": Fused("column", 2),
     "rowwise": "row",
     "rowwise_split_input": "row_split",
-    **{name: name for name in ("attention", "column_embedding", "sequence_layer")},  # ours, below
+    **{name: name for name in ("attention", "column_embedding")},  # ours, below
     "rowwise_rep": "row_split",
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "replicate",
@@ -48,7 +48,6 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
 
 # The plan of an encoder or decoder layer of `torch.nn`.
 _TORCH: Mapping[str, Style] = {
-    "": "sequence_layer",
     "self_attn": "attention",
     "multihead_attn": "attention",
     "linear1": "colwise",
@@ -206,8 +205,7 @@ def _attentions(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[
         columns, rows = any(m.is_column for m in layers), any(m.is_row for m in layers)
         kind = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
         named = "attn" in kind or "attention" in kind
-        is_layer = module in matches and matches[module].style == "sequence_layer"
-        if columns and rows and (has_heads(module) or named) and not is_layer:
+        if columns and rows and (has_heads(module) or named):
             yield name
 
 
@@ -263,4 +261,4 @@ def _plan_of_torch(module: nn.Module) -> dict[str, Style]:
     kinds = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
     kind = next((kind for kind in kinds if isinstance(module, kind)), None)
     same = (getattr(type(module), n, None) is getattr(kind, n, None) for n in _METHODS)
-    return {n: s for n, s in _TORCH.items() if not n or n in module._modules} if all(same) else {}
+    return {n: s for n, s in _TORCH.items() if n in module._modules} if all(same) else {}

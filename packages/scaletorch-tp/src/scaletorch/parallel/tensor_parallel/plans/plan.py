@@ -37,7 +37,6 @@ from ..layers.own_parameters import AtBoundary, Bounded, HeadParameters, Paralle
 from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.region import TailShared
 from ..regions.surround import Surrounded
-from ..sharing.sequence import SequenceLayer
 from ..styles import (
     Divide,
     Fused,
@@ -87,7 +86,6 @@ _LAYERS: Mapping[str, tuple[type[TensorParallelLayer], ...]] = {
 }
 # Style -> the mixin added to the module's class.
 _MIXINS: Mapping[str, type[Surrounded]] = {
-    "sequence_layer": SequenceLayer,
     "sharded": ShardedRandom,
 }
 

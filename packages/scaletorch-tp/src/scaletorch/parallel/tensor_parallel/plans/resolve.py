@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from inspect import signature
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ...placement import Boundary, Invariant, ModelView, ends, modules_within
 from ..layers.base import TensorParallelLayer
-from ..layers.linear import ColumnParallelLinear, RowParallelLinear
+from ..layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from ..layers.multihead import ParallelMultiheadAttention
 from ..layers.own_parameters import Bounded, HeadParameters
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
-from ..sharing.sequence import OF_TOKENS, WHOLE_IDS
+from ..sharing.sequence import SequenceLayer
 from ..styles import Divide
 from .attention import (
     check_lengths,
@@ -50,7 +49,8 @@ class Resolved(NamedTuple):
     matches: Matches  # in the model's order
     attributes: Mapping[nn.Module, Mapping[str, tuple[int, ...]]]  # of each module, on each rank
     regions: list[nn.Module]  # modules whose column-parallel layers share one input
-    whole: list[nn.Module]  # modules that get full sequences under sequence parallelism
+    layers: list[nn.Module]  # modules that get shards of sequences under sequence parallelism
+    whole: list[nn.Module]  # modules in them that get full ones
 
 
 def resolve(
@@ -66,7 +66,7 @@ def resolve(
     Without a plan it takes the model's own, without modules in `divided` (by another strategy).
     """
     view = ModelView(model)
-    found, heads = _match(view, plan, divided, sequence_parallel=sequence_parallel)
+    found, heads = _match(view, plan, divided)
     matches = {match.module: match for match in with_mixins(found)}
     _check_styles(matches.values(), divided)
     named = {*heads.values()}
@@ -76,46 +76,45 @@ def resolve(
     check_lengths([*counted, *divided_lengths], shared, tp_size)
     matches = with_cuts(matches, attentions, tp_size)
     check_ties(view, matches)
-    styled = [m.module for m in matches.values() if _sees_whole_sequences(m)]
-    if sequence_parallel:
-        _check_sequences(view, list(matches.values()), modules_within(styled))
     starts = (m for m in view.names if _is_region(m, matches, closed=m not in named))
     regions = [module for module in starts if cannot_surround(module, Region) is None]
+    layers: list[nn.Module] = []
     whole: list[nn.Module] = []
     if sequence_parallel:
-        regions = [module for module in regions if module not in styled]
+        layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
+        layers = layers or _find_layers(view.model, matches)
+        styled = [m.module for m in matches.values() if _sees_whole_sequences(m)]
+        regions = [module for module in regions if module not in {*layers, *styled}]
         earlier = [module for module in view.names if isinstance(module, Region)]
         gathers = [m.module for m in matches.values() if m.becomes(ParallelMultiheadAttention)]
-        whole = [*styled, *find_whole(view, [*regions, *earlier, *styled, *gathers])]
-        replaced = next((module for module in whole if "forward" in vars(module)), None)
-        if replaced is not None:
-            raise InvalidArgumentError(
-                f"with sequence parallelism '{view.names[replaced]}' ({type(replaced).__name__}) "
-                "needs full sequences, but its forward was replaced on the instance: apply tensor "
-                "parallelism before that, or do without sequence parallelism"
-            )
-        layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
-        on_shards = modules_within(layers or [model]) - modules_within([*regions, *whole])
+        found_whole = find_whole(view, [*regions, *earlier, *styled, *gathers])
+        shared = modules_within(layers)
+        whole = [module for module in (*styled, *found_whole) if module in shared]
+        _check_sequences(view, matches.values(), shared - modules_within(styled))
+        for module in (*layers, *whole):
+            reason = cannot_surround(module, SequenceLayer)
+            if reason is not None:
+                raise InvalidArgumentError(
+                    f"'{view.names[module]}' ({type(module).__name__}) cannot be sequence "
+                    f"parallel: {reason}"
+                )
+        on_shards = shared - modules_within([*regions, *whole])
         splits = [m for m in matches.values() if m.style == "row_split" and m.module in on_shards]
         for m in splits if plan is None else ():  # would add up outputs of different tokens
             matches[m.module] = look_up(m.name, m.module, m.pattern, "replicate")
-    return Resolved(view, matches, attributes, regions, whole)
+    return Resolved(view, matches, attributes, regions, layers, whole)
 
 
 def _match(
-    view: ModelView, plan: Plan | None, divided: Collection[nn.Module], *, sequence_parallel: bool
+    view: ModelView, plan: Plan | None, divided: Collection[nn.Module]
 ) -> tuple[list[Match], dict[str, nn.Module]]:
     """Return the matches of the plan, and the modules known to be attention by name."""
-    model = view.model
     if plan is not None:
-        return match_plan(model, plan), {}
-    known = find_own_plan(model, divided)
+        return match_plan(view.model, plan), {}
+    known = find_own_plan(view.model, divided)
     if known is None:
-        raise UnplannedError(_UNPLANNED.format(type(model).__name__))
-    found, heads = known
-    if sequence_parallel:
-        found += _layers_that_share(view, found)
-    return found, heads
+        raise UnplannedError(_UNPLANNED.format(type(view.model).__name__))
+    return known
 
 
 def _sees_whole_sequences(match: Match) -> bool:
@@ -179,69 +178,55 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
 
 
-def _layers_that_share(view: ModelView, matches: Sequence[Match]) -> list[Match]:
-    """Return "sequence_layer" matches if only the layers can work on sequence shards, else none.
+def _find_layers(model: nn.Module, matches: Matches) -> list[nn.Module]:
+    """Return the children of a model's outermost lists, from the first to the last with shards.
 
-    So it is if layers get other per-token inputs, or images, audio or a head need full sequences.
+    A model of transformers has them in its decoder, beside which may be a tower for images.
     """
-    model = view.model
     get_decoder = getattr(model, "get_decoder", None)
     decoder = get_decoder() if callable(get_decoder) else None
-    if any(m.style == "sequence_layer" for m in matches) or not isinstance(decoder, nn.Module):
-        return []
-    sharded = {m.module for m in matches if m.layer is not None}
-    lists = (m for m in decoder.children() if isinstance(m, nn.ModuleList))
-    found = [layers for layers in lists if sharded.intersection(layers.modules())]
-    if len(found) != 1:
-        return []
-    [layers] = found
-    base = getattr(model, "base_model", None)
-    outside = {*view.names} - {*layers.modules()}
-    names = {name for layer in layers for name in signature(layer.forward).parameters}
-    if (
-        names.isdisjoint((*OF_TOKENS, *WHOLE_IDS))
-        and getattr(base, "config", None) is getattr(decoder, "config", None)
-        and not any(isinstance(module, nn.MultiheadAttention) for module in outside)
-        and not _has_other_head(model, base, matches)
-    ):
-        return []
-    return [look_up(view.names[m], m, view.names[m], "sequence_layer") for m in layers]
-
-
-def _has_other_head(model: nn.Module, base: Any, matches: Sequence[Match]) -> bool:
-    """Return whether the modules outside the base model do not gather sequence shards."""
-    # A base model's `base_model` is itself; that of an adapter wrapper is not.
-    if base is model or getattr(base, "base_model", None) is not base or base is None:
-        return False
-    inside = {*base.modules()}
-    return not any(m.options.get("gather_output") for m in matches if m.module not in inside)
+    sharded = {match.module for match in matches.values() if match.layer is not None}
+    layers: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in (decoder if isinstance(decoder, nn.Module) else model).modules():
+        if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        children = [*module.children()]
+        holders = [
+            at
+            for at, child in enumerate(children)
+            if not sharded.isdisjoint({*child.modules()} - {child})
+            and not _is_region(child, matches, closed=True)
+        ]
+        if holders:
+            layers += children[holders[0] : holders[-1] + 1]
+            inside |= modules_within(layers)
+    if not layers:
+        raise InvalidArgumentError(
+            f"sequence parallelism divides sequences between layers, and {type(model).__name__} "
+            "has no list of modules (nn.ModuleList, nn.Sequential) with sharded layers inside: "
+            "give its layers the style 'sequence_layer', or do without sequence parallelism"
+        )
+    return layers
 
 
 def _check_sequences(
-    view: ModelView, matches: Sequence[Match], within: Collection[nn.Module]
+    view: ModelView, matches: Iterable[Match], shared: Collection[nn.Module]
 ) -> None:
-    """Refuse a model whose result would be wrong on shards of sequences, full ones `within`."""
-    layers = {m.name.rpartition(".")[0] for m in matches if m.style == "sequence_layer"}
-    first, *rest = sorted(layers) or [""]
-    if rest:  # only the last layer of one list would gather
-        raise InvalidArgumentError(
-            f"the plan gives the style 'sequence_layer' to the layers of {first} and of "
-            f"{', '.join(rest)}, but only the last layer of one list gathers sequences; do without "
-            "sequence parallelism"
-        )
-    for match in matches:
+    """Refuse what would be wrong in modules that get shards of sequences (`shared`)."""
+    for match in (match for match in matches if match.module in shared):
         reason = None
         usual = match.layer is not None and not {"arrives", "returns"} & {*match.options}
         converts = isinstance(match.style, Boundary) and match.style.converts
-        if converts and not usual and match.module not in within:
+        if converts and not usual:
             reason = (
                 "divides sequences itself by the conversions at its boundary, as sequence "
                 "parallelism would: let it take and return Invariant() tensors"
             )
-        elif match.becomes(Bounded) and isinstance(match.module, nn.Embedding):
+        elif match.becomes(VocabParallelEmbedding):
             reason = (
-                "has sharded columns, which would be taken for hidden states of all tokens: give "
-                "it the style 'replicate'"
+                "would be given other tokens on each rank, and each has other words: give it the "
+                "style 'replicate'"
             )
         elif match.becomes(ParallelMultiheadAttention) and not vars(match.module)["batch_first"]:
             reason = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from inspect import signature
@@ -30,9 +30,7 @@ from .trial import Unit, as_linear, generic, styles_of
 _POOL = 999_983  # number of random values for parameters; a prime, so that rows differ
 
 
-def suggest_plan(
-    model: nn.Module, example: Any, tp_size: int = 2, *, sequence_parallel: bool = False
-) -> dict[str, Style]:
+def suggest_plan(model: nn.Module, example: Any, tp_size: int = 2) -> dict[str, Style]:
     """Return a tensor parallel plan for a model, found by running it and its layers.
 
     It shards pairs of linear layers that fit together (attention by heads), the vocabulary
@@ -45,8 +43,6 @@ def suggest_plan(
         example: The input of one forward: a mapping of arguments by name, a tuple of positional
             ones, or a single one. A short sequence is enough.
         tp_size: Number of ranks; each must get whole heads.
-        sequence_parallel: Give the style "sequence_layer" to layers in the model's lists that take
-            and return hidden states [B, L, H].
 
     Returns:
         Pattern of module names -> style; empty if nothing can be sharded.
@@ -79,8 +75,6 @@ def suggest_plan(
             inside = {module for unit in units if unit.name for module in unit.module.modules()}
             planned = {model.get_submodule(name) for name in styles}
             styles |= _vocabulary_styles(model, inside | planned, example)
-        if sequence_parallel:
-            styles = _sequence_layers(model, units, styles) | styles
     return _as_patterns(styles, model)
 
 
@@ -222,25 +216,6 @@ def _vocabulary_styles(model: nn.Module, inside: set[nn.Module], example: Any) -
     return {}
 
 
-def _sequence_layers(
-    model: nn.Module, units: Sequence[Unit], styles: Iterable[str]
-) -> dict[str, Style]:
-    """Return "sequence_layer" for the layers of module lists that contain sharded layers."""
-    listed = [unit for unit in units if unit.name]
-    found: dict[str, Style] = {}
-    divided = (
-        unit.name.rpartition(".")[0]
-        for unit in listed
-        if any(name.startswith(f"{unit.name}.") for name in styles)
-    )
-    for name in dict.fromkeys(divided):
-        layers = [u for u in listed if u.name.rpartition(".")[0] == name]
-        if all(u.args is None or u.keeps_hidden_states() for u in layers):
-            numbers = range(len(model.get_submodule(name)))  # type: ignore[arg-type]
-            found |= {f"{name}.{number}".strip("."): "sequence_layer" for number in numbers}
-    return found
-
-
 def _as_patterns(styles: Mapping[str, Style], model: nn.Module) -> dict[str, Style]:
     """Replace numbers in names by `*` if all modules that then match have the same style."""
     names = [name for name, _ in model.named_modules()]
@@ -268,10 +243,10 @@ def resolve_or_suggest(
     except UnplannedError as unplanned:
         inside = modules_within(divided)
         names = {name for name, module in model.named_modules() if module in inside}
-        key = _structure(model), tp_size, sequence_parallel
+        key = _structure(model), tp_size
         new = key not in _from_before
         if new:
-            _from_before[key] = _unasked(model, tp_size, sequence_parallel)
+            _from_before[key] = _unasked(model, tp_size)
         found, reason = _from_before[key]
         found = {n: s for n, s in found.items() if names.isdisjoint(matching(n, names))}
         if not found:
@@ -285,14 +260,12 @@ def resolve_or_suggest(
 _from_before: dict[Any, tuple[dict[str, Style], str]] = {}
 
 
-def _unasked(
-    model: nn.Module, tp_size: int, sequence_parallel: bool
-) -> tuple[dict[str, Style], str]:
+def _unasked(model: nn.Module, tp_size: int) -> tuple[dict[str, Style], str]:
     """Return a plan from a forward of guessed inputs; if none gives one, the last error's text."""
     reason = ""
     for example in _examples(model):
         try:
-            found = suggest_plan(model, example, tp_size, sequence_parallel=sequence_parallel)
+            found = suggest_plan(model, example, tp_size)
         except Exception as error:  # raised by model code that does not take these inputs
             line = next(iter(str(error).splitlines()), "")
             reason = f"; a forward of guessed inputs raised {type(error).__name__}: {line}"

@@ -32,7 +32,7 @@ _OF_SHAPES = re.compile(
 
 @dataclass(slots=True)
 class SequenceShares:
-    """The sharding of one model's sequences; all its layers hold the same object."""
+    """The sharding of sequences in one list of layers; they all hold the same object."""
 
     group: ProcessGroup | None
     length: int | None = None  # tokens of a full sequence in the last forward; None: equal shards
@@ -73,7 +73,7 @@ class SequenceShares:
             "Tokens were added or dropped between the layers, are in another dim, or are the whole "
             "sequence (a prefix, pooling, [L, B, H], a table, another input)"
         )
-        way_out = "style the layers 'sequence_layer', so that sequences are whole around them"
+        way_out = "style a module that needs the whole sequence 'sequence_whole'"
         if in_backward():
             reason = "A module that sees whole sequences is run again in backward in pieces"
             way_out = "checkpoint the whole module (attention, MLP) or the layer around it"
@@ -157,8 +157,8 @@ def shapes_explained(where: str, shares: SequenceShares) -> Iterator[None]:
         raise InvalidArgumentError(
             f"{describe_rank()}: something in {where} does not fit this rank's share of the "
             f"tokens{tokens}, or within attention and MLP modules of their heads and features. "
-            "With sequence parallelism make what is of the whole length inside of these modules, "
-            "or style the layers 'sequence_layer'; or do without. "
+            "With sequence parallelism make what is of the whole length inside of these modules or "
+            "before the layers, or style such a module 'sequence_whole'; or do without. "
             f"It failed with {str(error).splitlines()[0]!r}"
         ) from error
 
