@@ -150,10 +150,10 @@ def test_inputs_that_all_ranks_have_are_dropped_alike_and_no_others():
             assert 0.3 < masks[0][1].double().mean() < 0.7
     assert one.keys() == other.keys() == {*product((query, down, head), (False, True))}
     alike = {k for k in one if torch.equal(one[k][0][1], other[k][0][1])}
-    assert alike == {(query, False), (head, False)}
-    # With shares of sequences a block has gathered its input; the head's is a share yet.
+    assert alike == {(query, False), (head, False), (head, True)}
+    # With shares of sequences a block has gathered its input, and so has the last layer.
     shapes = [one[n, True][0][0] for n in (query, down, head)]
-    assert shapes == [(8, 12, 24), (8, 12, 12), (8, 6, 24)]
+    assert shapes == [(8, 12, 24), (8, 12, 12), (8, 12, 24)]
 
 
 def nested():

@@ -205,7 +205,7 @@ WHOLE_WIDTH = (
     r"module 'layers.\d.mlp' \(\w+\) failed in its first step on this layout with RuntimeError "
     r".*shape '\[\d, 16, 3, 4\]' is invalid.* tp leaves each rank its share"
 )
-REPLACED = r"self_attn' \(Attention\) needs full sequences, but its forward was replaced"
+REPLACED = r"self_attn' \(Attention\) cannot be sequence parallel: its forward was replaced"
 UNCUT = {"plan": WITHOUT_ATTENTION, "rehearse": False}
 BY_HAND = {"cut": cut_by_hand, "rehearse": False}
 SHORT = {"whole": {n: x[:, :2] for n, x in batch(0).items()}, "cp_layout": "contiguous"}

@@ -55,11 +55,16 @@ class Tied(Net):
 
 
 class Aux(Net):
-    """Returns a value of each token beside the logits."""
+    """Returns a value of each token, of the first layer's output, beside the logits."""
+
+    def run(self, layer, x):
+        x = layer(x)
+        if layer is self.layers[0]:
+            self.value = x.square().mean(-1)
+        return x
 
     def forward(self, input_ids):
-        x = self.hidden(input_ids)
-        return self.head(x), x.square().mean(-1)
+        return super().forward(input_ids), self.value
 
 
 def net(kind=Net, attends=True):
@@ -265,11 +270,6 @@ PICKS = [  # options, the loss, the model, its plan, and what is said
     ({}, None, Net, {**PLAN, "head": "column"}, "word 31 of logits .* name it 'column_gather'"),
     ({}, plainly, Net, {**PLAN, "head": "column"}, "word 31 of logits .* name it 'column_gather'"),
     ({}, None, Tied, {**PLAN, "embed": "vocab"}, TIED),
-    *[
-        ({"sequence_parallel": True}, make, Net, {n: s for n, s in PLAN.items() if n != "head"},
-         r"(need labels|loss_fn fails) .*name the head 'column_gather'")
-        for make in (None, plainly)
-    ],
 ]  # fmt: skip
 
 

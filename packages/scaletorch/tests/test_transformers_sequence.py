@@ -110,9 +110,10 @@ def test_a_cache_has_keys_of_whole_sequences():
     from transformers import DynamicCache
 
     outs = []
-    for model in (build("llama"), divided(build("llama"))):
-        names = inspect.signature(model.forward).parameters
-        cache = {"cache" if "cache" in names else "past_key_values": DynamicCache()}
+    one, many = build("llama"), divided(build("llama"))
+    name = "cache" if "cache" in inspect.signature(one.forward).parameters else "past_key_values"
+    for model in (one, many):
+        cache = {name: DynamicCache()}
         for _ in range(2):
             out = model(input_ids=tokens(), use_cache=True, **cache).logits
         outs.append(out)

@@ -21,17 +21,19 @@ CUT = "start: *.o_proj | *.down_proj"
 SUMMED = "forward: embed_tokens | *.o_proj | *.down_proj"
 
 
-@fault("layers.base:convert", born=SUMMED)
+@fault("layers.linear:convert", born=SUMMED)
 def partial_sums_not_reduced(convert: Any, x: Any, src: Any, *to: Any) -> Any:
     """Row-parallel and embedding outputs miss their all-reduce."""
     return x if src == Partial() else convert(x, src, *to)
 
 
-@fault("layers.base:convert", born=SUMMED)
+@fault("layers.linear:convert", born=SUMMED)
 def partial_sums_reduced_twice(convert: Any, x: Tensor, src: Any, *to: Any) -> Any:
     """Row-parallel and embedding outputs are all-reduced twice."""
     once = convert(x, src, *to)
-    return convert(once, src, *to) if src == Partial() else once
+    if src == Partial():  # the graph of a second sum would be refused
+        once.data = convert(once.detach(), src, *to)
+    return once
 
 
 @fault("regions.region:send", born=COLUMN)
@@ -168,6 +170,8 @@ def gradients_of_shares_not_summed(_sum: Any, _known: Any, _model: Any, _manager
 @fault("regions.region:send", **SEQUENCE, born=COLUMN)
 def sequence_gradient_not_scattered(send: Any, grad: Any, group: Any, sizes: Any) -> Any:
     """The gradient at a region's beginning is cut, and the ranks' parts are not summed."""
+    if sizes is None:  # of the head, behind the layers
+        return send(grad, group, sizes)
     return lambda: split(grad, -2, group, sizes=sizes)
 
 

@@ -75,7 +75,7 @@ def vectors(step: int) -> Batch:
 
 
 def plan_of_vectors() -> Mapping[str, Any]:
-    return {"plan": {**models.PLAN, "embed_tokens": "replicate", "layers.*": "sequence_layer"}}
+    return {"plan": {**models.PLAN, "embed_tokens": "replicate"}}
 
 
 def dims_of_vectors() -> Mapping[str, Any]:
@@ -166,14 +166,6 @@ CASES: Mapping[str, Mapping[str, Case]] = {
             "it is not known where this batch of vectors",
             batch=vectors,
             options=plan_of_vectors,
-        ),
-        "without layers": Case(
-            models.OfVectors,
-            on("sequence_parallel"),
-            "style the layers 'sequence_layer'",
-            batch=vectors,
-            options=lambda: {"plan": {**models.PLAN, "embed_tokens": "replicate"}},
-            cut=dims_of_vectors,
         ),
         "with dims": Case(
             models.OfVectors, batch=vectors, options=plan_of_vectors, cut=dims_of_vectors

@@ -86,12 +86,12 @@ def apply_tensor_parallel(
     with without_adapters(model) as adapters:
         resolved = resolve_or_suggest(model, plan, tp_size, divided=divided, **options)
         layers = {match.module: match.layer for match in resolved.matches.values()}
-        check_adapters(adapters, layers, sequence_parallel=sequence_parallel and tp_size > 1)
+        check_adapters(adapters, layers)
         memo = _shard(resolved, group)
         if tp_size > 1:
             _wrap(resolved, group, **options)
             infer_sums(resolved.view, group)
-            shard_adapters(adapters, group, memo, **options)
+            shard_adapters(adapters, group, memo)
     return model
 
 

@@ -82,7 +82,7 @@ def resolve(
     whole: list[nn.Module] = []
     if sequence_parallel:
         layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
-        layers = layers or _find_layers(view.model, matches)
+        layers = layers or _find_layers(view, matches)
         styled = [m.module for m in matches.values() if _sees_whole_sequences(m)]
         regions = [module for module in regions if module not in {*layers, *styled}]
         earlier = [module for module in view.names if isinstance(module, Region)]
@@ -178,17 +178,29 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
 
 
-def _find_layers(model: nn.Module, matches: Matches) -> list[nn.Module]:
+def _find_layers(view: ModelView, matches: Matches) -> list[nn.Module]:
     """Return the children of a model's outermost lists, from the first to the last with shards.
 
     A model of transformers has them in its decoder, beside which may be a tower for images.
     """
-    get_decoder = getattr(model, "get_decoder", None)
+    get_decoder = getattr(view.model, "get_decoder", None)
     decoder = get_decoder() if callable(get_decoder) else None
+    roots = [root for root in (decoder, view.model) if isinstance(root, nn.Module)]
+    layers = next(filter(None, (_layers_in(root, matches) for root in roots)), None)
+    if layers is None:
+        raise InvalidArgumentError(
+            f"{type(view.model).__name__} has no list of modules (nn.ModuleList, nn.Sequential) "
+            "with sharded layers inside, in which sequence parallelism would divide sequences: "
+            "give its layers the style 'sequence_layer', or do without sequence parallelism"
+        )
+    return layers
+
+
+def _layers_in(root: nn.Module, matches: Matches) -> list[nn.Module]:
     sharded = {match.module for match in matches.values() if match.layer is not None}
     layers: list[nn.Module] = []
     inside: set[nn.Module] = set()
-    for module in (decoder if isinstance(decoder, nn.Module) else model).modules():
+    for module in root.modules():
         if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         children = [*module.children()]
@@ -201,12 +213,6 @@ def _find_layers(model: nn.Module, matches: Matches) -> list[nn.Module]:
         if holders:
             layers += children[holders[0] : holders[-1] + 1]
             inside |= modules_within(layers)
-    if not layers:
-        raise InvalidArgumentError(
-            f"sequence parallelism divides sequences between layers, and {type(model).__name__} "
-            "has no list of modules (nn.ModuleList, nn.Sequential) with sharded layers inside: "
-            "give its layers the style 'sequence_layer', or do without sequence parallelism"
-        )
     return layers
 
 

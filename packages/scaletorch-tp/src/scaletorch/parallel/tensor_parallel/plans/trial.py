@@ -78,14 +78,6 @@ class Unit:
             torch.manual_seed(0)
             return [*tensors_in(module(*args, **kwargs))]
 
-    def keeps_hidden_states(self) -> bool:
-        """Return whether its first call took and returned hidden states [1, L, H] of one shape."""
-        given = next(iter(tensors_in((self.args, dict(self.kwargs)))), None)
-        found = next(iter(tensors_in(self.returned)), None)
-        if given is None or found is None or given.shape != found.shape or given.dim() != 3:
-            return False
-        return given.is_floating_point() and len(given) == 1 < given.shape[1]
-
     @property
     def signature(self) -> tuple[Any, ...]:
         """A key that is equal for interchangeable units: names, classes and shapes."""

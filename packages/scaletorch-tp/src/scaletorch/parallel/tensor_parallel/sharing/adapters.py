@@ -62,13 +62,11 @@ def without_adapters(model: nn.Module) -> Iterator[list[Adapter]]:
 def check_adapters(
     adapters: list[Adapter],
     layers: Mapping[nn.Module, type[TensorParallelLayer] | None],
-    *,
-    sequence_parallel: bool,
 ) -> None:
     """Refuse adapters that cannot be sharded like their layers."""
     for adapter in adapters:
         kind = layers.get(adapter.layer)
-        if kind is None and not sequence_parallel:
+        if kind is None:
             continue  # replicated like its layer
         reason = _why_not(adapter, kind)
         if reason is not None:
@@ -78,9 +76,7 @@ def check_adapters(
             )
 
 
-def _why_not(adapter: Adapter, kind: type[TensorParallelLayer] | None) -> str | None:
-    if kind is None:
-        return "its layer is replicated, and would get a rank's shard of each sequence"
+def _why_not(adapter: Adapter, kind: type[TensorParallelLayer]) -> str | None:
     if not issubclass(kind, ColumnParallelLinear | RowParallelLinear):
         return f"its layer becomes a {kind.__name__}, and only linear ones can be sharded"
     names = [name for name, _ in adapter.module.named_parameters()]
@@ -91,9 +87,7 @@ def _why_not(adapter: Adapter, kind: type[TensorParallelLayer] | None) -> str | 
     return next((f"of its matrices {misfit}" for misfit in misfits if misfit is not None), None)
 
 
-def shard_adapters(
-    adapters: list[Adapter], group: ProcessGroup | None, memo: Memo, *, sequence_parallel: bool
-) -> None:
+def shard_adapters(adapters: list[Adapter], group: ProcessGroup | None, memo: Memo) -> None:
     """Shard adapters like their layers, in place."""
     for adapter in adapters:
         layer: Any = adapter.layer
@@ -104,7 +98,7 @@ def shard_adapters(
         for module in _modules(adapter, matrix):
             options = {option: getattr(layer, option)}
             kind.convert(module, group, memo, layer.cut, **options).sequence = layer.sequence
-        for module in () if sequence_parallel else _modules(adapter, _DROPOUT):
+        for module in _modules(adapter, _DROPOUT) if layer.sequence is None else ():
             surround(module, draws, group)
 
 

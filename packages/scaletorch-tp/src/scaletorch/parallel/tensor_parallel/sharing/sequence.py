@@ -72,19 +72,19 @@ _OF_TOKENS = ("input_ids", "per_layer_input", "per_layer_inputs")
 
 
 class SequenceLayer(Surrounded):
-    """Mixin of a layer that works on this rank's shard of sequences."""
+    """Mixin of a layer that works on this rank's shard of sequences, and so do its hooks."""
 
     _sequence: SequenceShares  # of its list
     _first: bool = False  # the first of a list: splits its inputs
     _last: bool = False  # the last of a list: gathers its output
 
     @around_compiled
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own forward on sequence shards."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer on sequence shards."""
         shares = self._sequence
         args, kwargs = _shared_out(self, shares, args, kwargs)
         with sharded_random(self._tp_group) if self.training else nullcontext():
-            out = super().forward(*args, **kwargs)
+            out = super().__call__(*args, **kwargs)
         return _joined(out, shares) if self._last else out
 
 
@@ -93,13 +93,15 @@ def _joined(out: Any, shares: SequenceShares) -> Any:
     """Return a layer's output with its hidden states gathered."""
     shares.sharing = False
     end_sharded_random()  # activations are full after this layer
+
+    def whole(x: Tensor) -> Tensor:
+        return shares.whole(x, _token_dim(x, shares))
+
     if isinstance(out, dict):  # an output of transformers
         name = next(name for name, value in out.items() if isinstance(value, Tensor))
-        out[name] = shares.whole(out[name])
+        out[name] = whole(out[name])
         return out
-    if not isinstance(out, Tensor):
-        return type(out)((shares.whole(out[0]), *out[1:]))
-    return shares.whole(out, _token_dim(out, shares))
+    return whole(out) if isinstance(out, Tensor) else type(out)((whole(out[0]), *out[1:]))
 
 
 def _token_dim(x: Tensor, shares: SequenceShares) -> int:
