@@ -63,8 +63,11 @@ class Way:
 
 
 def ours(block: Block, *, sequence: bool = False, overlap: bool = True) -> nn.Module:
-    """Apply our plan."""
-    apply_tensor_parallel(block, PLAN, dist.group.WORLD, sequence_parallel=sequence)
+    """Apply our plan; with sequence shards the block is a layer in the middle of a list."""
+    plan: Plan = {**PLAN, "": "sequence_layer"} if sequence else PLAN
+    apply_tensor_parallel(block, plan, dist.group.WORLD, sequence_parallel=sequence)
+    if sequence:
+        vars(block).update(_first=False, _last=False)
     for layer in block.modules():
         if isinstance(layer, ColumnParallelLinear):
             layer.async_all_reduce = overlap

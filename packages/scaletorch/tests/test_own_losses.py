@@ -55,9 +55,7 @@ def every_loss(sizes, options):
     with grid(sizes) as manager:
         for name, (build, loss_fn, count_fn, second) in LOSSES.items():
             own = dict(options)
-            if name == "reward":  # its head is whole on every rank, on whole sequences
-                own = {n: v for n, v in options.items() if n == "schedule"}
-            elif name == "classes":
+            if name in ("reward", "classes"):  # whose head is whole on every rank
                 own.pop("loss_parallel", None)
             # A teacher's outputs are of the whole micro-batch; eight ranks need not rehearse too.
             own["rehearse"] = second is None and manager.world_size == 2

@@ -395,14 +395,19 @@ class BothMLP(ScaledMLP):
         return super().forward(x) * self.scale
 
 
+class GainedLayer(Layer):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.8))
+
+    def forward(self, x):
+        return super().forward(x) * self.gain
+
+
 class Gained(Plain):
     """One gain of hidden states, shares of sequences perhaps, and of logits."""
 
-    def __init__(self, depth):
-        super().__init__(depth)
-        self.gain = nn.Parameter(torch.tensor(0.8))
+    layer = GainedLayer
 
     def top(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(self.norm(x) * self.gain) * self.gain
+        return super().top(x) * self.layers[-1].gain

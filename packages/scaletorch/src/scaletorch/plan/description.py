@@ -101,7 +101,7 @@ class Cut:
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    sequence_parallel: bool = False  # whether tp ranks hold sequence shards between sharded layers
+    sequence_parallel: bool = False  # whether tp ranks hold sequence shards in the layers
     cp_method: str = ""  # attention method of context parallelism; "" if cp is 1
     # Whether layers recompute cheap operations, which changes what they keep and send.
     selective: bool = False

@@ -41,7 +41,7 @@ class Case:
         recompute: 'layers' recomputes whole layers in backward, 'selective' only cheap activations,
             and 'none' keeps all.
         loss_parallel: 'on' keeps logits sharded over tp.
-        sequence_parallel: 'on' shards sequences over tp between sharded layers.
+        sequence_parallel: 'on' shards sequences over tp in the layers.
         cp_layout: Assignment of positions to cp ranks.
         cp_method: Attention algorithm over cp ranks.
         data_parallel: Gradients are summed in 'buckets', in 'float64', or each on the rank that

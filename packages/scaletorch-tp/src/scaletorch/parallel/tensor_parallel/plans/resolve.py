@@ -88,9 +88,9 @@ def resolve(
         earlier = [module for module in view.names if isinstance(module, Region)]
         gathers = [m.module for m in matches.values() if m.becomes(ParallelMultiheadAttention)]
         found_whole = find_whole(view, [*regions, *earlier, *styled, *gathers])
-        shared = modules_within(layers)
-        whole = [module for module in (*styled, *found_whole) if module in shared]
-        _check_sequences(view, matches.values(), shared - modules_within(styled))
+        inside = modules_within(layers)
+        whole = [module for module in (*styled, *found_whole) if module in inside]
+        _check_sequences(view, matches.values(), inside - modules_within(styled))
         for module in (*layers, *whole):
             reason = cannot_surround(module, SequenceLayer)
             if reason is not None:
@@ -98,7 +98,7 @@ def resolve(
                     f"'{view.names[module]}' ({type(module).__name__}) cannot be sequence "
                     f"parallel: {reason}"
                 )
-        on_shards = shared - modules_within([*regions, *whole])
+        on_shards = inside - modules_within([*regions, *whole])
         splits = [m for m in matches.values() if m.style == "row_split" and m.module in on_shards]
         for m in splits if plan is None else ():  # would add up outputs of different tokens
             matches[m.module] = look_up(m.name, m.module, m.pattern, "replicate")
