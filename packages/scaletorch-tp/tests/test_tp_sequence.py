@@ -3,6 +3,7 @@
 `test_tp_model.py` trains whole models on shares of unequal lengths.
 """
 
+import copy
 from functools import partial
 
 import pytest
@@ -279,6 +280,18 @@ def test_each_list_of_layers_shares_out_its_own_sequences():
 
 def require_length(length, _module, _given, out):
     assert out.shape[1] == length
+
+
+@distributed_test(world_size=2)
+def test_a_model_may_be_a_layer():
+    one, x = made(Layer), torch.randn(2, 7, WIDTH, dtype=torch.float64)
+    plan = {n.removeprefix("layers.*").lstrip("."): s for n, s in PLAN.items() if "layers" in n}
+    many = divided(copy.deepcopy(one), plan)
+    for bias in (0, x.new_zeros(7, 7)):  # the second call comes after an error
+        ours, theirs = (model(x, bias, x)[0] for model in (many, one))
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        with pytest.raises(InvalidArgumentError, match="in Layer does not fit"):
+            many(x, x.new_zeros(6, 6), x)
 
 
 def test_a_model_without_a_list_of_layers_is_refused():

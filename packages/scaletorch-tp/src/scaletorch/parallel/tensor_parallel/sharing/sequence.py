@@ -162,8 +162,8 @@ class SequenceRoot(Surrounded):
     _sequences: Sequence[SequenceShares] = ()  # of each list of layers
 
     @around_compiled
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own forward."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, which may be a layer itself."""
         given = (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids"))
         tensors = (x for x in given if isinstance(x, Tensor) and x.ndim > 1)
         ids = next((x for x in tensors if not x.is_floating_point()), None)
@@ -172,9 +172,9 @@ class SequenceRoot(Surrounded):
             shares.batch = 0 if ids is None else ids.shape[0]
             shares.sharing = False
         if not self._sequences:  # in a slice of an nn.Sequential
-            return super().forward(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
         with shapes_explained(own_class(self).__name__, self._sequences[0]):
-            return super().forward(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
 
 
 def share_sequences(
