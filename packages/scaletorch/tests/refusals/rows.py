@@ -144,6 +144,13 @@ def centred(model: nn.Module) -> None:
 
 
 DIVIDED = ("cp", "sequence_parallel")
+
+
+def sees_shards(features: Features) -> bool:
+    """Return whether some stage sees shards of tokens alone."""
+    return "cp" in features or {"sequence_parallel", "pp"} <= {*features}
+
+
 FOUND = "computes something else on"
 MIXES = f"{FOUND} .* than in one process: .* is off by"
 
@@ -177,7 +184,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     },
     "takes `position_ids`, and its own do not start at 0": {
         "given": Case(models.Given),
-        "offset": Case(models.Offset, on(*DIVIDED), FOUND),
+        "offset": Case(models.Offset, sees_shards, FOUND),
         "offset said": Case(models.SaysOffset),
         "offset given": Case(models.Offset, batch=with_positions),
     },
@@ -261,7 +268,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         "gain": Case(  # logits that stay divided are shares as well
             models.Gained,
             lambda features: "sequence_parallel" in features and "loss_parallel" not in features,
-            "'gain'.*shares of the tokens",
+            "gain'.*shares of the tokens",
         )
     },
     "is trained by a loop that scales gradients": {
