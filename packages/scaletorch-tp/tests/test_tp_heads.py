@@ -196,7 +196,9 @@ def named():
     ("build", "plan", "text"),
     [
         (Sinks, {"self_attn": PerHead("q_proj")}, "its own parameters are sinks"),
-        (Scaled, {"mlp.up": SharedTail(9)}, "it has no more than 9 output features"),
+        (Scaled, {"mlp.up": SharedTail(9)}, "it has 9 output features, of which 9 cannot be"),
+        (Scaled, {"mlp.up": SharedTail(0)}, "of which 0 cannot be"),
+        (Sinks, {"": PerHead()}, "its own parameters are none"),
         (named, {"self_attn": PerHead("sinks")}, r"it has a 'group' of its own, .* rename it"),
     ],
 )  # fmt: skip
@@ -204,13 +206,6 @@ def test_what_does_not_fit(build, plan, text):
     model = build() if build is named else made(build)
     with pytest.raises(InvalidArgumentError, match=text):
         explain(model, 2, plan)
-
-
-def test_styles_that_cannot_be():
-    with pytest.raises(InvalidArgumentError, match="PerHead takes names"):
-        PerHead()
-    with pytest.raises(InvalidArgumentError, match="SharedTail takes a number"):
-        SharedTail(0)
 
 
 OWN = {

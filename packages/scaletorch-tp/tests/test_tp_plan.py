@@ -144,12 +144,6 @@ def test_a_mistake_is_found_without_ranks_and_leaves_the_model_alone(case):
     assert before == {n: (type(m), dict(vars(m))) for n, m in model.named_modules()}
 
 
-@pytest.mark.parametrize("names", [(), (4,)])
-def test_divide_names_something(names):
-    with pytest.raises(ValueError, match="attribute names"):
-        Divide(*names)
-
-
 def test_a_model_may_come_without_its_head():
     made = model()
     del made.lm_head
