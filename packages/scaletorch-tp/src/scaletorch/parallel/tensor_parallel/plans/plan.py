@@ -153,11 +153,8 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     if isinstance(style, Divide):
         return match()
     if isinstance(style, SharedTail):
-        return match(
-            options={"shared_features": style.features},
-            mixin=TailShared,
-            misfit=style.misfit(module),
-        )
+        options: dict[str, Any] = {"shared_features": style.features}
+        return match(None, options, TailShared, (), style.misfit(module))
     if isinstance(style, PerHead):
         misfit = style.misfit(module) or HeadParameters.misfit(module)
         rows = Boundary(parameters=dict.fromkeys(style.names, Shard(0)))
@@ -181,11 +178,10 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     layers, boundary = _LAYERS[named], STYLES[named]
     layer = next((layer for layer in layers if layer.takes(module)), layers[0])
     found = _as_layer(match, module, layer, boundary, boundary)
-    if found.misfit is not None or not isinstance(style, Fused):
-        return found
-    misfit = style.misfit(*found.lengths)
-    projections = () if misfit else style.lengths(*found.lengths)
-    return replace(found, misfit=misfit, lengths=projections)
+    if found.misfit is None and isinstance(style, Fused):
+        [length] = found.lengths
+        found = replace(found, misfit=style.misfit(length), lengths=style.lengths(length))
+    return found
 
 
 def _as_layer(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from ....dist import get_rank
 from ....dist.building import map_tensors, tensors_in
@@ -109,12 +108,10 @@ def _stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
                 values = 1 + pool / 2 if inexact else torch.ones_like(pool) * (dtype == torch.bool)
                 memo[id(tensor)] = _repeated(values.to(dtype), shape)
 
-    def moved(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
+    def moved(x: Tensor) -> Tensor:
         return x.to(device, first.dtype if x.is_floating_point() else x.dtype)
 
-    return copy.deepcopy(model, memo), tree_map(moved, example)
+    return copy.deepcopy(model, memo), map_tensors(moved, example)
 
 
 def _repeated(values: Tensor, shape: torch.Size) -> Tensor:
@@ -169,11 +166,11 @@ def _vocabulary_styles(model: nn.Module, inside: set[nn.Module], example: Any) -
     tables = {name: module for name, module in outside.items() if fits(module) is None}
     heads = {n: m for n, m in outside.items() if isinstance(m, nn.Linear) and as_linear(n, m)}
     rows = {name: len(table.get_parameter("weight")) for name, table in tables.items()}
-    for number in dict.fromkeys(rows.values()):
-        found: dict[str, Style] = dict.fromkeys((n for n in rows if rows[n] == number), "vocab")
-        found_heads = [name for name, head in heads.items() if head.out_features == number]
-        found |= dict.fromkeys(found_heads, "column_gather")
-        if found_heads and not _are_read_elsewhere(model, found, example):
+    features = {name: head.out_features for name, head in heads.items()}
+    for size in dict.fromkeys(rows.values()):
+        found: dict[str, Style] = {n: "vocab" for n, number in rows.items() if number == size}
+        found |= {n: "column_gather" for n, number in features.items() if number == size}
+        if size in features.values() and not _are_read_elsewhere(model, found, example):
             return found
     return {}
 

@@ -125,10 +125,12 @@ def _pairs(unit: Unit) -> dict[str, dict[str, Style]]:
         if name in found:
             continue
         reached = [*_probe(unit, name, slice(None))]
-        for style in _forms(unit, name, reached[0]) if len(reached) == 1 and reached[0] else ():
-            halves = _probe(unit, name, _second_halves(unit.linears[name].out, style))
-            if [*halves] == reached and _is_second_half(halves[reached[0]]):
-                found.setdefault(reached[0], {})[name] = style
+        row = reached[0] if len(reached) == 1 else ""
+        for style in _forms(unit, name, row) if row else ():
+            masks = _probe(unit, name, _second_halves(unit.linears[name].out, style))
+            half = unit.linears[row].taken // 2
+            if {n: x.tolist() for n, x in masks.items()} == {row: [False] * half + [True] * half}:
+                found.setdefault(row, {})[name] = style
                 break
         else:
             mixed.update(reached)
@@ -149,14 +151,7 @@ def _forms(unit: Unit, name: str, row: str) -> Iterator[Style]:
 def _second_halves(out: int, style: Style) -> Tensor:
     """Return the indices of the second half of each packed projection of `out` features."""
     lengths = style.lengths(out) if isinstance(style, Fused) else (out,)
-    starts = [sum(lengths[:place]) for place in range(len(lengths))]
-    halves = zip(starts, lengths, strict=True)
-    return torch.cat([torch.arange(start + n // 2, start + n) for start, n in halves])
-
-
-def _is_second_half(mask: Tensor) -> bool:
-    half, odd = divmod(len(mask), 2)
-    return not odd and bool(mask[half:].all()) and not bool(mask[:half].any())
+    return torch.cat([x[len(x) // 2 :] for x in torch.arange(out).split(lengths)])
 
 
 def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]:
@@ -223,10 +218,8 @@ def _trials(
     numbers = range(len(attributes) + 1)
     subsets = chain.from_iterable(combinations(attributes, number) for number in numbers)
     for _, subset in zip(range(_MOST_TRIALS), subsets, strict=False):
-        places: dict[str, list[str]] = {}
-        for place, name in subset:
-            places.setdefault(place, []).append(name)
-        yield {place: Divide(*names) for place, names in places.items()}
+        places = dict.fromkeys(place for place, _ in subset)
+        yield {place: Divide(*(name for at, name in subset if at == place)) for place in places}
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -324,10 +317,9 @@ def _shard_of(module: nn.Module, resolved: Resolved, rank: int) -> nn.Module:
         if match.layer is not None and match.cut is not None:
             layer = shard.get_submodule(match.name)
             setattr(layer, match.layer.sharded_size, match.cut.sizes[rank])
-    names = {inner: name for name, inner in module.named_modules()}
     for inner, values in resolved.attributes.items():
         local = {name: ranks[rank] for name, ranks in values.items()}
-        vars(shard.get_submodule(names[inner])).update(local)
+        vars(shard.get_submodule(resolved.view.names[inner])).update(local)
     return shard
 
 
