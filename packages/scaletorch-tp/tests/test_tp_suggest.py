@@ -207,6 +207,21 @@ def test_a_teacher_is_divided_as_its_student():
     assert plans[0] == plans[1] == {f"blocks.*.parts.*.{n}": s for n, s in GATED.items()} | HEAD
 
 
+class Backwards(Words):
+    """One that calls its layers from the last to the first."""
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+def test_layers_may_be_called_in_another_order():
+    plan = {f"blocks.*.parts.*.{name}": style for name, style in GATED.items()}
+    assert suggest_plan(Backwards(Gated), IDS) == plan | HEAD
+
+
 def test_numbers_that_tell_layers_apart_stay_in_patterns():
     found = suggest_plan(Words(lambda: nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))), IDS)
     assert found == {"blocks.*.parts.0.0": "column", "blocks.*.parts.0.1": "row"} | HEAD
