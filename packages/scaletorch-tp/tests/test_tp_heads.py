@@ -176,16 +176,6 @@ def test_what_belongs_to_heads_is_cut_with_them_and_what_they_share_is_summed():
     assert dims["self_attn.kv_a_proj_with_mqa.weight"] is None
 
 
-def test_shards_of_heads_are_explained():
-    def shapes(attention, plan):
-        return {p.name: p.local_shapes for p in explain(made(attention), 2, plan).parameters}
-
-    assert shapes(Sinks, SINKS)["self_attn.sinks"] == ((3,), (2,))
-    scaled = shapes(Scaled, SCALED)
-    assert scaled["self_attn.of_queries"] == scaled["self_attn.of_heads"] == ((8,), (4,))
-    assert scaled["mlp.scale"] == ((5,), (4,))
-
-
 def named():
     model = made(Sinks)
     model.self_attn.group = nn.Identity()
