@@ -263,7 +263,7 @@ def _all_ranks_agree(unit: Unit, resolved: Resolved, tp_size: int) -> bool:
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {match.name: [] for match in rows}
 
     def keep(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        calls[name].append((args[0], output.clone()))
+        calls[name].append((args[0].clone(), output.clone()))
 
     with ExitStack() as hooks:
         for match in rows:
@@ -288,7 +288,7 @@ def _rank_agrees(
 
     def answer(name: str, cut: Any, x: Tensor) -> Tensor:
         given, output = left[name].pop(0)
-        pairs.append((x, cut.take(given, given.dim() - 1, rank)))
+        pairs.append((x.clone(), cut.take(given, given.dim() - 1, rank)))
         return output.clone()
 
     for match in resolved.matches.values():
