@@ -178,7 +178,7 @@ def _vocabulary_styles(model: nn.Module, inside: set[nn.Module], example: Any) -
 def _are_read_elsewhere(model: nn.Module, names: Iterable[str], example: Any) -> bool:
     """Return whether other code than these modules' own forwards reads or owns their parameters.
 
-    It does if NaN in the parameters reaches the outputs, while these forwards have the old values.
+    Then NaN in the parameters reaches the outputs, though these forwards have the old values.
     """
     modules = {name: model.get_submodule(name) for name in names}
     inside = {parameter for module in modules.values() for parameter in module.parameters()}
@@ -192,7 +192,8 @@ def _are_read_elsewhere(model: nn.Module, names: Iterable[str], example: Any) ->
     for name, module in modules.items():
         vars(twin.get_submodule(name))["forward"] = module.forward
     try:
-        return any(has_nan(x) for x in tensors_in(_call(twin, example)))
+        outputs = [*tensors_in(_call(twin, example))]
+        return not outputs or has_nan(outputs)
     except Exception:  # raised by model code that checks for NaN
         return True
 
