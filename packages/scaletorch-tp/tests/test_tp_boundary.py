@@ -129,7 +129,7 @@ def test_parameters_that_do_not_fit(sentence):
 
 def test_what_tp_or_sequence_parallelism_does_not_fit():
     uneven = Boundary(placement.Shard(-1), placement.Shard(-1), {"weight": placement.Shard(0)})
-    with pytest.raises(InvalidArgumentError, match=r"does not divide norm.weight = 9"):
+    with pytest.raises(InvalidArgumentError, match=r"does not fit norm.weight = 9"):
         explain(nn.ModuleDict({"norm": nn.RMSNorm(9)}), 2, {"norm": uneven})
     with pytest.raises(InvalidArgumentError, match="divides sequences itself"):
         explain(Model(), 2, SEQUENCES, sequence_parallel=True)

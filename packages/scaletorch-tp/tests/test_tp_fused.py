@@ -208,7 +208,7 @@ REFUSED = [
     (odd_conv1d, {"up": "column"}, 2, "it is a Conv1D, not a Linear itself"),
     (Net, plan(), 9, "query heads of attention = 8; .* tp sizes up to 8 are legal"),
     (Net, heads(out=Fused("row", (8, 24))), 4, "has 2 heads, which are not replicated"),
-    (Net, heads(**GATHER), 9, "without a share of attention.qkv.out_features = 8, .* divide 2 are"),
+    (Net, heads(**GATHER), 9, "does not fit .* attention.qkv.out_features = 8.* divide 2 are"),
     (Net, heads(qkv=Fused("column", (30, 10, 8))), 4, "does not .*features = 30.* divide 2 are"),
 ]  # fmt: skip
 

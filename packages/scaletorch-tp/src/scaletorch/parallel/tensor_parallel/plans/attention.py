@@ -223,23 +223,18 @@ def find_lengths(
 
 def check_lengths(divided: Sequence[Length], shared: Sequence[Length], tp_size: int) -> None:
     """Refuse a tp size that does not fit the lengths, and name sizes that do."""
-    uneven = [f"{where} = {length}" for where, length in divided if length % tp_size]
-    short = [f"{where} = {length}" for where, length in shared if length < tp_size]
-    problems = [f"does not divide {_some(uneven)}"] if uneven else []
-    problems += [f"leaves ranks without a share of {_some(short)}"] if short else []
-    if not problems:
+    wrong = [f"{where} = {length}" for where, length in divided if length % tp_size]
+    wrong += [f"{where} = {length}" for where, length in shared if length < tp_size]
+    if not wrong:
         return
     most = min(length for _, length in [*shared, *divided])
     common = math.gcd(*(length for _, length in divided))
     divisors = f" that divide {common}" if common else ""
+    rest = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     raise InvalidArgumentError(
-        f"tp = {tp_size} {' and '.join(problems)}; for this model and plan tp sizes up to "
-        f"{most}{divisors} are legal"
+        f"tp = {tp_size} does not fit {', '.join(wrong[:4])}{rest}; for this model and plan tp "
+        f"sizes up to {most}{divisors} are legal"
     )
-
-
-def _some(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn.Module, Match]:
