@@ -47,13 +47,10 @@ class Attention:
         query, key_value = head_cuts(self.query, self.key_value, tp_size)
 
         def cut(length: int) -> Cut:
-            # Head lengths may differ between projections; a gate has one feature per query head.
-            gate = length % self.head_dim or (self.gated and length == self.query)
-            if self.key_value == self.query or gate:
-                return query.times(length // self.query)
-            count = length // self.head_dim
-            heads = query if count >= self.query else key_value
-            return heads.times(self.head_dim * max(1, count // self.query))
+            gate = self.gated and length == self.query
+            if length == self.key_value * self.head_dim and not gate:
+                return key_value.times(self.head_dim)
+            return query.times(length // self.query)  # head lengths may differ between projections
 
         cuts = {layer: fuse([*map(cut, lengths)]) for layer, lengths in self.lengths.items()}
         return {**cuts, **dict.fromkeys((self.module, *self.per_head), query)}
