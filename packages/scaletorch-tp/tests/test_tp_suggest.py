@@ -233,6 +233,16 @@ def test_features_that_are_mixed_stay_whole(name):
     assert suggest_plan(Words(lambda: Between(MIXED[name])), IDS) == (plan if name in ALONE else {})
 
 
+class Late(Words):
+    """One that calls its head in training alone."""
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) if self.training else x
+
+
 class Spare(Gated):
     """One with a pair that it never calls."""
 
@@ -244,6 +254,7 @@ class Spare(Gated):
 def test_what_is_not_called_stays_whole():
     plan = {f"blocks.*.parts.*.{name}": style for name, style in GATED.items()}
     assert suggest_plan(Words(Spare), IDS) == plan | HEAD
+    assert suggest_plan(Late(Gated), IDS) == plan
 
 
 def test_tables_that_others_read_stay_whole():

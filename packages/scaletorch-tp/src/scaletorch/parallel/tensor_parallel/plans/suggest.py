@@ -170,32 +170,37 @@ def _vocabulary_styles(model: nn.Module, inside: set[nn.Module], example: Any) -
     for size in dict.fromkeys(rows.values()):
         found: dict[str, Style] = {n: "vocab" for n, number in rows.items() if number == size}
         found |= {n: "column_gather" for n, number in features.items() if number == size}
-        if size in features.values() and not _are_read_elsewhere(model, found, example):
+        if size in features.values() and _only_they_read(model, found, example):
             return found
     return {}
 
 
-def _are_read_elsewhere(model: nn.Module, names: Iterable[str], example: Any) -> bool:
-    """Return whether other code than these modules' own forwards reads or owns their parameters.
+def _only_they_read(model: nn.Module, names: Iterable[str], example: Any) -> bool:
+    """Return whether these modules alone own and read their parameters, each at least once.
 
-    Then NaN in the parameters reaches the outputs, though these forwards have the old values.
+    Otherwise NaN in the parameters reaches the outputs, though their forwards have the old values.
     """
     modules = {name: model.get_submodule(name) for name in names}
     inside = {parameter for module in modules.values() for parameter in module.parameters()}
     owners = ModelView(model).owners
     if not {owner for x in inside for owner, _ in owners[x]} <= {*modules.values()}:
-        return True
+        return False
     memo: dict[int, Any] = {
         id(x): nn.Parameter(torch.full_like(x, torch.nan)) if x in inside else x for x in owners
     }
-    twin = copy.deepcopy(model, memo)
+    twin, read = copy.deepcopy(model, memo), set[nn.Parameter]()
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        read.update(module.parameters())
+        return module.forward(*args, **kwargs)
+
     for name, module in modules.items():
-        vars(twin.get_submodule(name))["forward"] = module.forward
+        vars(twin.get_submodule(name))["forward"] = partial(forward, module)
     try:
         outputs = [*tensors_in(_call(twin, example))]
-        return not outputs or has_nan(outputs)
     except Exception:  # raised by model code that checks for NaN
-        return True
+        return False
+    return read == inside and bool(outputs) and not has_nan(outputs)
 
 
 def _sequence_layers(
