@@ -189,7 +189,7 @@ def test_explained():
     local = {p.name: p.local_shapes for p in told.parameters}
     assert local["block.experts.gate_up_proj"] == ((EXPERTS, 6, HIDDEN), (EXPERTS, 4, HIDDEN))
     assert local["block.experts.down_bias"] == ((EXPERTS, HIDDEN),) * 2
-    assert "stacked experts" in str(told)
+    assert "Stacked" in str(told)
 
 
 ALL = ("gate_up_proj", "gate_up_bias", "down_proj")
@@ -211,8 +211,8 @@ def test_styles_that_do_not_fit_are_refused(sharded, added, tp, text):
 def test_styles_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="dim of each behind that of the experts"):
         Stacked({"up": 0})
-    with pytest.raises(ValueError, match="Slices takes a dim"):
-        Slices(1, packed=0)
+    with pytest.raises(ValueError, match="a unit of at least 1"):
+        Stacked({"up": Slices(1, packed=0)})
     with pytest.raises(ValueError, match="names of parameters"):
         Stacked({})
 

@@ -183,14 +183,14 @@ def test_the_sharded_dim_of_a_transposed_weight():
     assert shapes["transformer.wpe.weight"] == (LENGTH, WIDTH)
     told = {p.name: p for p in explain(Gpt2(), 2).parameters}
     assert {name: parameter.dim for name, parameter in told.items()} == dims
-    assert told["transformer.h.0.attn.c_attn.weight"].style == "column, 3 projections"
+    assert told["transformer.h.0.attn.c_attn.weight"].style == "Fused"
 
 
 @pytest.mark.parametrize(
     ("style", "lengths", "text"),
     [
         ("vocab", 2, "'column', 'column_gather', 'row'"),
-        *(("column", bad, "a number of equal projections") for bad in (0, (4, -1), (), (4, 2.0))),
+        *(("column", bad, "the length of each") for bad in (0, (4, -1), (), (4, 2.0))),
     ],
 )
 def test_a_fused_style_that_cannot_be(style, lengths, text):
@@ -212,12 +212,12 @@ def heads(**styles):
 GATHER = {"qkv": Fused("column_gather", (32, 8, 8)), "out": "row_split"}
 REFUSED = [
     (Packed, {"qkv": Fused("column", (12, 6))}, 2, "add up to 18 features, but it has 24"),
-    (Packed, {"qkv": Fused("column", 5)}, 2, "its 24 features are not 5 equal projections"),
+    (Packed, {"qkv": Fused("column", 5)}, 2, "add up to 20 features, but it has 24"),
     (Packed, {"embed": Fused("column", 2)}, 2, "it is a Embedding, not a Linear"),
     (odd_conv1d, {"up": "column"}, 2, "it is a Conv1D, not a Linear itself"),
     (Net, plan(), 9, "query heads of layers.0.attention = 8; .* tp sizes up to 8 are legal"),
     (Net, heads(out=Fused("row", (8, 24))), 4, "has 2 heads, which are not replicated"),
-    (Net, heads(**GATHER), 9, "share of .*attention.qkv.out_features = 8, .* divide 2 are"),
+    (Net, heads(**GATHER), 9, "does not fit .*attention.qkv.out_features = 8.* divide 2 are"),
     (Net, heads(qkv=Fused("column", (30, 10, 8))), 4, "does not .*features = 30.* divide 2 are"),
 ]  # fmt: skip
 

@@ -189,20 +189,6 @@ def test_what_belongs_to_heads_is_cut_with_them_and_what_they_share_is_summed():
     assert dims["layers.0.self_attn.kv_a_proj_with_mqa.weight"] is None
 
 
-def test_shards_of_heads_are_explained():
-    def shapes(attention, plan):
-        return {p.name: p.local_shapes for p in explain(made(attention), 2, plan).parameters}
-
-    assert shapes(Sinks, SINKS)["layers.0.self_attn.sinks"] == ((3,), (2,))
-    scaled = shapes(Scaled, SCALED)
-    assert (
-        scaled["layers.0.self_attn.of_queries"]
-        == scaled["layers.0.self_attn.of_heads"]
-        == ((8,), (4,))
-    )
-    assert scaled["layers.0.mlp.scale"] == ((5,), (4,))
-
-
 def named():
     model = made(Sinks)
     model.layers[0].self_attn.group = nn.Identity()
@@ -213,21 +199,16 @@ def named():
     ("build", "plan", "text"),
     [
         (Sinks, {"layers.0.self_attn": PerHead("q_proj")}, "its own parameters are sinks"),
-        (Scaled, {"layers.0.mlp.up": SharedTail(9)}, "it has no more than 9 output features"),
-        (named, {"layers.0.self_attn": PerHead("sinks")}, "has a 'group' of its own, .* rename it"),
+        (Scaled, {"layers.0.mlp.up": SharedTail(9)}, "9 output features, of which 9 cannot be"),
+        (Scaled, {"layers.0.mlp.up": SharedTail(0)}, "of which 0 cannot be"),
+        (Sinks, {"": PerHead()}, "its own parameters are none"),
+        (named, {"layers.0.self_attn": PerHead("sinks")}, "has a .group. of its own, .* rename it"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit(build, plan, text):
     model = build() if build is named else made(build)
     with pytest.raises(InvalidArgumentError, match=text):
         explain(model, 2, plan)
-
-
-def test_styles_that_cannot_be():
-    with pytest.raises(InvalidArgumentError, match="PerHead takes names"):
-        PerHead()
-    with pytest.raises(InvalidArgumentError, match="SharedTail takes a number"):
-        SharedTail(0)
 
 
 OWN = {

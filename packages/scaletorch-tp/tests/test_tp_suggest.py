@@ -207,6 +207,21 @@ def test_a_teacher_is_divided_as_its_student():
     assert plans[0] == plans[1] == {f"blocks.*.parts.*.{n}": s for n, s in GATED.items()} | HEAD
 
 
+class Backwards(Words):
+    """One that calls its layers from the last to the first, and returns a number, too."""
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return {"logits": self.head(x), "mean": x.mean()}
+
+
+def test_layers_may_be_called_in_another_order():
+    plan = {f"blocks.*.parts.*.{name}": style for name, style in GATED.items()}
+    assert suggest_plan(Backwards(Gated), IDS) == plan | HEAD
+
+
 def test_numbers_that_tell_layers_apart_stay_in_patterns():
     found = suggest_plan(Words(lambda: nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))), IDS)
     assert found == {"blocks.*.parts.0.0": "column", "blocks.*.parts.0.1": "row"} | HEAD
@@ -216,6 +231,16 @@ def test_numbers_that_tell_layers_apart_stay_in_patterns():
 def test_features_that_are_mixed_stay_whole(name):
     plan = {"blocks.*.parts.*.up": "column", "blocks.*.parts.*.down": "row"} | HEAD
     assert suggest_plan(Words(lambda: Between(MIXED[name])), IDS) == (plan if name in ALONE else {})
+
+
+class Late(Words):
+    """One that calls its head in training alone."""
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) if self.training else x
 
 
 class Spare(Gated):
@@ -229,6 +254,7 @@ class Spare(Gated):
 def test_what_is_not_called_stays_whole():
     plan = {f"blocks.*.parts.*.{name}": style for name, style in GATED.items()}
     assert suggest_plan(Words(Spare), IDS) == plan | HEAD
+    assert suggest_plan(Late(Gated), IDS) == plan
 
 
 def test_tables_that_others_read_stay_whole():

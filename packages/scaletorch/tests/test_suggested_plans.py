@@ -11,7 +11,7 @@ from training import in_one_process, on_a_layout, tokens, train_and_compare
 from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import explain
-from scaletorch.parallel.tensor_parallel.plans import suggest, trial
+from scaletorch.parallel.tensor_parallel.plans import trial
 
 SHARED = {"sequence_parallel": True}
 PAIRS = [{"tp_size": 2, f"{axis}_size": 2} for axis in ("dp", "pp")]
@@ -72,7 +72,6 @@ def refused(sizes, options):
     """Return the error of a wrong suggestion, which no trial has found."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial, "_computes_the_same", lambda *_: True)
-        patch.setattr(suggest, "_from_before", {})  # which these processes found with trials
         try:
             build = partial(language, Counting)
             on_a_layout(build, sizes, [tokens()], options=options, rehearse=True)

@@ -37,32 +37,26 @@ class Fused:
     projections: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.style not in FUSABLE:
-            styles = ", ".join(map(repr, FUSABLE))
-            raise InvalidArgumentError(f"Fused takes one of {styles}, got {self.style!r}")
         given = self.projections
-        lengths = (given,) if isinstance(given, int) else tuple(given)
-        if not lengths or not all(type(n) is int and n > 0 for n in lengths):
+        lengths = (given,) if isinstance(given, int) else given
+        positive = all(type(n) is int and n > 0 for n in lengths)
+        if self.style not in FUSABLE or not lengths or not positive:
             raise InvalidArgumentError(
-                f"Fused takes a number of equal projections or the length of each, got {given!r}"
+                f"Fused takes one of {', '.join(map(repr, FUSABLE))}, and a number of equal "
+                f"projections or the length of each, got {self.style!r} and {given!r}"
             )
-        if not isinstance(given, int):
-            object.__setattr__(self, "projections", lengths)
 
     def misfit(self, length: int) -> str | None:
         """Return why a length cannot be split into these projections, or None if it can."""
-        if isinstance(self.projections, int):
-            wrong = f"its {length} features are not {self.projections} equal projections"
-            return wrong if length % self.projections else None
-        total = sum(self.projections)
-        wrong = f"its projections add up to {total} features, but it has {length}"
-        return wrong if total != length else None
+        lengths = self.lengths(length)
+        wrong = f"its projections {lengths} add up to {sum(lengths)} features, but it has {length}"
+        return None if sum(lengths) == length else wrong
 
     def lengths(self, length: int) -> tuple[int, ...]:
         """Return the length of each projection, for a `length` that fits."""
         if isinstance(self.projections, int):
             return (length // self.projections,) * self.projections
-        return self.projections
+        return tuple(self.projections)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -76,9 +70,6 @@ class PerHead:
     Args:
         names: All parameters that the module itself owns.
 
-    Raises:
-        InvalidArgumentError: No parameter is named.
-
     Example:
         >>> plan = {"**.self_attn": PerHead("sinks"), "**.self_attn.q_proj": "column"}
     """
@@ -86,17 +77,12 @@ class PerHead:
     names: tuple[str, ...]
 
     def __init__(self, *names: str) -> None:
-        _require_names("PerHead takes names of parameters", names)
         object.__setattr__(self, "names", names)
-
-    def __str__(self) -> str:
-        """Return the style's name in tables."""
-        return "per head"
 
     def misfit(self, module: nn.Module) -> str | None:
         """Return why a module does not fit this style, or None if it does."""
         found = {name: p for name, p in module._parameters.items() if p is not None}
-        if found.keys() != {*self.names}:
+        if not found or found.keys() != {*self.names}:
             return f"its own parameters are {', '.join(found) or 'none'}"
         shapes = {name: tuple(parameter.shape) for name, parameter in found.items()}
         if len({shape[:1] for shape in shapes.values()}) > 1 or () in shapes.values():
@@ -114,22 +100,11 @@ class Slices:
             gets its shard of each.
         unit: Number of adjacent features for one index of the divided length: 2 for interleaved
             gate and up.
-
-    Raises:
-        InvalidArgumentError: A number is negative, or `packed` or `unit` is 0.
     """
 
     dim: int
     packed: int = 1
     unit: int = 1
-
-    def __post_init__(self) -> None:
-        given = self.dim, self.packed, self.unit
-        if any(type(n) is not int for n in given) or self.dim < 0 or min(given[1:]) < 1:
-            raise InvalidArgumentError(
-                "Slices takes a dim, and a number of packed matrices and a unit of at least 1 "
-                f"each, got {given}"
-            )
 
     def cut(self, length: Cut) -> Cut:
         """Return the cut of `dim`, given the cut of the divided length."""
@@ -181,7 +156,8 @@ class Stacked(Sliced):
             but only the first rank adds them.
 
     Raises:
-        InvalidArgumentError: No parameter is sharded, or one along dim 0, that of the experts.
+        InvalidArgumentError: No parameter is sharded, or one along dim 0, that of the experts, or
+            `packed` or `unit` is not positive.
 
     Example:
         >>> plan = {"**.experts": Stacked({"gate_up_proj": Slices(1, packed=2), "down_proj": 2})}
@@ -189,17 +165,13 @@ class Stacked(Sliced):
 
     def __init__(self, sharded: Mapping[str, Slices | int], added: tuple[str, ...] = ()) -> None:
         slices = {n: Slices(s) if isinstance(s, int) else s for n, s in sharded.items()}
-        if not slices or any(s.dim < 1 for s in slices.values()):
+        if not slices or any(min(s.dim, s.packed, s.unit) < 1 for s in slices.values()):
             raise InvalidArgumentError(
                 "Stacked takes the names of parameters and a dim of each behind that of the "
-                f"experts, got {sharded}"
+                f"experts, and packed matrices and a unit of at least 1, got {sharded}"
             )
         object.__setattr__(self, "sharded", slices)
         object.__setattr__(self, "added", tuple(added))
-
-    def __str__(self) -> str:
-        """Return the style's name in tables."""
-        return "stacked experts"
 
     def misfit(self, module: nn.Module) -> str | None:
         """Return why a module does not fit this style, or None if it does."""
@@ -263,27 +235,18 @@ class SharedTail:
     Args:
         features: Number of shared features.
 
-    Raises:
-        InvalidArgumentError: `features` is not a positive int.
-
     Example:
         >>> plan = {"**.kv_a_proj_with_mqa": SharedTail(64), "**.kv_b_proj": "column"}
     """
 
     features: int
 
-    def __post_init__(self) -> None:
-        if type(self.features) is not int or self.features < 1:
-            raise InvalidArgumentError(
-                f"SharedTail takes a number of features, at least 1, got {self.features!r}"
-            )
-
     def misfit(self, module: nn.Module) -> str | None:
         """Return why a module does not fit this style, or None if it does."""
         out = getattr(module, "out_features", None)
-        if not isinstance(out, int) or out <= self.features:
-            return f"it has no more than {self.features} output features ({out})"
-        return None
+        if isinstance(out, int) and 0 < self.features < out:
+            return None
+        return f"it has {out} output features, of which {self.features} cannot be a shared tail"
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -292,21 +255,12 @@ class Divide:
 
     Args:
         attributes: Names of the module's own integer attributes.
-
-    Raises:
-        InvalidArgumentError: No attribute is named.
     """
 
     attributes: tuple[str, ...]
 
     def __init__(self, *attributes: str) -> None:
-        _require_names("Divide takes attribute names", attributes)
         object.__setattr__(self, "attributes", attributes)
-
-
-def _require_names(what: str, names: tuple[str, ...]) -> None:
-    if not names or not all(isinstance(name, str) for name in names):
-        raise InvalidArgumentError(f"{what}, got {names}")
 
 
 def misfit_of(module: nn.Module, parameters: Mapping[str, Tensor]) -> str | None:

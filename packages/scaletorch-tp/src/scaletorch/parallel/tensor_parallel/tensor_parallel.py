@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,7 +27,6 @@ from .regions.surround import surround
 from .sharing.adapters import check_adapters, shard_adapters, without_adapters
 from .sharing.gradient_sums import infer_sums
 from .sharing.sequence import share_sequences
-from .styles import Fused
 
 __all__ = [
     "ColumnParallelLinear",
@@ -126,7 +125,7 @@ class ExplainedParameter:
     """A parameter and its shard on each rank."""
 
     name: str  # a tied one has an entry for each name
-    style: str  # of its module; "" if the plan does not name the module
+    style: str  # of its module, or that style's class; "" if the plan does not name the module
     shape: tuple[int, ...]  # full
     dim: int | None  # the shard dim; None if it is replicated
     local_shapes: tuple[tuple[int, ...], ...]  # on each rank
@@ -140,11 +139,14 @@ class Explanation:
     parameters: tuple[ExplainedParameter, ...]  # all, in the model's order
 
     def __str__(self) -> str:
-        rows = []
+        counts: Counter[tuple[str, ...]] = Counter()  # equal layers share a row
         for p in self.parameters:
             local = "whole" if p.dim is None else _sizes(*p.local_shapes)
-            rows.append((generic(p.name), p.style or "-", _sizes(p.shape), local))
-        return _table(("parameter", "style", "whole", f"on each of {self.tp} ranks"), rows)
+            counts[generic(p.name), p.style or "-", _sizes(p.shape), local] += 1
+        head = "parameter", "style", "whole", f"on each of {self.tp} ranks", "times"
+        rows = [head, *((*row, str(count)) for row, count in counts.items())]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def explain(
@@ -175,35 +177,20 @@ def explain(
 
 
 def _parameters(model: nn.Module, resolved: Resolved, tp: int) -> Iterator[ExplainedParameter]:
-    for name, module in model.named_modules(remove_duplicate=False):
-        match = resolved.matches.get(module)
-        dims = {} if match is None else match.dims
-        for own_name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            shape, dim = tuple(parameter.shape), None
-            locals_ = (shape,) * tp
-            cut = None if match is None else match.cut_of(own_name)
-            if cut is not None and tp > 1:
-                dim, sizes = dims[own_name], cut.sizes
-                locals_ = tuple((*shape[:dim], size, *shape[dim + 1 :]) for size in sizes)
-            style = "" if match is None else str(match.style)
-            if match is not None and isinstance(match.style, Fused):
-                style = f"{match.style.style}, {len(match.lengths)} projections"
-            yield ExplainedParameter(f"{name}.{own_name}".lstrip("."), style, shape, dim, locals_)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        place, _, own_name = name.rpartition(".")
+        match = resolved.matches.get(model.get_submodule(place))
+        style = "" if match is None else match.style
+        shape, dim = tuple(parameter.shape), None
+        local_shapes = (shape,) * tp
+        cut = None if match is None or tp == 1 else match.cut_of(own_name)
+        if match is not None and cut is not None:
+            dim = match.dims[own_name]
+            local_shapes = tuple((*shape[:dim], size, *shape[dim + 1 :]) for size in cut.sizes)
+        text = style if isinstance(style, str) else type(style).__name__
+        yield ExplainedParameter(name, text, shape, dim, local_shapes)
 
 
 def _sizes(*shapes: Sequence[int]) -> str:
     """Return the distinct shapes as text."""
     return " or ".join(" x ".join(map(str, shape)) or "scalar" for shape in dict.fromkeys(shapes))
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a text table; equal rows are merged into one with a count."""
-    counted = Counter(map(tuple, rows))
-    cells = [(*head, "times"), *((*row, str(times)) for row, times in counted.items())]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    )

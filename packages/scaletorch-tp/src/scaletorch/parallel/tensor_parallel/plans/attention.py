@@ -47,13 +47,10 @@ class Attention:
         query, key_value = head_cuts(self.query, self.key_value, tp_size)
 
         def cut(length: int) -> Cut:
-            # Head lengths may differ between projections; a gate has one feature per query head.
-            gate = length % self.head_dim or (self.gated and length == self.query)
-            if self.key_value == self.query or gate:
-                return query.times(length // self.query)
-            count = length // self.head_dim
-            heads = query if count >= self.query else key_value
-            return heads.times(self.head_dim * max(1, count // self.query))
+            gate = self.gated and length == self.query
+            if length == self.key_value * self.head_dim and not gate:
+                return key_value.times(self.head_dim)
+            return query.times(length // self.query)  # head lengths may differ between projections
 
         cuts = {layer: fuse([*map(cut, lengths)]) for layer, lengths in self.lengths.items()}
         return {**cuts, **dict.fromkeys((self.module, *self.per_head), query)}
@@ -70,11 +67,6 @@ class Attention:
                 if value == count * unit:
                     return tuple(share * unit for share in shares)
         return None
-
-    def groups(self, tp_size: int) -> dict[str, tuple[int, ...]]:
-        """Return each rank's query heads per key/value head, if the module has that attribute."""
-        count = vars(self.module).get(_GROUPS)
-        return {_GROUPS: self.share(_GROUPS, count, tp_size) or ()} if type(count) is int else {}
 
 
 def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
@@ -156,12 +148,9 @@ def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) 
     layers = children_of(module, matches)
     rows = [match for match in layers if match.is_row]
     columns = [match for match in layers if match.is_column]
-    if module in matches and matches[module].becomes(ParallelMultiheadAttention):
-        ends = {match.module: match.lengths for match in rows}
-        number = int(vars(module)["num_heads"])
-        return Attention(name, module, int(vars(module)["head_dim"]), number, number, ends)
+    packed = module in matches and matches[module].becomes(ParallelMultiheadAttention)
     bounded = [match for match in layers if match.becomes(Bounded)]
-    if len(rows) != 1 or not columns or len(layers) > 1 + len(columns) + len(bounded):
+    if len(rows) != 1 or len(layers) > 1 + len(columns) + len(bounded) or not (columns or packed):
         return None
     total = sum(rows[0].lengths)
     sizes = [length for match in columns for length in match.lengths]
@@ -231,23 +220,18 @@ def find_lengths(
 
 def check_lengths(divided: Sequence[Length], shared: Sequence[Length], tp_size: int) -> None:
     """Refuse a tp size that does not fit the lengths, and name sizes that do."""
-    uneven = [f"{where} = {length}" for where, length in divided if length % tp_size]
-    short = [f"{where} = {length}" for where, length in shared if length < tp_size]
-    problems = [f"does not divide {_some(uneven)}"] if uneven else []
-    problems += [f"leaves ranks without a share of {_some(short)}"] if short else []
-    if not problems:
+    wrong = [f"{where} = {length}" for where, length in divided if length % tp_size]
+    wrong += [f"{where} = {length}" for where, length in shared if length < tp_size]
+    if not wrong:
         return
     most = min(length for _, length in [*shared, *divided])
     common = math.gcd(*(length for _, length in divided))
     divisors = f" that divide {common}" if common else ""
+    rest = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
     raise InvalidArgumentError(
-        f"tp = {tp_size} {' and '.join(problems)}; for this model and plan tp sizes up to "
-        f"{most}{divisors} are legal"
+        f"tp = {tp_size} does not fit {', '.join(wrong[:4])}{rest}; for this model and plan tp "
+        f"sizes up to {most}{divisors} are legal"
     )
-
-
-def _some(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn.Module, Match]:
@@ -275,7 +259,8 @@ def local_attributes(
     matches: Iterable[Match], attentions: Attentions, tp_size: int
 ) -> tuple[dict[nn.Module, dict[str, tuple[int, ...]]], list[Length]]:
     """Return each rank's values of changed attributes, and the values that tp must divide."""
-    found = {module: attention.groups(tp_size) for module, attention in attentions.items()}
+    grouped = [a for a in attentions.values() if type(vars(a.module).get(_GROUPS)) is int]
+    found = {a.module: {_GROUPS: a.share(_GROUPS, 0, tp_size) or ()} for a in grouped}
     divided: list[Length] = []
     for match in (m for m in matches if isinstance(m.style, Divide)):
         attention = attentions.get(match.module)
@@ -292,17 +277,17 @@ def local_attributes(
 def check_ties(view: ModelView, matches: Matches) -> None:
     """Refuse a tied parameter that the plan shards differently in its modules."""
     for owners in view.owners.values():
-        names = [f"{view.names[module]}.{name}".lstrip(".") for module, name in owners]
-        cuts: list[tuple[int | None, Cut | None]] = [(None, None)] * len(owners)
-        for place, (module, name) in enumerate(owners):
-            if module in matches:
-                match = matches[module]
-                cuts[place] = match.dims.get(name), match.cut_of(name)
-        for name, cut in zip(names, cuts, strict=True):
-            if cut != cuts[0]:
+        cuts: dict[str, tuple[int | None, Cut | None]] = {}
+        for module, name in owners:
+            match = matches.get(module)
+            cut = (None, None) if match is None else (match.dims.get(name), match.cut_of(name))
+            cuts[f"{view.names[module]}.{name}".lstrip(".")] = cut
+        (first, cut), *others = cuts.items()
+        for name, other in others:
+            if other != cut:
                 raise InvalidArgumentError(
-                    f"'{names[0]}' and '{name}' are one tied parameter, but the plan "
-                    f"{_sharding(*cuts[0])} the first and {_sharding(*cut)} the second; give both "
+                    f"'{first}' and '{name}' are one tied parameter, but the plan "
+                    f"{_sharding(*cut)} the first and {_sharding(*other)} the second; give both "
                     "modules styles that agree"
                 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -125,19 +125,17 @@ class Match:
     @property
     def dims(self) -> Mapping[str, int]:
         """The shard dim of each of its own parameters; others are replicated."""
-        own = self.options.get("own_style")
+        own: Sliced | None = self.options.get("own_style")
         if own is not None:
-            return own.dims  # type: ignore[no-any-return]
+            return own.dims
         return {} if self.layer is None else self.layer.shard_dims
 
     def cut_of(self, name: str) -> Cut | None:
         """Return the cut of its parameter `name`; None if it is replicated or not yet known."""
         if self.cut is None or self.layer is None or name not in self.dims:
             return None
-        own = self.options.get("own_style")
-        if own is not None:
-            return own.cut_of(name, self.cut)  # type: ignore[no-any-return]
-        return self.layer.cut_of_packed(self.cut, name)
+        own: Sliced | None = self.options.get("own_style")
+        return own.cut_of(name, self.cut) if own else self.layer.cut_of_packed(self.cut, name)
 
     def becomes(self, layer: type[TensorParallelLayer]) -> bool:
         """Return whether the module becomes this layer or a variant of it."""
@@ -153,11 +151,8 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     if isinstance(style, Divide):
         return match()
     if isinstance(style, SharedTail):
-        return match(
-            options={"shared_features": style.features},
-            mixin=TailShared,
-            misfit=style.misfit(module),
-        )
+        options: dict[str, Any] = {"shared_features": style.features}
+        return match(None, options, TailShared, (), style.misfit(module))
     if isinstance(style, PerHead):
         misfit = style.misfit(module) or HeadParameters.misfit(module)
         rows = Boundary(parameters=dict.fromkeys(style.names, Shard(0)))
@@ -181,11 +176,10 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     layers, boundary = _LAYERS[named], STYLES[named]
     layer = next((layer for layer in layers if layer.takes(module)), layers[0])
     found = _as_layer(match, module, layer, boundary, boundary)
-    if found.misfit is not None or not isinstance(style, Fused):
-        return found
-    misfit = style.misfit(*found.lengths)
-    projections = () if misfit else style.lengths(*found.lengths)
-    return replace(found, misfit=misfit, lengths=projections)
+    if found.misfit is None and isinstance(style, Fused):
+        [length] = found.lengths
+        found = replace(found, misfit=style.misfit(length), lengths=style.lengths(length))
+    return found
 
 
 def _as_layer(
@@ -279,13 +273,12 @@ def match_plan(model: nn.Module, plan: Plan) -> list[Match]:
     matches: dict[nn.Module, Match] = {}
     for pattern, style in plan.items():
         of_torch = any(kind.__name__ == "ParallelStyle" for kind in type(style).__mro__)
-        known = isinstance(style, Boundary | Divide | Fused | PerHead | SharedTail | Stacked)
-        if not (known or of_torch or (isinstance(style, str) and style in STYLES)):
+        known = style in STYLES if isinstance(style, str) else isinstance(style, Style)
+        if not (known or of_torch):
+            classes = ", ".join(kind.__name__ for kind in get_args(Style)[1:])
             raise InvalidArgumentError(
                 f"the plan gives '{pattern}' the unknown style {style!r}; expected one of "
-                f"{', '.join(map(repr, STYLES))}, Boundary(...), Divide('attribute', ...), "
-                "Fused('column', projections), PerHead('parameter', ...), SharedTail(features) or "
-                "Stacked({'parameter': dim})"
+                f"{', '.join(map(repr, STYLES))}, or an object of the styles {classes}"
             )
         names = matching(pattern, modules)
         if not names:

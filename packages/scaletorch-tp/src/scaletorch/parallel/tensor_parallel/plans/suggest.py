@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from inspect import signature
@@ -14,18 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from ....dist import get_rank
-from ....dist.building import map_tensors
+from ....dist.building import map_tensors, tensors_in
 from ...pg_manager.building import eagerly, matching, restored
-from ...placement import modules_within
+from ...placement import ModelView, modules_within
 from ..layers.linear import VocabParallelEmbedding
 from .plan import Plan, Style
 from .resolve import Resolved, UnplannedError, resolve
-from .trial import Unit, as_linear, generic, styles_of
+from .trial import Unit, as_linear, generic, has_nan, styles_of
 
 _POOL = 999_983  # number of random values for parameters; a prime, so that rows differ
 
@@ -66,10 +63,11 @@ def suggest_plan(model: nn.Module, example: Any, tp_size: int = 2) -> dict[str, 
     ):
         units = _record(model, example)
         found: dict[tuple[Any, ...], dict[str, Style]] = {}
-        for unit in sorted(units, key=lambda unit: unit.args is None):
-            known = found.setdefault(unit.signature, {})
-            if not known and unit.args is not None:
-                known.update(styles_of(unit, tp_size))
+        for unit in units:
+            if unit.args is not None and unit.signature not in found:
+                found[unit.signature] = styles_of(unit, tp_size)
+        for unit in units:
+            known = found.get(unit.signature, {})
             styles |= {f"{unit.name}.{name}".strip("."): style for name, style in known.items()}
         if styles:
             inside = {module for unit in units if unit.name for module in unit.module.modules()}
@@ -87,28 +85,27 @@ def _stand_in(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
     drawn: dict[Any, Tensor] = {}
     memo: dict[int, Any] = {}
     for name, module in model.named_modules():
-        for parameter_name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in memo:
+        held = {**module._parameters, **module._buffers, **vars(module)}
+        for own_name, tensor in held.items():
+            if not isinstance(tensor, Tensor) or id(tensor) in memo:
                 continue
-            key = generic(f"{name}.{parameter_name}"), parameter.shape
-            if key not in drawn:
+            dtype, shape = tensor.dtype, tensor.shape
+            if isinstance(tensor, nn.Parameter):  # layers share the values of one
                 # A variance of 1 / fan_in, so that activations keep their scale.
-                bound = (3 / max(1, parameter.shape[-1])) ** 0.5 if parameter.dim() > 1 else 1
-                drawn[key] = _repeated((pool * bound).to(parameter.dtype), parameter.shape)
-            memo[id(parameter)] = nn.Parameter(drawn[key])
-        for tensor in [*module._buffers.values(), *vars(module).values()]:
-            if isinstance(tensor, Tensor) and id(tensor) not in memo:
-                # Inexact ones are between 0.5 and 1.5, boolean ones True, and integer ones 0.
-                dtype, inexact = tensor.dtype, torch.can_cast(torch.float32, tensor.dtype)
+                bound = (3 / max(1, shape[-1])) ** 0.5 if len(shape) > 1 else 1
+                key = generic(f"{name}.{own_name}"), shape
+                if key not in drawn:
+                    drawn[key] = _repeated((pool * bound).to(dtype), shape)
+                memo[id(tensor)] = nn.Parameter(drawn[key])
+            else:  # inexact ones are between 0.5 and 1.5, boolean ones True, and integer ones 0
+                inexact = torch.can_cast(torch.float32, dtype)
                 values = 1 + pool / 2 if inexact else torch.ones_like(pool) * (dtype == torch.bool)
-                memo[id(tensor)] = _repeated(values.to(dtype), tensor.shape)
+                memo[id(tensor)] = _repeated(values.to(dtype), shape)
 
-    def moved(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
+    def moved(x: Tensor) -> Tensor:
         return x.to(device, first.dtype if x.is_floating_point() else x.dtype)
 
-    return copy.deepcopy(model, memo), tree_map(moved, example)
+    return copy.deepcopy(model, memo), map_tensors(moved, example)
 
 
 def _repeated(values: Tensor, shape: torch.Size) -> Tensor:
@@ -116,12 +113,11 @@ def _repeated(values: Tensor, shape: torch.Size) -> Tensor:
     return values.repeat(-(-shape.numel() // values.numel()))[: shape.numel()].view(shape)
 
 
-def _call(model: nn.Module, example: Any) -> None:
+def _call(model: nn.Module, example: Any) -> Any:
     """Call a model with an example as `suggest_plan` takes it."""
     if isinstance(example, Mapping):
-        model(**example)
-    else:
-        model(*(example if isinstance(example, tuple) else (example,)))
+        return model(**example)
+    return model(*(example if isinstance(example, tuple) else (example,)))
 
 
 def _record(model: nn.Module, example: Any) -> list[Unit]:
@@ -129,12 +125,11 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
     modules = dict(model.named_modules())
     found = {name: as_linear(name, module) for name, module in modules.items()}
     linears = {name: linear for name, linear in found.items() if linear is not None}
-    lists = {name: len(m) for name, m in modules.items() if isinstance(m, nn.ModuleList)}
-    listed = [f"{name}.{i}".strip(".") for name, length in lists.items() for i in range(length)]
-    units = {name: Unit(name, modules[name]) for name in ["", *listed] if name in modules}
-    for unit in [*units.values()]:  # a single layer is no pair
-        if unit.name and sum(name.startswith(f"{unit.name}.") for name in linears) < 2:
-            del units[unit.name]
+    units = {"": Unit("", model)}
+    for name, module in modules.items():
+        of_list = isinstance(modules[name.rpartition(".")[0]], nn.ModuleList) and name
+        if of_list and sum(n.startswith(f"{name}.") for n in linears) > 1:  # one layer is no pair
+            units[name] = Unit(name, module)
     for name, linear in linears.items():
         places = (n for n in units if not n or name.startswith(f"{n}."))
         unit = units[max(places, key=len)]
@@ -142,18 +137,14 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
 
     def note(unit: Unit, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if unit.args is None:
-            unit.args, unit.kwargs = _copied((args, dict(kwargs)))
+            given = map_tensors(Tensor.detach, (args, dict(kwargs)))
+            unit.args, unit.kwargs = copy.deepcopy(given)
 
     def keep(unit: Unit, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        unit.returned = _copied(output)
+        unit.returned = output
 
-    firsts: dict[tuple[Any, ...], Unit] = {}
     with ExitStack() as hooks:
         for unit in units.values():
-            first = firsts.setdefault(unit.signature, unit)
-            if first is not unit:
-                vars(unit.module)["forward"] = first.again
-                continue
             hook = partial(note, unit)
             handle = unit.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             hooks.callback(handle.remove)
@@ -162,58 +153,48 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
     return [unit for unit in units.values() if unit.linears]
 
 
-def _copied(value: Any) -> Any:
-    """Return a copy of inputs or outputs, detached from autograd."""
-    return copy.deepcopy(map_tensors(Tensor.detach, value))
-
-
-class _Reads(TorchFunctionMode):
-    """Count the function calls that take each parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[int] = Counter()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # not a read of an attribute such as dtype
-            given = (*args, *(kwargs or {}).values())
-            self.counts.update(id(x) for x in given if isinstance(x, nn.Parameter))
-        return func(*args, **(kwargs or {}))
-
-
 def _vocabulary_styles(model: nn.Module, inside: set[nn.Module], example: Any) -> dict[str, Style]:
     """Return the styles of embeddings outside of layers and heads that no other code reads."""
     outside = {name: module for name, module in model.named_modules() if module not in inside}
     fits = VocabParallelEmbedding.misfit
     tables = {name: module for name, module in outside.items() if fits(module) is None}
     heads = {n: m for n, m in outside.items() if isinstance(m, nn.Linear) and as_linear(n, m)}
-    calls: Counter[int] = Counter()
-
-    def count(module: nn.Module, *_: Any) -> None:
-        calls.update(id(parameter) for parameter in module.parameters())
-
-    with ExitStack() as hooks:
-        for module in {*tables.values(), *heads.values()}:
-            hooks.callback(module.register_forward_hook(count).remove)
-        reads = hooks.enter_context(_Reads())
-        _call(model, example)
-    for name, table in tables.items():
-        rows = len(table.get_parameter("weight"))
-        heads_of = {n: head for n, head in heads.items() if head.out_features == rows}
-        twins = {n: t for n, t in tables.items() if len(t.get_parameter("weight")) == rows}
-        for chosen in (twins, {name: table}):  # a teacher has a table and a head of its own
-            divided = {*chosen.values(), *heads_of.values()}
-            read = {id(p) for module in divided for p in module.parameters()}
-            owners = {m for m in model.modules() for p in m._parameters.values() if id(p) in read}
-            whole = owners <= divided and all(calls[k] == reads.counts[k] > 0 for k in read)
-            if heads_of and whole:
-                return {
-                    **dict.fromkeys(chosen, "vocab"),
-                    **dict.fromkeys(heads_of, "column_gather"),
-                }
+    rows = {name: len(table.get_parameter("weight")) for name, table in tables.items()}
+    features = {name: head.out_features for name, head in heads.items()}
+    for size in dict.fromkeys(rows.values()):
+        found: dict[str, Style] = {n: "vocab" for n, number in rows.items() if number == size}
+        found |= {n: "column_gather" for n, number in features.items() if number == size}
+        if size in features.values() and _only_they_read(model, found, example):
+            return found
     return {}
+
+
+def _only_they_read(model: nn.Module, names: Iterable[str], example: Any) -> bool:
+    """Return whether these modules alone own and read their parameters, each at least once.
+
+    Otherwise NaN in the parameters reaches the outputs, though their forwards have the old values.
+    """
+    modules = {name: model.get_submodule(name) for name in names}
+    inside = {parameter for module in modules.values() for parameter in module.parameters()}
+    owners = ModelView(model).owners
+    if not {owner for x in inside for owner, _ in owners[x]} <= {*modules.values()}:
+        return False
+    memo: dict[int, Any] = {
+        id(x): nn.Parameter(torch.full_like(x, torch.nan)) if x in inside else x for x in owners
+    }
+    twin, read = copy.deepcopy(model, memo), set[nn.Parameter]()
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        read.update(module.parameters())
+        return module.forward(*args, **kwargs)
+
+    for name, module in modules.items():
+        vars(twin.get_submodule(name))["forward"] = partial(forward, module)
+    try:
+        outputs = [*tensors_in(_call(twin, example))]
+    except Exception:  # raised by model code that checks for NaN
+        return False
+    return read == inside and bool(outputs) and not has_nan(outputs)
 
 
 def _as_patterns(styles: Mapping[str, Style], model: nn.Module) -> dict[str, Style]:
@@ -240,29 +221,9 @@ def resolve_or_suggest(
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "divided": divided}
     try:
         return resolve(model, plan, tp_size, **options)
-    except UnplannedError as unplanned:
-        inside = modules_within(divided)
-        names = {name for name, module in model.named_modules() if module in inside}
-        key = _structure(model), tp_size
-        new = key not in _from_before
-        if new:
-            _from_before[key] = _unasked(model, tp_size)
-        found, reason = _from_before[key]
-        found = {n: s for n, s in found.items() if names.isdisjoint(matching(n, names))}
-        if not found:
-            raise UnplannedError(f"{unplanned}{reason}") from None
-    if new and tp_size > 1 and get_rank() == 0:
-        sys.stderr.write(f"plan: {type(model).__name__} has none; one forward suggests {found!r}\n")
-    return resolve(model, found, tp_size, **options)
-
-
-# Cache of what `_unasked` returned: a plan is requested for each layout.
-_from_before: dict[Any, tuple[dict[str, Style], str]] = {}
-
-
-def _unasked(model: nn.Module, tp_size: int) -> tuple[dict[str, Style], str]:
-    """Return a plan from a forward of guessed inputs; if none gives one, the last error's text."""
-    reason = ""
+    except UnplannedError as error:
+        unplanned = str(error)
+    found, reason = dict[str, Style](), ""
     for example in _examples(model):
         try:
             found = suggest_plan(model, example, tp_size)
@@ -271,8 +232,15 @@ def _unasked(model: nn.Module, tp_size: int) -> tuple[dict[str, Style], str]:
             reason = f"; a forward of guessed inputs raised {type(error).__name__}: {line}"
             continue
         if found:
-            return found, ""
-    return {}, reason
+            break
+    inside = modules_within(divided)
+    names = [name for name, module in model.named_modules() if module in inside]
+    found = {pattern: style for pattern, style in found.items() if not matching(pattern, names)}
+    if not found:
+        raise UnplannedError(f"{unplanned}{reason}")
+    if tp_size > 1 and get_rank() == 0:
+        sys.stderr.write(f"plan: {type(model).__name__} has none; one forward suggests {found!r}\n")
+    return resolve(model, found, tp_size, **options)
 
 
 def _examples(model: nn.Module) -> Iterator[Any]:
@@ -291,13 +259,3 @@ def _examples(model: nn.Module) -> Iterator[Any]:
     if "input_features" in names and bins and length:
         found.pop("input_ids", None)
         yield {**found, "input_features": drawn(1, bins, 2 * length)}
-
-
-def _structure(model: nn.Module) -> tuple[Any, ...]:
-    """Return a cache key for suggestions: classes, int attributes, shapes, and the config."""
-    numbers = (
-        (name, type(module), *((n, v) for n, v in vars(module).items() if type(v) is int))
-        for name, module in model.named_modules()
-    )
-    shapes = ((name, parameter.shape) for name, parameter in model.named_parameters())
-    return *numbers, *shapes, str(getattr(model, "config", ""))

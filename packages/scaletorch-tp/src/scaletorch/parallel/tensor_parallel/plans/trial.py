@@ -13,13 +13,12 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, combinations
+from itertools import chain, combinations, starmap
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import restored
 from ..layers.multihead import ParallelMultiheadAttention
 from ..styles import Divide, Fused
-from .plan import Match, Style, look_up
+from .plan import Style, look_up
 from .resolve import Resolved, resolve
 
 _MOST_TRIALS = 64  # subsets of integer attributes, which may count heads or features
@@ -61,10 +60,6 @@ class Unit:
     args: tuple[Any, ...] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     returned: Any = None
-
-    def again(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a copy of the first call's output, instead of calling a similar layer."""
-        return copy.deepcopy(self.returned)
 
     def run(self, module: nn.Module | None = None) -> list[Tensor]:
         """Run the unit, or a copy of it, on the inputs of its first call; return its outputs.
@@ -100,20 +95,16 @@ def styles_of(unit: Unit, tp_size: int) -> dict[str, Style]:
     }
     for row, columns in _pairs(unit).items():
         proposal: dict[str, Style] = {**columns, row: "row"}
-        heads = _counts(unit, row, columns)
-        of_heads = max(heads - {unit.linears[row].taken}, default=tp_size)
+        taken, heads = unit.linears[row].taken, _counts(unit, row, columns)
         # `resolve` refuses more ranks than heads, with legal sizes in its message.
-        ranks = tp_size if tp_size <= of_heads else 2
+        ranks = tp_size if tp_size <= max(heads - {taken}, default=tp_size) else 2
+        around = next(p for p in _parents(row) if all(p in _parents(name) for name in columns))
+        # Its dropout acts on this rank's heads; `Divide` has that effect, too.
+        sharded = {around: "sharded"} if around and min(heads) < taken else {}
         for divided in _trials(unit, proposal, heads):
-            if _computes_the_same(unit, {**proposal, **divided}, ranks):
-                styles |= {**proposal, **divided}
-                if not divided and min(heads) < unit.linears[row].taken:
-                    around = next(
-                        place
-                        for place in _parents(row)
-                        if all(not place or name.startswith(f"{place}.") for name in columns)
-                    )
-                    styles |= {around: "sharded"} if around else {}  # its dropout acts on shards
+            plan = {**proposal, **(divided or sharded)}
+            if _computes_the_same(unit, plan, ranks):
+                styles |= plan
                 break
     return styles
 
@@ -126,10 +117,12 @@ def _pairs(unit: Unit) -> dict[str, dict[str, Style]]:
         if name in found:
             continue
         reached = [*_probe(unit, name, slice(None))]
-        for style in _forms(unit, name, reached[0]) if len(reached) == 1 and reached[0] else ():
-            halves = _probe(unit, name, _second_halves(unit.linears[name].out, style))
-            if [*halves] == reached and _is_second_half(halves[reached[0]]):
-                found.setdefault(reached[0], {})[name] = style
+        row = reached[0] if len(reached) == 1 else ""
+        for style in _forms(unit, name, row) if row else ():
+            masks = _probe(unit, name, _second_halves(unit.linears[name].out, style))
+            half = unit.linears[row].taken // 2
+            if {n: x.tolist() for n, x in masks.items()} == {row: [False] * half + [True] * half}:
+                found.setdefault(row, {})[name] = style
                 break
         else:
             mixed.update(reached)
@@ -150,14 +143,7 @@ def _forms(unit: Unit, name: str, row: str) -> Iterator[Style]:
 def _second_halves(out: int, style: Style) -> Tensor:
     """Return the indices of the second half of each packed projection of `out` features."""
     lengths = style.lengths(out) if isinstance(style, Fused) else (out,)
-    starts = [sum(lengths[:place]) for place in range(len(lengths))]
-    halves = zip(starts, lengths, strict=True)
-    return torch.cat([torch.arange(start + n // 2, start + n) for start, n in halves])
-
-
-def _is_second_half(mask: Tensor) -> bool:
-    half, odd = divmod(len(mask), 2)
-    return not odd and bool(mask[half:].all()) and not bool(mask[:half].any())
+    return torch.cat([x[len(x) // 2 :] for x in torch.arange(out).split(lengths)])
 
 
 def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]:
@@ -187,9 +173,14 @@ def _probe(unit: Unit, name: str, features: Tensor | slice) -> dict[str, Tensor]
             returned = unit.run()
         except Exception:  # raised by model code that checks for NaN
             returned = [torch.tensor(torch.nan)]
-    if any(x.is_floating_point() and bool(x.isnan().any()) for x in returned):
+    if has_nan(returned):
         reached[""] = torch.ones(1, dtype=torch.bool)
     return reached
+
+
+def has_nan(tensors: Iterable[Tensor]) -> bool:
+    """Return whether any of the tensors has a NaN."""
+    return any(x.is_floating_point() and bool(x.isnan().any()) for x in tensors)
 
 
 def _counts(unit: Unit, row: str, columns: Mapping[str, Style]) -> set[int]:
@@ -219,10 +210,8 @@ def _trials(
     numbers = range(len(attributes) + 1)
     subsets = chain.from_iterable(combinations(attributes, number) for number in numbers)
     for _, subset in zip(range(_MOST_TRIALS), subsets, strict=False):
-        places: dict[str, list[str]] = {}
-        for place, name in subset:
-            places.setdefault(place, []).append(name)
-        yield {place: Divide(*names) for place, names in places.items()}
+        places = dict.fromkeys(place for place, _ in subset)
+        yield {place: Divide(*(name for at, name in subset if at == place)) for place in places}
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -238,16 +227,27 @@ def _computes_the_same(unit: Unit, plan: Mapping[str, Style], tp_size: int) -> b
         resolved = resolve(unit.module, plan, tp_size)
     except InvalidArgumentError:
         return False
-    if not _all_ranks_agree(unit, resolved, tp_size):  # distinct values show a buffer's wrong slice
-        return False
-    # With distinct values in a mask such as `w * b - 1e4 * (1 - b)`, each token would attend to one
-    # other only, whichever head it uses. So try once more with all tensors but parameters set to 1.
-    with restored(unit.module, every=True):
-        for module in unit.module.modules():
-            for x in [*module._buffers.values(), *vars(module).values()]:
-                if isinstance(x, Tensor) and torch.can_cast(torch.float32, x.dtype):
-                    x.fill_(1)
-        return _all_ranks_agree(unit, resolved, tp_size)
+    with ExitStack() as hooks:
+        for match in resolved.matches.values():
+            if match.is_column:
+                hooks.callback(match.module.register_forward_pre_hook(_add_noise).remove)
+        # Distinct values in buffers show a wrong slice. But with them in a mask such as
+        # `w * b - 1e4 * (1 - b)` each token would attend to one other only, whichever head it uses.
+        # So try once more with all tensors but parameters set to 1.
+        if not _all_ranks_agree(unit, resolved, tp_size):
+            return False
+        with restored(unit.module, every=True):
+            for module in unit.module.modules():
+                for x in [*module._buffers.values(), *vars(module).values()]:
+                    if isinstance(x, Tensor) and torch.can_cast(torch.float32, x.dtype):
+                        x.fill_(1)
+            return _all_ranks_agree(unit, resolved, tp_size)
+
+
+def _add_noise(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Add the same noise to the input on all ranks; equal tokens would hide a wrong head order."""
+    x, *more = args
+    return (x + torch.randn_like(x), *more)
 
 
 def _all_ranks_agree(unit: Unit, resolved: Resolved, tp_size: int) -> bool:
@@ -255,15 +255,15 @@ def _all_ranks_agree(unit: Unit, resolved: Resolved, tp_size: int) -> bool:
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {match.name: [] for match in rows}
 
     def keep(name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        calls[name].append((args[0], output.clone()))
+        calls[name].append((args[0].clone(), output.clone()))
 
     with ExitStack() as hooks:
-        _add_noise(unit.module, resolved, None, hooks)
-        for name in calls:
-            row = unit.module.get_submodule(name)
-            hooks.callback(row.register_forward_hook(partial(keep, name)).remove)
+        for match in rows:
+            hook = partial(keep, match.name)
+            hooks.callback(match.module.register_forward_hook(hook).remove)
         expected = unit.run()
-    return all(_rank_agrees(unit, resolved, rank, calls, expected) for rank in range(tp_size))
+    agree = (_rank_agrees(unit, resolved, rank, calls, expected) for rank in range(tp_size))
+    return all(calls.values()) and all(agree)  # a row layer without calls was not compared
 
 
 def _rank_agrees(
@@ -273,45 +273,27 @@ def _rank_agrees(
     calls: Mapping[str, Sequence[tuple[Tensor, Tensor]]],
     expected: Sequence[Tensor],
 ) -> bool:
-    shard, agree = _shard_of(unit.module, resolved, rank), [True]
-    rows = [match for match in resolved.matches.values() if match.is_row]
-    left = {match.name: [*calls[match.name]] for match in rows}  # remaining calls
+    """Run a rank's shards, with the full unit's outputs of row layers, and compare it."""
+    shard = _shard_of(unit.module, resolved, rank)
+    left = {name: [*of_row] for name, of_row in calls.items()}  # remaining calls
+    pairs: list[tuple[Tensor, Tensor]] = []  # inputs of row layers, found and expected
 
-    def answer(match: Match, x: Tensor) -> Tensor:
-        (given, output), cut = left[match.name].pop(0), match.cut
-        agree[0] &= cut is not None and _is_close(x, cut.take(given, given.dim() - 1, rank))
+    def answer(name: str, cut: Any, x: Tensor) -> Tensor:
+        given, output = left[name].pop(0)
+        pairs.append((x.clone(), cut.take(given, given.dim() - 1, rank)))
         return output.clone()
 
-    for match in rows:
-        vars(shard.get_submodule(match.name))["forward"] = partial(answer, match)
-    with ExitStack() as hooks:
-        _add_noise(shard, resolved, rank, hooks)
-        try:
-            returned = unit.run(shard)
-        except Exception:  # raised by model code for a shape it cannot take
-            return False
-    # A row layer that was never called, or less often than in the full unit, was not compared.
-    looked = all(calls[name] and not coming for name, coming in left.items())
-    same = len(returned) == len(expected) and all(map(_is_close, returned, expected))
-    return looked and agree[0] and same
-
-
-def _add_noise(module: nn.Module, resolved: Resolved, rank: int | None, hooks: ExitStack) -> None:
-    """Add the same noise to column outputs of the full unit (`rank` None) and of a rank's shard."""
-    # Without it equal tokens would hide a wrong order of heads.
-
-    def add(match: Match, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        generator = torch.Generator("cpu").manual_seed(crc32(match.name.encode()))
-        shape = (*output.shape[:-1], sum(match.lengths))
-        noise = torch.randn(shape, generator=generator, device="cpu")
-        if rank is not None and match.cut is not None:
-            noise = match.cut.take(noise, noise.dim() - 1, rank)
-        return output + noise.to(output)
-
     for match in resolved.matches.values():
-        if match.is_column:
-            layer = module.get_submodule(match.name)
-            hooks.callback(layer.register_forward_hook(partial(add, match)).remove)
+        if match.is_row:
+            row = shard.get_submodule(match.name)
+            vars(row)["forward"] = partial(answer, match.name, match.cut)
+    try:
+        returned = unit.run(shard)
+    except Exception:  # raised by model code for a shape it cannot take
+        return False
+    if any(left.values()) or len(returned) != len(expected):
+        return False
+    return all(starmap(_is_close, [*pairs, *zip(returned, expected, strict=True)]))
 
 
 def _shard_of(module: nn.Module, resolved: Resolved, rank: int) -> nn.Module:
@@ -327,10 +309,9 @@ def _shard_of(module: nn.Module, resolved: Resolved, rank: int) -> nn.Module:
         if match.layer is not None and match.cut is not None:
             layer = shard.get_submodule(match.name)
             setattr(layer, match.layer.sharded_size, match.cut.sizes[rank])
-    names = {inner: name for name, inner in module.named_modules()}
     for inner, values in resolved.attributes.items():
         local = {name: ranks[rank] for name, ranks in values.items()}
-        vars(shard.get_submodule(names[inner])).update(local)
+        vars(shard.get_submodule(resolved.view.names[inner])).update(local)
     return shard
 
 
