@@ -32,7 +32,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     group: ProcessGroup | None = None,
-    vocab_size: int | None = None,
+    vocab_size: int,
 ) -> Tensor:
     """Return the cross entropy of logits whose last dim is sharded over the ranks.
 
@@ -41,8 +41,8 @@ def vocab_parallel_cross_entropy(
     Saved for backward are the logits and two numbers per token.
 
     Args:
-        logits: [..., V_local], this rank's shard of the vocabulary; shards are in the group's
-            order and may differ in length.
+        logits: [..., V_local], this rank's shard of the vocabulary; the first ranks' shards are
+            longer by one if tp does not divide it.
         targets: [...], int64 ids in the full vocabulary, the same on every rank.
         ignore_index: Tokens with this target are ignored.
         reduction: "none" (zero for ignored tokens), "sum", or "mean" over the tokens that are
@@ -51,9 +51,7 @@ def vocab_parallel_cross_entropy(
         z_loss: Adds `z_loss * logsumexp(logits) ** 2` for every token that is not ignored, which
             keeps logits from drifting (PaLM, arXiv:2204.02311).
         group: Ranks of the tensor-parallel axis; None means that axis of the current manager.
-        vocab_size: Size of the full vocabulary, if it is divided as in this package (equal shards,
-            or one more on the first ranks). Without it the ranks first exchange the sizes of their
-            shards, which waits for the accelerator.
+        vocab_size: Size of the full vocabulary.
 
     Returns:
         The loss, the same on every rank: float64 for float64 logits, else float32. Its gradient
@@ -65,13 +63,13 @@ def vocab_parallel_cross_entropy(
         StateError: Backward is called with `create_graph=True`.
     """
     _check_options(reduction, label_smoothing, z_loss)
-    _check_tensors(logits, targets)
     group = axis_group("tp", group)
-    lengths = _lengths(logits, group, vocab_size)
+    lengths = shard_sizes(vocab_size, get_world_size(group))
+    terms = _Terms(label_smoothing, z_loss, lengths, get_rank(group), group)
+    _check_tensors(logits, targets, terms)
     ignored = targets == ignore_index
     if targets.device.type == "cpu":  # on other devices the check would wait for the device
-        _check_targets(targets, ignored, sum(lengths), ignore_index)
-    terms = _Terms(label_smoothing, z_loss, lengths, get_rank(group), group)
+        _check_targets(targets, ignored, vocab_size, ignore_index)
     function: type[torch.autograd.Function] = CrossEntropy
     losses: Tensor = function.apply(logits, targets, ignored, terms)
     if reduction == "none":
@@ -202,70 +200,43 @@ def _finite(highest: Tensor) -> Tensor:
     return highest.masked_fill(highest == -math.inf, 0)
 
 
-def _blocks(x: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _blocks(x: Tensor, *more: Tensor, limit: int = 0) -> Iterator[tuple[Tensor, ...]]:
     """Yield blocks of full rows (the last dim of `x`) of all tensors with its leading dims."""
-    if x.numel() == 0:
-        return
+    tensors = x, *more
+    limit = limit or (BLOCK if x.device.type == "cpu" else max(BLOCK, x.numel() // 32))
+    rows_each = math.prod(x.shape[1:])
     if x.dim() == 1:
-        yield tuple(tensor.unsqueeze(0) for tensor in (x, *more))
-        return
-    limit = BLOCK if x.device.type == "cpu" else max(BLOCK, x.numel() // 32)
-    yield from _cut((x, *more), limit)
-
-
-def _cut(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...]]:
-    rows_each = math.prod(tensors[0].shape[1:])
-    if tensors[0].dim() > 2 and rows_each > limit:
-        for rows in zip(*tensors, strict=True):
-            yield from _cut(rows, limit)
-    else:
+        yield from _blocks(*(tensor.unsqueeze(0) for tensor in tensors))
+    elif x.dim() > 2 and rows_each > limit:
+        for slices in zip(*tensors, strict=True):
+            yield from _blocks(*slices, limit=limit)
+    elif x.numel():
         length = max(1, limit // rows_each)
         yield from zip(*(tensor.split(length) for tensor in tensors), strict=True)
 
 
-def _lengths(logits: Tensor, group: ProcessGroup | None, vocab_size: int | None) -> tuple[int, ...]:
-    """Return the size of each rank's shard of the vocabulary."""
-    size, length = get_world_size(group), logits.shape[-1]
-    if vocab_size is not None:
-        lengths = shard_sizes(vocab_size, size)
-        if length != lengths[get_rank(group)]:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: of a vocabulary of {vocab_size} over tp = {size} this rank's "
-                f"share is {lengths[get_rank(group)]}, but its logits have {length} in their last "
-                "dim; without vocab_size shards may have any length"
-            )
-        return lengths
-    if size == 1:
-        return (length,)
-    gathered = all_gather(torch.tensor([length]), group)
-    return tuple(torch.cat(gathered).tolist())
-
-
 def _check_options(reduction: str, label_smoothing: float, z_loss: float) -> None:
-    if reduction not in REDUCTIONS:
-        raise InvalidArgumentError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise InvalidArgumentError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
-    if not 0 <= z_loss < math.inf:
-        raise InvalidArgumentError(f"z_loss must be finite and not negative, got {z_loss}")
-
-
-def _check_tensors(logits: Tensor, targets: Tensor) -> None:
-    if not logits.is_floating_point() or logits.dim() == 0:
+    if reduction not in REDUCTIONS or not 0 <= label_smoothing <= 1 or not 0 <= z_loss < math.inf:
         raise InvalidArgumentError(
-            f"{describe_rank()}: expected floating-point logits [..., V_local], got {logits.dtype} "
+            f"expected a reduction of {REDUCTIONS}, a label_smoothing from 0 to 1 and a finite "
+            f"z_loss, not negative, got {reduction!r}, {label_smoothing} and {z_loss}"
+        )
+
+
+def _check_tensors(logits: Tensor, targets: Tensor, terms: _Terms) -> None:
+    length, vocab_size = terms.lengths[terms.rank], sum(terms.lengths)
+    if not logits.is_floating_point() or logits.shape[-1:] != (length,):
+        raise InvalidArgumentError(
+            f"{describe_rank()}: expected floating-point logits [..., {length}], this rank's share "
+            f"of a vocabulary of {vocab_size} over tp = {len(terms.lengths)}, got {logits.dtype} "
             f"of shape {tuple(logits.shape)}"
         )
-    if targets.dtype != torch.int64 or targets.shape != logits.shape[:-1]:
+    place = logits.shape[:-1], logits.device
+    if targets.dtype != torch.int64 or (targets.shape, targets.device) != place:
         raise InvalidArgumentError(
             f"{describe_rank()}: logits of shape {tuple(logits.shape)} need int64 targets of shape "
-            f"{tuple(logits.shape[:-1])} (the vocabulary is the last dim), got {targets.dtype} of "
-            f"shape {tuple(targets.shape)}"
-        )
-    if targets.device != logits.device:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: logits are on {logits.device}, targets on {targets.device}; "
-            "move the targets there"
+            f"{tuple(logits.shape[:-1])} (the vocabulary is the last dim) on {logits.device}, got "
+            f"{targets.dtype} of shape {tuple(targets.shape)} on {targets.device}"
         )
 
 
@@ -275,5 +246,5 @@ def _check_targets(targets: Tensor, ignored: Tensor, vocab_size: int, ignore_ind
         found = targets[wrong].unique()[:4].tolist()
         raise InvalidArgumentError(
             f"{describe_rank()}: targets must be ids from 0 to {vocab_size - 1} or ignore_index = "
-            f"{ignore_index}, got {', '.join(map(str, found))}; is vocab_size the whole one?"
+            f"{ignore_index}, got {', '.join(map(str, found))}"
         )
