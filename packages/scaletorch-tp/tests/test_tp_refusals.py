@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import distributed_test
-from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, gather_state_dict, take_own
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, gather_state_dict
 
 PLAN = {"0": "vocab", "2": "column", "4": "row", "6": "column_gather"}
 
@@ -133,19 +133,3 @@ def test_a_watched_model_can_be_freed():
     gone = weakref.ref(model[2].weight)
     del model
     assert gone() is None
-
-
-@distributed_test(world_size=2)
-def test_a_misspelt_name_is_noticed():
-    model = made()
-    whole = torch.zeros(16, 8)
-    assert take_own(model, "2.weight", whole).shape == (8, 8)
-    for name, near in (
-        ("2.wieght", "2.weight"),
-        ("1.wight", "1.weight"),
-        ("2x.weight", "2.weight"),
-    ):
-        with pytest.raises(InvalidArgumentError, match=rf"no '{name}'; its nearest .*{near}"):
-            take_own(model, name, whole)
-    model[2] = nn.Identity()  # as of another pipeline stage: which names it has is not known here
-    assert take_own(model, "2.weight", whole) is whole

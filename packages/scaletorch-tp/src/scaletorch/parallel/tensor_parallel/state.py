@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,42 +62,22 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
 
     Args:
         model: A model with tensor-parallel layers.
-        name: Name of a parameter or buffer. If it is replicated, or on another pipeline stage,
-            `whole` is returned as it is.
+        name: Name of a parameter or buffer. If none of this name is sharded on this rank, `whole`
+            is returned as it is.
         whole: The plain model's tensor of that name, or its gradient or optimizer state.
 
     Raises:
-        InvalidArgumentError: `whole` has another length than the plain parameter, or the module
-            that the name leads to has no such entry.
+        InvalidArgumentError: `whole` has another length than the plain parameter.
     """
-    layer, (parameter, *rest) = model, name.split(".")
-    while rest and isinstance(child := getattr(layer, parameter, None), nn.Module):
-        layer, (parameter, *rest) = child, rest
-    _refuse_misspelt(model, name, layer, parameter)
-    if not isinstance(layer, TensorParallelLayer) or layer.tp_size == 1 or rest:
-        return whole  # not sharded, or of another pipeline stage
-    dim = layer.shard_dims.get(parameter)
-    if dim is None:
+    cut = find_cuts(model).get(name)
+    if cut is None:
         return whole
-    cut = ParameterCut(layer, dim, layer.cut_of(parameter))
-    if whole.dim() <= dim or whole.shape[dim] != cut.cut.whole:
+    if whole.dim() <= cut.dim or whole.shape[cut.dim] != cut.cut.whole:
         raise InvalidArgumentError(
             f"{describe_rank()}: '{name}' has shape {tuple(whole.shape)}, but the whole has "
-            f"{cut.cut.whole} along dim {dim}"
+            f"{cut.cut.whole} along dim {cut.dim}"
         )
     return cut.take(whole)
-
-
-def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, component: str) -> None:
-    """Refuse a name whose next component is missing in a module that has entries."""
-    known = {**module._modules, **module._parameters, **module._buffers}
-    missing = component not in known and not hasattr(module, component)
-    if known and missing and component != "_extra_state":
-        names = (n for n, _ in model.named_parameters(remove_duplicate=False))
-        close = ", ".join(difflib.get_close_matches(name, names)) or ", ".join(sorted(known))
-        raise InvalidArgumentError(
-            f"{describe_rank()}: the model has no '{name}'; its nearest names are {close}"
-        )
 
 
 def split_by_owner(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Owned, ...]]:
@@ -121,7 +100,7 @@ def split_by_owner(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     _check_shards(model, tensors)
     cuts = find_cuts(model)
     found: dict[str, tuple[Owned, ...]] = {name: ((0, x),) for name, x in tensors.items()}
-    for name in (n for n in tensors if n in cuts and cuts[n].layer.tp_size > 1):
+    for name in tensors.keys() & cuts.keys():
         layer, dim, cut = cuts[name]
         pieces = tensors[name].split([*map(len, cut.ranges[layer.tp_rank])], dim)
         found[name] = tuple(zip(cut.owners(layer.tp_rank), pieces, strict=True))
@@ -147,18 +126,19 @@ def gather_tensors(
         MismatchError: The ranks passed different names.
     """
     cuts, known = find_cuts(model), _check_shards(model, tensors)
-    _check_agreement(cuts, tensors, group)
+    layers = [cut.layer for cut in cuts.values()]
+    for layer in layers:
+        _check_group(layer, group)
+    if layers:  # ranks that gather different tensors would deadlock
+        lines = [f"{n} {cuts[n].whole(t.shape)} {t.dtype}" for n, t in tensors.items() if n in cuts]
+        common = layers[0].group if group is None else group
+        agree("the tensors to gather", sorted(lines), common)
     # Gather a tied parameter once: the same tensor under two names stays one.
     whole: dict[int, Tensor] = {}
-    with torch.no_grad():
-        for name in (n for n in known if n in tensors):
-            tensor, cut = tensors[name], cuts.get(name)
-            if id(tensor) in whole:
-                continue
-            if cut is not None and cut.layer.tp_size > 1:
-                whole[id(tensor)] = cut.join(tensor.detach(), group)
-            else:
-                whole[id(tensor)] = tensor.detach().clone()
+    for name in (n for n in known if n in tensors):
+        key, own = id(tensors[name]), tensors[name].detach()
+        if key not in whole:
+            whole[key] = cuts[name].join(own, group) if name in cuts else own.clone()
     return {name: whole[id(tensor)] for name, tensor in tensors.items()}
 
 
@@ -199,21 +179,21 @@ def load_full_state_dict(
     local = dict(state)
     for name in (n for n in current if isinstance(state.get(n), Tensor)):
         cut, shape = cuts.get(name), tuple(current[name].shape)
-        if cut is not None:
+        if cut is None:
+            _check_shape(name, state[name], shape, "the whole")
+        else:
             _check_group(cut.layer, group)
             _check_shape(name, state[name], cut.whole(shape), "the whole")
             local[name] = cut.take(state[name])
-        else:
-            _check_shape(name, state[name], shape, "the whole")
     model.load_state_dict(local, strict=False)
 
 
 def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
-    """Return name -> layer, shard dim and cut of every sharded parameter."""
+    """Return name -> layer, shard dim and cut of every sharded parameter; none with one rank."""
     cuts = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, TensorParallelLayer):
-            for parameter, dim in module.shard_dims.items():
+            for parameter, dim in module.shard_dims.items() if module.tp_size > 1 else ():
                 cut = ParameterCut(module, dim, module.cut_of(parameter))
                 cuts[f"{name}.{parameter}".lstrip(".")] = cut
         # Shards of another copy of this package would be taken for full tensors.
@@ -263,19 +243,6 @@ def _check_group(layer: TensorParallelLayer, group: ProcessGroup | None) -> None
         )
 
 
-def _check_agreement(
-    cuts: Mapping[str, ParameterCut], tensors: Mapping[str, Tensor], group: ProcessGroup | None
-) -> None:
-    """Check that all ranks gather the same tensors; otherwise they would deadlock."""
-    layer = next((cut.layer for cut in cuts.values() if cut.layer.tp_size > 1), None)
-    if layer is None:
-        return
-    for cut in cuts.values():
-        _check_group(cut.layer, group)
-    lines = [f"{n} {cuts[n].whole(t.shape)} {t.dtype}" for n, t in tensors.items() if n in cuts]
-    agree("the tensors to gather", sorted(lines), layer.group if group is None else group)
-
-
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return a model's state for torch.distributed.checkpoint, which can load it at any tp.
 
@@ -289,7 +256,7 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = dict(model.state_dict())
     for name, cut in find_cuts(model).items():
         local = state.get(name)
-        if isinstance(local, Tensor) and cut.layer.tp_size > 1:
+        if isinstance(local, Tensor):
             ranges = cut.cut.ranges[cut.layer.tp_rank]
             state[name] = PiecesTensor(local, cut.whole(local.shape), cut.dim, ranges)
     return state
@@ -356,12 +323,7 @@ class PiecesTensor(Tensor):
         return [ChunkStorageMetadata(start, piece.shape) for start, piece in self._pieces()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for start, piece in self._pieces():
-            if index.offset == start:
-                return piece
-        raise InvalidArgumentError(
-            f"{describe_rank()}: no piece of '{index.fqn}' begins at {index.offset}; it is {self!r}"
-        )
+        return next(piece for start, piece in self._pieces() if start == index.offset)
 
     def _pieces(self) -> Iterator[tuple[torch.Size, Tensor]]:
         """Yield the offsets and the values of each piece."""

@@ -86,8 +86,8 @@ def apply_tensor_parallel(
         resolved = resolve_or_suggest(model, plan, tp_size, divided=divided, **options)
         layers = {match.module: match.layer for match in resolved.matches.values()}
         check_adapters(adapters, layers, sequence_parallel=sequence_parallel and tp_size > 1)
-        memo = _shard(resolved, group)
-        if tp_size > 1:
+        if tp_size > 1:  # else the model stays as it is
+            memo = _shard(resolved, group)
             _wrap(resolved, group, **options)
             infer_sums(resolved.view, group)
             shard_adapters(adapters, group, memo, **options)

@@ -45,6 +45,9 @@ class TensorParallelLayer(nn.Module):
     tp_rank: int  # this rank's index among them
     cut: Cut  # the index ranges of the divided size that each rank holds
     shard_sizes: tuple[int, ...]  # each rank's share of the divided size
+    _kept: Collection[str]  # names of its parameters when it was sharded
+    _replicated: bool  # whether several ranks hold the same shard
+    _in_order: bool  # whether the ranks' shards, concatenated, are the full size
     sequence: SequenceShares | None = None  # sharding of sequences between regions, if any
     arrives: Placement | None = None  # placement of the input; None: a full one is invariant
     returns: Placement = Invariant()  # placement of a full or summed output
@@ -56,8 +59,7 @@ class TensorParallelLayer(nn.Module):
         """Convert a plain module, which fits, to this rank's shard in place.
 
         References to it, its hooks and its training mode stay. Parameters that are not sharded (a
-        row-parallel bias; all if tp is 1) stay, too; new ones take over dtype, device and
-        `requires_grad`.
+        row-parallel bias) stay, too; new ones take over dtype, device and `requires_grad`.
         """
         layer: Any = module
         layer.__class__ = cls
@@ -107,12 +109,13 @@ class TensorParallelLayer(nn.Module):
         if self.tp_size > 1:
             watch(self)
         # Computed once, since every forward needs them.
-        self.cut, self.shard_sizes, self._first = cut, cut.sizes, cut.start(self.tp_rank)
+        self.cut, self.shard_sizes = cut, cut.sizes
         self._replicated, self._in_order = cut.replicated, cut.in_order
         for name, dim in self.shard_dims.items():
             whole = self._parameters.get(name)
-            if whole is not None and self.tp_size > 1:
+            if whole is not None:
                 self._parameters[name] = self._shard_parameter(name, dim, whole, memo)
+        self._kept = frozenset(self._parameters)
 
     @property
     def settled(self) -> Collection[str]:
@@ -170,8 +173,7 @@ class TensorParallelLayer(nn.Module):
 
     def _check_parameters(self) -> None:
         """Refuse a shard with a parameter that is computed from others."""
-        plain = self._knows_parameters() and "parametrizations" not in self._modules
-        if not plain and self.tp_size > 1:
+        if self._parameters.keys() != self._kept and self.tp_size > 1:
             names = ", ".join(name for name, _ in self.named_parameters())
             raise StateError(
                 f"{describe_rank()}: a parameter of this {type(self).__name__} is computed from "
@@ -179,9 +181,6 @@ class TensorParallelLayer(nn.Module):
                 "parametrizations do: they would compute on this rank's shard alone; remove them, "
                 "or give the layer the style 'replicate' and add them before apply_tensor_parallel"
             )
-
-    def _knows_parameters(self) -> bool:
-        return "weight" in self._parameters and self._parameters.keys() <= _OWN
 
     def _check_input(self, x: Tensor, length: int, way_out: str) -> None:
         self._check_parameters()

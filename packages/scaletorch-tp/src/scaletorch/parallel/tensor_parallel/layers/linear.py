@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ....dist.errors import InvalidArgumentError
 from ...placement import Cut, Invariant, Shard, convert
 from ..regions.random import end_sharded_random
 from ..regions.region import enter, overlapped_linear, sum_replicas
@@ -224,7 +223,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
         group: As in `ColumnParallelLinear`, and so are `device` and `dtype`.
 
     Raises:
-        InvalidArgumentError: `num_embeddings` is less than tp, or `padding_idx` is out of range.
+        InvalidArgumentError: `num_embeddings` is less than tp.
+        AssertionError: `padding_idx` is not a row, as in `nn.Embedding`.
     """
 
     plain_class = nn.Embedding
@@ -247,11 +247,6 @@ class VocabParallelEmbedding(TensorParallelLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise InvalidArgumentError(
-                f"padding_idx {padding_idx} is not a row of a table of {num_embeddings}; "
-                f"choose from {-num_embeddings} to {num_embeddings - 1}"
-            )
         sizes = (num_embeddings, embedding_dim, padding_idx)
         draw = partial(nn.Embedding, *sizes, device=device, dtype=dtype)
         self._build(draw, num_embeddings, group, {})
@@ -266,18 +261,15 @@ class VocabParallelEmbedding(TensorParallelLayer):
         self._check_parameters()
         if self.tp_size == 1:
             return functional.embedding(ids, self.weight, self.padding_idx)
-        first = self._first
+        first = sum(self.shard_sizes[: self.tp_rank])
         last = first + self.shard_sizes[self.tp_rank]
         # Ids of other ranks look up row 0, which is then zeroed. An id that belongs to no rank
         # stays out of range on all of them and fails as in one process.
         elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= last) & (ids < self.num_embeddings))
         padding = self.padding_idx
-        own_padding = padding is not None and first <= padding < last
-        rows = functional.embedding(
-            (ids - first).masked_fill(elsewhere, 0),
-            self.weight,
-            padding - first if own_padding and padding is not None else None,
-        )
+        own_padding = None if padding is None or not first <= padding < last else padding - first
+        own_ids = (ids - first).masked_fill(elsewhere, 0)
+        rows = functional.embedding(own_ids, self.weight, own_padding)
         return self._leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
