@@ -216,8 +216,8 @@ REFUSED = [
     (of(nn.MultiheadAttention(8, 2, add_bias_kv=True)), "attention", 2, "parameters are ['bias_k'"),
     (of(nn.MultiheadAttention(8, 2, add_zero_attn=True)), "attention", 2, "a key of no token"),
     (of(nn.MultiheadAttention(8, 2, kdim=4)), "attention", 2, "only ['in_proj_bias', 'in_proj_wei"),
-    (of(Other(8, 2)), "attention", 2, "it is a Other, not an nn.MultiheadAttention itself"),
-    (of(nn.Linear(8, 8)), "attention", 2, "it is a Linear, not an nn.MultiheadAttention"),
+    (of(Other(8, 2)), "attention", 2, "it is a Other, not a MultiheadAttention itself"),
+    (of(nn.Linear(8, 8)), "attention", 2, "it is a Linear, not a MultiheadAttention"),
     (of(nn.MultiheadAttention(8, 2)), "attention.out_proj", 2, "the style 'attention', which is"),
 ]
 

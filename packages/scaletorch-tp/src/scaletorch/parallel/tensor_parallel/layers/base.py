@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,13 +27,12 @@ Memo = MutableMapping[Tensor, nn.Parameter]
 Group = ProcessGroup | None
 Options = Mapping[str, Any]
 
-_OWN = frozenset({"weight", "bias"})
-
 
 class TensorParallelLayer(nn.Module):
     """A layer that is sharded over the ranks of `group`."""
 
     plain_class: ClassVar[type[nn.Module]]  # the class that it shards
+    _known: ClassVar[Sequence[str]] = ("weight", "bias")  # its parameters; always with the first
     sharded_size: ClassVar[str]  # the attribute of that class that is divided over the ranks
     shard_dims: ClassVar[Mapping[str, int]]  # parameter -> shard dim; others are replicated
     packed: ClassVar[Mapping[str, int]] = {}  # parameter -> number of packed projections
@@ -76,16 +75,11 @@ class TensorParallelLayer(nn.Module):
         """Return why `module` cannot become this layer, or None if it can."""
         if not cls.takes(module):
             return f"it is a {type(module).__name__}, not a {cls.plain_class.__name__} itself"
-        reason = cls._misfit_of_parameters(module, _OWN)
-        if reason is None and module._parameters.get("weight") is None:
-            return "its weight is not a parameter"
-        return reason
-
-    @staticmethod
-    def _misfit_of_parameters(module: nn.Module, known: Collection[str]) -> str | None:
         found = {name: p for name, p in module._parameters.items() if p is not None}
-        if not found or not found.keys() <= {*known}:  # a weight computed from others, for one
-            return f"its parameters are {sorted(found)}, and only {sorted(known)} are known"
+        if not found.keys() <= {*cls._known}:  # a weight computed from others, for one
+            return f"its parameters are {sorted(found)}, and only {sorted(cls._known)} are known"
+        if cls._known[0] not in found:
+            return f"its {cls._known[0]} is not a parameter"
         return misfit_of(module, found)
 
     def _build(
@@ -182,12 +176,13 @@ class TensorParallelLayer(nn.Module):
                 "or give the layer the style 'replicate' and add them before apply_tensor_parallel"
             )
 
-    def _check_input(self, x: Tensor, length: int, way_out: str) -> None:
+    def _check_input(self, x: Tensor, length: int) -> None:
         self._check_parameters()
-        if x.dim() == 0 or x.shape[-1] != length:
+        if x.shape[-1:] != (length,):
+            options = ", ".join(f"{name}={getattr(self, name)}" for name in self.options)
             raise InvalidArgumentError(
-                f"{describe_rank()}: {type(self).__name__} expected an input of last dim {length}, "
-                f"got one of shape {tuple(x.shape)}; {way_out}"
+                f"{describe_rank()}: {type(self).__name__}({options}) expected an input of last "
+                f"dim {length}, got one of shape {tuple(x.shape)}"
             )
 
 

@@ -87,7 +87,7 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features / tp], or to the full output if gathered."""
-        self._check_input(x, self.in_features, "every rank takes the whole input")
+        self._check_input(x, self.in_features)
         if self.tp_size == 1:
             return functional.linear(x, self._matrix(), self.bias)
         overlap = self.async_all_reduce and not torch.compiler.is_compiling()
@@ -148,11 +148,8 @@ class RowParallelLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features / tp], or the full input, to [..., out_features]."""
-        if self.input_is_parallel:
-            length = self.shard_sizes[self.tp_rank]
-            self._check_input(x, length, "input_is_parallel=False cuts a whole input")
-        else:
-            self._check_input(x, self.in_features, "input_is_parallel=True takes a shard")
+        own = self.shard_sizes[self.tp_rank]
+        self._check_input(x, own if self.input_is_parallel else self.in_features)
         if self.tp_size == 1:
             return functional.linear(x, self._matrix(), self.bias)
         if not self.input_is_parallel:

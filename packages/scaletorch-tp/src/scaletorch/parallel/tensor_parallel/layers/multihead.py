@@ -24,6 +24,7 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
     """
 
     plain_class = nn.MultiheadAttention
+    _known = ("in_proj_weight", "in_proj_bias")
     sharded_size = "embed_dim"
     shard_dims: ClassVar[dict[str, int]] = {"in_proj_weight": 0, "in_proj_bias": 0}
     packed: ClassVar[dict[str, int]] = {"in_proj_weight": 3, "in_proj_bias": 3}
@@ -32,11 +33,9 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
         """Return why `module` cannot become this layer, or None if it can."""
-        if type(module) is not nn.MultiheadAttention:
-            return f"it is a {type(module).__name__}, not an nn.MultiheadAttention itself"
-        if module.add_zero_attn:
+        if getattr(module, "add_zero_attn", False):
             return "add_zero_attn adds a key of no token; give it the style 'replicate'"
-        return cls._misfit_of_parameters(module, {*cls.shard_dims})
+        return super().misfit(module)
 
     @around_compiled
     def forward(
