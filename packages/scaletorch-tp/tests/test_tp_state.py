@@ -116,12 +116,8 @@ def test_a_tied_name_may_be_missing_and_mistakes_load_nothing():
     with pytest.raises(RuntimeError, match=r"(?s)on the tensors to gather.*\+ embed.weight"):
         gather_tensors(model, {mine: model.embed.weight})
     alone = [new_group([rank]) for rank in range(2)][get_rank()]
-    for call in (
-        lambda: gather_state_dict(model, alone),
-        lambda: load_full_state_dict(model, state, alone),
-    ):
-        with pytest.raises(ValueError, match="has 1 ranks, but the model was sharded over 2"):
-            call()
+    with pytest.raises(ValueError, match="has 1 ranks, but the model was sharded over 2"):
+        gather_state_dict(model, alone)
     same(gather_state_dict(model), before)
     del state["head.weight"]  # the other name is enough
     load_full_state_dict(model, state | {"else": small}, strict=False)

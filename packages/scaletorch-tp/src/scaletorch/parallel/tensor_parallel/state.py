@@ -126,13 +126,15 @@ def gather_tensors(
         MismatchError: The ranks passed different names.
     """
     cuts, known = find_cuts(model), _check_shards(model, tensors)
-    layers = [cut.layer for cut in cuts.values()]
-    for layer in layers:
-        _check_group(layer, group)
-    if layers:  # ranks that gather different tensors would deadlock
+    for layer in (cut.layer for cut in cuts.values()):
+        if group is not None and get_world_size(group) != layer.tp_size:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the group has {get_world_size(group)} ranks, "
+                f"but the model was sharded over {layer.tp_size}"
+            )
+    if cuts:  # ranks that gather different tensors would deadlock
         lines = [f"{n} {cuts[n].whole(t.shape)} {t.dtype}" for n, t in tensors.items() if n in cuts]
-        common = layers[0].group if group is None else group
-        agree("the tensors to gather", sorted(lines), common)
+        agree("the tensors to gather", sorted(lines), layer.group if group is None else group)
     # Gather a tied parameter once: the same tensor under two names stays one.
     whole: dict[int, Tensor] = {}
     for name in (n for n in known if n in tensors):
@@ -153,18 +155,13 @@ def gather_state_dict(model: nn.Module, group: ProcessGroup | None = None) -> di
 
 
 def load_full_state_dict(
-    model: nn.Module,
-    state: Mapping[str, Any],
-    group: ProcessGroup | None = None,
-    *,
-    strict: bool = True,
+    model: nn.Module, state: Mapping[str, Any], *, strict: bool = True
 ) -> None:
     """Load this rank's shards from the plain model's state dict, without communication.
 
     Args:
         model: A model with tensor-parallel layers.
         state: The plain model's `state_dict()`. One name of a tied parameter is enough.
-        group: Ranks of the tensor-parallel axis; None means each layer's own group.
         strict: Refuse missing and unknown names.
 
     Raises:
@@ -179,11 +176,8 @@ def load_full_state_dict(
     local = dict(state)
     for name in (n for n in current if isinstance(state.get(n), Tensor)):
         cut, shape = cuts.get(name), tuple(current[name].shape)
-        if cut is None:
-            _check_shape(name, state[name], shape, "the whole")
-        else:
-            _check_group(cut.layer, group)
-            _check_shape(name, state[name], cut.whole(shape), "the whole")
+        _check_shape(name, state[name], shape if cut is None else cut.whole(shape), "the whole")
+        if cut is not None:
             local[name] = cut.take(state[name])
     model.load_state_dict(local, strict=False)
 
@@ -232,14 +226,6 @@ def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], what: str
         raise InvalidArgumentError(
             f"{describe_rank()}: '{name}' has shape {tuple(tensor.shape)}, "
             f"but {what} has {expected}"
-        )
-
-
-def _check_group(layer: TensorParallelLayer, group: ProcessGroup | None) -> None:
-    if group is not None and get_world_size(group) != layer.tp_size:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: the group has {get_world_size(group)} ranks, "
-            f"but the model was sharded over {layer.tp_size}"
         )
 
 
