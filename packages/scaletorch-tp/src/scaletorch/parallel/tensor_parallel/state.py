@@ -125,7 +125,8 @@ def gather_tensors(
         InvalidArgumentError: A name is not the model's, or a tensor has not its shard's shape.
         MismatchError: The ranks passed different names.
     """
-    cuts, known = find_cuts(model), _check_shards(model, tensors)
+    cuts = find_cuts(model)
+    _check_shards(model, tensors)
     for layer in (cut.layer for cut in cuts.values()):
         if group is not None and get_world_size(group) != layer.tp_size:
             raise InvalidArgumentError(
@@ -137,7 +138,7 @@ def gather_tensors(
         agree("the tensors to gather", sorted(lines), layer.group if group is None else group)
     # Gather a tied parameter once: the same tensor under two names stays one.
     whole: dict[int, Tensor] = {}
-    for name in (n for n in known if n in tensors):
+    for name in sorted(tensors):  # in one order on all ranks
         key, own = id(tensors[name]), tensors[name].detach()
         if key not in whole:
             whole[key] = cuts[name].join(own, group) if name in cuts else own.clone()
@@ -207,14 +208,13 @@ def _check_names(problem: str, names: Iterable[str]) -> None:
         raise InvalidArgumentError(f"{describe_rank()}: {problem} {', '.join(names)}")
 
 
-def _check_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Check that tensors have this rank's shapes; return the model's own, in the model's order."""
+def _check_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Check that tensors have names of the model and this rank's shapes."""
     known: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     known.update(model.named_buffers(remove_duplicate=False))
     _check_names("the model has no parameter or buffer", set(tensors) - set(known))
     for name, tensor in tensors.items():
         _check_shape(name, tensor, tuple(known[name].shape), "this rank's shard")
-    return known
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], what: str) -> None:

@@ -9,7 +9,6 @@ fewer than ranks, and the key that all heads share in multi-head latent attentio
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -228,18 +227,6 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
     return gathered.linear(layer) if gathered is not None and gathered.x is x else None
 
 
-@contextmanager
-@around_compiled
-def in_region(overlapping: Sequence[Any] = ()) -> Iterator[_Running]:
-    """Run the body as a region with the given overlapping layers."""
-    running = _Running(overlapping)
-    token = _running.set(running)
-    try:
-        yield running
-    finally:
-        _running.reset(token)
-
-
 class Region(Surrounded):
     """A module with column-parallel children, whose common input enters once.
 
@@ -253,7 +240,9 @@ class Region(Surrounded):
         """Run the module's own forward."""
         children = [layer_of(child) for child in self._modules.values()]
         overlapping = [child for child in children if getattr(child, "async_all_reduce", False)]
-        with in_region(overlapping) as running:
+        running = _Running(overlapping)
+        token = _running.set(running)
+        try:
             if self._sequence is None:
                 return super().forward(*args, **kwargs)
             columns = [child for child in children if hasattr(child, "gather_output")]
@@ -265,6 +254,8 @@ class Region(Surrounded):
             )
             with shapes_explained(own_class(self).__name__, self._sequence):
                 return super().forward(*args, **kwargs)
+        finally:
+            _running.reset(token)
 
 
 def summed_outside(model: nn.Module) -> Iterator[str]:
