@@ -171,9 +171,8 @@ class TensorParallelLayer(nn.Module):
             names = ", ".join(name for name, _ in self.named_parameters())
             raise StateError(
                 f"{describe_rank()}: a parameter of this {type(self).__name__} is computed from "
-                f"others ({names}), as weight_norm, spectral_norm, pruning and other "
-                "parametrizations do: they would compute on this rank's shard alone; remove them, "
-                "or give the layer the style 'replicate' and add them before apply_tensor_parallel"
+                f"others ({names}) on this rank's shard alone, as weight_norm, spectral_norm and "
+                "pruning do: remove them, or give the layer the style 'replicate'"
             )
 
     def _check_input(self, x: Tensor, length: int) -> None:
@@ -208,34 +207,29 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer with sharded parameters whose update is not element-wise."""
-    # Longest names last, so that a model's names win over those of a layer alone.
-    longest = sorted(_watched_parameters(), key=lambda entry: len(entry[0]))
-    known = {id(p): (name, shard) for name, p, shard in longest}
-    for tensor in (entry for group in optimizer.param_groups for entry in group["params"]):
-        # A sharded optimizer holds stand-ins of parameters. Each rank has other stand-ins of
-        # shards, so any stand-in counts: all ranks then give the same answer.
-        origin = getattr(tensor, "stands_for", tensor)
-        name, shard = known.get(id(origin), ("", False))
-        if shard or (name and origin is not tensor):
-            break
-    else:
-        return
-    scope = update_scope(optimizer)
+    held = [*_shards_in(optimizer)]
+    scope = update_scope(optimizer) if held else Scope.ELEMENT
     if scope is not Scope.ELEMENT:
+        name, tensor = max(held, key=lambda pair: len(pair[0]))  # by a model, not a layer alone
         raise InvalidArgumentError(
             f"{describe_rank()}: {type(optimizer).__name__} {scope.words}, but {name} "
             f"{tuple(tensor.shape)} is of a model whose parameters are tensor-parallel shards, "
             "and updates of shards would differ. Give it whole matrices by "
-            "whole_matrices(optimizer, model) of scaletorch.compose, take an optimizer that treats "
-            "every element alike, such as AdamW, or do without tensor parallelism"
+            "whole_matrices(optimizer, model) of scaletorch.compose, or take an optimizer that "
+            "treats every element alike, such as AdamW"
         )
 
 
-def _watched_parameters() -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """Yield the name of each watched parameter, the parameter, and whether it is a shard."""
+def _shards_in(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names of watched shards that an optimizer updates, and its tensors for them."""
+    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    # A sharded optimizer holds stand-ins of parameters. Each rank has other stand-ins of shards,
+    # so any stand-in counts: all ranks then give the same answer.
+    given = {id(getattr(tensor, "stands_for", tensor)): tensor for tensor in tensors}
     for model in _models:
         for name, module in model.named_modules():
             dims = getattr(module, "shard_dims", {})
-            for parameter_name, parameter in module._parameters.items():
-                if parameter is not None:
-                    yield f"{name}.{parameter_name}".lstrip("."), parameter, parameter_name in dims
+            for own, parameter in module._parameters.items():
+                tensor = given.get(id(parameter))
+                if tensor is not None and (own in dims or tensor is not parameter):
+                    yield f"{name}.{own}".lstrip("."), tensor

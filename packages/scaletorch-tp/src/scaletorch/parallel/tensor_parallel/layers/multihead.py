@@ -57,9 +57,7 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         self._check_parameters()
         if is_causal and attn_mask is None:
             raise InvalidArgumentError(
-                f"{describe_rank()}: nn.MultiheadAttention needs an attn_mask in addition to "
-                "is_causal, which is only a hint: pass "
-                "nn.Transformer.generate_square_subsequent_mask(L)"
+                f"{describe_rank()}: nn.MultiheadAttention takes is_causal only with an attn_mask"
             )
         q, k, v = self._projected(query, key, value)
         causal = is_causal and key_padding_mask is None and not need_weights  # as torch has it
