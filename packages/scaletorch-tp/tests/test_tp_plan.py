@@ -18,7 +18,6 @@ from scaletorch.parallel.pg_manager.building import matching
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     Divide,
-    RowParallelLinear,
     apply_tensor_parallel,
     explain,
 )
@@ -153,11 +152,14 @@ def test_divide_names_something(names):
 def test_a_model_may_come_without_its_head():
     made = model()
     del made.lm_head
-    apply_tensor_parallel(made)
-    assert isinstance(made.layers[0].self_attn.q_proj, ColumnParallelLinear)
-    assert isinstance(made.layers[0].self_attn.o_proj, RowParallelLinear)
+    styles = {each.name: each.style for each in explain(made, 2).parameters}
+    assert styles["layers.0.self_attn.q_proj.weight"] == "column"
+    assert styles["layers.0.self_attn.o_proj.weight"] == "row"
+
+
+def test_a_sharded_layer_is_not_sharded_again():
     with pytest.raises(ValueError, match="it is a ColumnParallelLinear"):
-        apply_tensor_parallel(made)
+        explain(nn.Sequential(ColumnParallelLinear(4, 4)), 2, {"0": "column"})
 
 
 @distributed_test(world_size=2)

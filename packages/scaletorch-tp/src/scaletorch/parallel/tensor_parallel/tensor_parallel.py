@@ -69,7 +69,7 @@ def apply_tensor_parallel(
         sequence_parallel: Shard every sequence over the ranks between sharded layers.
 
     Returns:
-        The model.
+        The model; with one rank it stays as it was.
 
     Raises:
         InvalidArgumentError: A pattern matches nothing, two patterns match one module, a style
@@ -86,7 +86,7 @@ def apply_tensor_parallel(
         resolved = resolve_or_suggest(model, plan, tp_size, divided=divided, **options)
         layers = {match.module: match.layer for match in resolved.matches.values()}
         check_adapters(adapters, layers, sequence_parallel=sequence_parallel and tp_size > 1)
-        if tp_size > 1:  # else the model stays as it is
+        if tp_size > 1:
             memo = _shard(resolved, group)
             _wrap(resolved, group, **options)
             infer_sums(resolved.view, group)

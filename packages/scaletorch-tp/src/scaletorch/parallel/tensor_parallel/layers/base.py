@@ -34,10 +34,10 @@ class TensorParallelLayer(nn.Module):
     plain_class: ClassVar[type[nn.Module]]  # the class that it shards
     _known: ClassVar[Sequence[str]] = ("weight", "bias")  # its parameters; always with the first
     sharded_size: ClassVar[str]  # the attribute of that class that is divided over the ranks
-    shard_dims: ClassVar[Mapping[str, int]]  # parameter -> shard dim; others are replicated
+    shard_dims: ClassVar[Mapping[str, int]] = {}  # parameter -> shard dim; others are replicated
     packed: ClassVar[Mapping[str, int]] = {}  # parameter -> number of packed projections
     replicable: ClassVar[bool] = False  # whether several ranks may hold the same shard
-    options: ClassVar[Mapping[str, Any]]  # further attributes and their defaults
+    options: ClassVar[Mapping[str, Any]] = {}  # further attributes and their defaults
 
     group: ProcessGroup | None  # the tensor-parallel axis; None in one process
     tp_size: int  # number of these ranks; with 1 the layer works like a plain one

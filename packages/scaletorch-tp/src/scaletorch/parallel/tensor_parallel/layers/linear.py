@@ -227,7 +227,6 @@ class VocabParallelEmbedding(TensorParallelLayer):
     plain_class = nn.Embedding
     sharded_size = "num_embeddings"
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
-    options: ClassVar[dict[str, bool]] = {}
 
     num_embeddings: int
     embedding_dim: int

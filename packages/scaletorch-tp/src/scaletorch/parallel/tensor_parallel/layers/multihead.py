@@ -28,7 +28,6 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
     sharded_size = "embed_dim"
     shard_dims: ClassVar[dict[str, int]] = {"in_proj_weight": 0, "in_proj_bias": 0}
     packed: ClassVar[dict[str, int]] = {"in_proj_weight": 3, "in_proj_bias": 3}
-    options: ClassVar[dict[str, bool]] = {}
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,8 @@ class OwnParameters(TensorParallelLayer, Surrounded):
     """Mixin put before a module's own class; the style defines its parameters' shards."""
 
     plain_class = nn.Module
-    shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
-    options: ClassVar[dict[str, Any]] = {}
 
-    own_style: Sliced
+    own_style: Sliced  # each module has `shard_dims` of its own by it
 
     @classmethod
     def convert(cls, module: nn.Module, group: Group, memo: Memo, cut: Cut, **options: Any) -> Self:
