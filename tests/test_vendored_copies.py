@@ -110,9 +110,8 @@ def test_both_guard_one_group():
 
 def test_layers_of_another_copy_are_refused_and_not_taken_for_plain_ones():
     assert not issubclass(of(ZENITH, "dist").ScaletorchError, of(ACME, "dist").ScaletorchError)
-    model = nn.Sequential(nn.Linear(4, 4))
     ours, theirs = (of(name, "parallel.tensor_parallel") for name in COPIES)
-    theirs.apply_tensor_parallel(model, {"0": "column_gather"})
+    model = nn.Sequential(theirs.ColumnParallelLinear(4, 4))
     assert theirs.gather_tensors(model, model.state_dict()).keys() == {"0.weight", "0.bias"}
     for use in (ours.gather_tensors, ours.split_by_owner):
         with pytest.raises(ValueError, match=r"'0' is a zenith.* of another copy of this library"):

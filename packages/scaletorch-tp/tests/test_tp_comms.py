@@ -1,10 +1,8 @@
-"""The older names: regions, linear functions and helpers."""
+"""The older names: regions and linear functions."""
 
 import pytest
 import torch
 import torch.distributed
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed import group
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,8 +17,6 @@ from scaletorch.parallel.tensor_parallel.tp_comms import (
     ReduceFromModelParallelRegion,
     linear_with_all_reduce,
     linear_with_async_all_reduce,
-    merge_first_two_dims,
-    split_tensor_along_last_dim,
 )
 
 
@@ -89,29 +85,6 @@ def test_overlapped_linear_is_the_plain_one(shape, bias, frozen, needs_input_gra
             if one is not None:
                 assert one.dtype == other.dtype
                 torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 4), max_size=3), st.integers(1, 4), st.integers(1, 4))
-def test_split_is_the_inverse_of_cat(leading, parts, share):
-    x = torch.randn(*leading, parts * share)
-    pieces = split_tensor_along_last_dim(x, parts)
-    assert [piece.shape for piece in pieces] == [(*leading, share)] * parts
-    assert torch.equal(torch.cat(pieces, -1), x)
-
-
-@pytest.mark.parametrize(("shape", "parts"), [((2, 5), 2), ((), 1), ((4,), 0), ((4,), -2)])
-def test_split_refuses_what_does_not_divide(shape, parts):
-    with pytest.raises(ValueError, match="equal shards"):
-        split_tensor_along_last_dim(torch.zeros(shape), parts)
-
-
-def test_merge_joins_the_first_two_dims_of_both():
-    first, second = merge_first_two_dims(torch.zeros(2, 3, 4), torch.zeros(3, 2).t())
-    assert first.shape == (6, 4)
-    assert second.shape == (6,)
-    with pytest.raises(ValueError, match="at least two dims"):
-        merge_first_two_dims(torch.zeros(3), torch.zeros(3, 3))
 
 
 class Sent(TorchDispatchMode):

@@ -221,12 +221,10 @@ REFUSED = [  # a layer's arguments, the shape of an input, and what is said
      "tp sizes up to 3 are legal"),
     (RowParallelLinear, (1, 4), None, "in_features = 1 has no share for each of tp = 4 ranks"),
     (VocabParallelEmbedding, (3, 4), None, "num_embeddings = 3 has no share for each of tp = 4"),
-    (VocabParallelEmbedding, (8, 4, 8), None, "padding_idx 8 is not a row of a table of 8; choose "
-     "from -8 to 7"),
     (ColumnParallelLinear, (4, 8), (2, 3), "expected an input of last dim 4, got one of shape (2, "
-     "3); every rank takes the whole"),
-    (RowParallelLinear, (8, 4), (2, 8), "expected an input of last dim 2, got one of shape (2, 8); "
-     "input_is_parallel=False cuts"),
+     "3)"),
+    (RowParallelLinear, (8, 4), (2, 8), "RowParallelLinear(input_is_parallel=True) expected an "
+     "input of last dim 2, got one of shape (2, 8)"),
 ]  # fmt: skip
 
 

@@ -26,8 +26,6 @@ from .tp_comms import (
     ReduceFromModelParallelRegion,
     linear_with_all_reduce,
     linear_with_async_all_reduce,
-    merge_first_two_dims,
-    split_tensor_along_last_dim,
 )
 
 __all__ = [
@@ -59,13 +57,11 @@ __all__ = [
     "linear_with_all_reduce",
     "linear_with_async_all_reduce",
     "load_full_state_dict",
-    "merge_first_two_dims",
     "sequence_share",
     "shard_dims",
     "sharded_random",
     "sharded_state_dict",
     "split_by_owner",
-    "split_tensor_along_last_dim",
     "suggest_plan",
     "take_own",
     "vocab_parallel_cross_entropy",

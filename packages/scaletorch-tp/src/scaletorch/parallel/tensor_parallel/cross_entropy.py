@@ -202,23 +202,17 @@ def _finite(highest: Tensor) -> Tensor:
     return highest.masked_fill(highest == -math.inf, 0)
 
 
-def _blocks(x: Tensor, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _blocks(x: Tensor, *more: Tensor, limit: int = 0) -> Iterator[tuple[Tensor, ...]]:
     """Yield blocks of full rows (the last dim of `x`) of all tensors with its leading dims."""
-    if x.numel() == 0:
-        return
+    tensors = x, *more
+    limit = limit or (BLOCK if x.device.type == "cpu" else max(BLOCK, x.numel() // 32))
+    rows_each = math.prod(x.shape[1:])
     if x.dim() == 1:
-        yield tuple(tensor.unsqueeze(0) for tensor in (x, *more))
-        return
-    limit = BLOCK if x.device.type == "cpu" else max(BLOCK, x.numel() // 32)
-    yield from _cut((x, *more), limit)
-
-
-def _cut(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...]]:
-    rows_each = math.prod(tensors[0].shape[1:])
-    if tensors[0].dim() > 2 and rows_each > limit:
-        for rows in zip(*tensors, strict=True):
-            yield from _cut(rows, limit)
-    else:
+        yield from _blocks(*(tensor.unsqueeze(0) for tensor in tensors))
+    elif x.dim() > 2 and rows_each > limit:
+        for slices in zip(*tensors, strict=True):
+            yield from _blocks(*slices, limit=limit)
+    elif x.numel():
         length = max(1, limit // rows_each)
         yield from zip(*(tensor.split(length) for tensor in tensors), strict=True)
 

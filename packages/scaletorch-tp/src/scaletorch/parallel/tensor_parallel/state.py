@@ -121,7 +121,7 @@ def split_by_owner(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     _check_shards(model, tensors)
     cuts = find_cuts(model)
     found: dict[str, tuple[Owned, ...]] = {name: ((0, x),) for name, x in tensors.items()}
-    for name in (n for n in tensors if n in cuts and cuts[n].layer.tp_size > 1):
+    for name in tensors.keys() & cuts.keys():
         layer, dim, cut = cuts[name]
         pieces = tensors[name].split([*map(len, cut.ranges[layer.tp_rank])], dim)
         found[name] = tuple(zip(cut.owners(layer.tp_rank), pieces, strict=True))
@@ -146,19 +146,20 @@ def gather_tensors(
         InvalidArgumentError: A name is not the model's, or a tensor has not its shard's shape.
         MismatchError: The ranks passed different names.
     """
-    cuts, known = find_cuts(model), _check_shards(model, tensors)
-    _check_agreement(cuts, tensors, group)
+    cuts = find_cuts(model)
+    _check_shards(model, tensors)
+    _check_group(cuts, group)
+    for layer in [cut.layer for cut in cuts.values()][:1]:
+        # Ranks that gather different tensors would deadlock.
+        lines = [f"{n} {cuts[n].whole(t.shape)} {t.dtype}" for n, t in tensors.items() if n in cuts]
+        agree("the tensors to gather", sorted(lines), layer.group if group is None else group)
     # Gather a tied parameter once: the same tensor under two names stays one.
     whole: dict[int, Tensor] = {}
-    with torch.no_grad():
-        for name in (n for n in known if n in tensors):
-            tensor, cut = tensors[name], cuts.get(name)
-            if id(tensor) in whole:
-                continue
-            if cut is not None and cut.layer.tp_size > 1:
-                whole[id(tensor)] = cut.join(tensor.detach(), group)
-            else:
-                whole[id(tensor)] = tensor.detach().clone()
+    for name in sorted(tensors):  # in one order on all ranks
+        key, own, cut = id(tensors[name]), tensors[name].detach(), cuts.get(name)
+        if key not in whole:
+            copied = cut is None or cut.layer.tp_size == 1
+            whole[key] = own.clone() if copied else cuts[name].join(own, group)
     return {name: whole[id(tensor)] for name, tensor in tensors.items()}
 
 
@@ -196,15 +197,13 @@ def load_full_state_dict(
         given = {id(current[name]) for name in state if name in current}
         _check_names("the model has no", set(state) - set(current))
         _check_names("the state lacks", {n for n, v in current.items() if id(v) not in given})
+    _check_group(cuts, group)
     local = dict(state)
     for name in (n for n in current if isinstance(state.get(n), Tensor)):
         cut, shape = cuts.get(name), tuple(current[name].shape)
+        _check_shape(name, state[name], shape if cut is None else cut.whole(shape), "the whole")
         if cut is not None:
-            _check_group(cut.layer, group)
-            _check_shape(name, state[name], cut.whole(shape), "the whole")
             local[name] = cut.take(state[name])
-        else:
-            _check_shape(name, state[name], shape, "the whole")
     model.load_state_dict(local, strict=False)
 
 
@@ -233,14 +232,13 @@ def _check_names(problem: str, names: Iterable[str]) -> None:
         raise InvalidArgumentError(f"{describe_rank()}: {problem} {', '.join(names)}")
 
 
-def _check_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Check that tensors have this rank's shapes; return the model's own, in the model's order."""
+def _check_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Check that tensors have names of the model and this rank's shapes."""
     known: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     known.update(model.named_buffers(remove_duplicate=False))
     _check_names("the model has no parameter or buffer", set(tensors) - set(known))
     for name, tensor in tensors.items():
         _check_shape(name, tensor, tuple(known[name].shape), "this rank's shard")
-    return known
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], what: str) -> None:
@@ -255,25 +253,13 @@ def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], what: str
         )
 
 
-def _check_group(layer: TensorParallelLayer, group: ProcessGroup | None) -> None:
-    if group is not None and get_world_size(group) != layer.tp_size:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: the group has {get_world_size(group)} ranks, "
-            f"but the model was sharded over {layer.tp_size}"
-        )
-
-
-def _check_agreement(
-    cuts: Mapping[str, ParameterCut], tensors: Mapping[str, Tensor], group: ProcessGroup | None
-) -> None:
-    """Check that all ranks gather the same tensors; otherwise they would deadlock."""
-    layer = next((cut.layer for cut in cuts.values() if cut.layer.tp_size > 1), None)
-    if layer is None:
-        return
-    for cut in cuts.values():
-        _check_group(cut.layer, group)
-    lines = [f"{n} {cuts[n].whole(t.shape)} {t.dtype}" for n, t in tensors.items() if n in cuts]
-    agree("the tensors to gather", sorted(lines), layer.group if group is None else group)
+def _check_group(cuts: Mapping[str, ParameterCut], group: ProcessGroup | None) -> None:
+    for cut in cuts.values() if group is not None else ():
+        if get_world_size(group) != cut.layer.tp_size:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the group has {get_world_size(group)} ranks, "
+                f"but the model was sharded over {cut.layer.tp_size}"
+            )
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ...dist import get_world_size
-from ...dist.errors import InvalidArgumentError
 from ...dist.functional import Copy, Gather, Reduce
 from ..pg_manager import axis_group
 from ..pg_manager.building import uncompiled
@@ -50,34 +49,6 @@ class GatherFromModelParallelRegion(_OnAxis, Gather):  # type: ignore[misc]
     """All-gather shards [..., n / tp] to [..., n]; backward keeps this rank's slice."""
 
     _dim: ClassVar[Mapping[str, int]] = {"dim": -1}
-
-
-def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int) -> list[Tensor]:
-    """Return views [..., n / num_partitions] of `tensor` [..., n].
-
-    Raises:
-        InvalidArgumentError: `num_partitions` does not divide the last dim.
-    """
-    if num_partitions < 1 or tensor.dim() == 0 or tensor.shape[-1] % num_partitions:
-        raise InvalidArgumentError(
-            f"a tensor of shape {tuple(tensor.shape)} cannot be cut into {num_partitions} equal "
-            "shards along its last dim; choose a divisor of that dim"
-        )
-    return list(tensor.chunk(num_partitions, dim=-1))
-
-
-def merge_first_two_dims(grad_output: Tensor, input_: Tensor) -> tuple[Tensor, Tensor]:
-    """Flatten the first two dims of both tensors: [B, S, ...] to [B * S, ...].
-
-    Raises:
-        InvalidArgumentError: A tensor has fewer than two dims.
-    """
-    if min(grad_output.dim(), input_.dim()) < 2:
-        raise InvalidArgumentError(
-            f"expected tensors of at least two dims, got shapes {tuple(grad_output.shape)} and "
-            f"{tuple(input_.shape)}"
-        )
-    return grad_output.flatten(0, 1), input_.flatten(0, 1)
 
 
 def linear_with_all_reduce(

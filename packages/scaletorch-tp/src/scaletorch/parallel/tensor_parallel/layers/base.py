@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,24 +27,26 @@ Memo = MutableMapping[Tensor, nn.Parameter]
 Group = ProcessGroup | None
 Options = Mapping[str, Any]
 
-_OWN = frozenset({"weight", "bias"})
-
 
 class TensorParallelLayer(nn.Module):
     """A layer that is sharded over the ranks of `group`."""
 
     plain_class: ClassVar[type[nn.Module]]  # the class that it shards
+    _known: ClassVar[Sequence[str]] = ("weight", "bias")  # its parameters; always with the first
     sharded_size: ClassVar[str]  # the attribute of that class that is divided over the ranks
-    shard_dims: ClassVar[Mapping[str, int]]  # parameter -> shard dim; others are replicated
+    shard_dims: ClassVar[Mapping[str, int]] = {}  # parameter -> shard dim; others are replicated
     packed: ClassVar[Mapping[str, int]] = {}  # parameter -> number of packed projections
     replicable: ClassVar[bool] = False  # whether several ranks may hold the same shard
-    options: ClassVar[Mapping[str, Any]]  # further attributes and their defaults
+    options: ClassVar[Mapping[str, Any]] = {}  # further attributes and their defaults
 
     group: ProcessGroup | None  # the tensor-parallel axis; None in one process
     tp_size: int  # number of these ranks; with 1 the layer works like a plain one
     tp_rank: int  # this rank's index among them
     cut: Cut  # the index ranges of the divided size that each rank holds
     shard_sizes: tuple[int, ...]  # each rank's share of the divided size
+    _kept: Collection[str]  # names of its parameters when it was sharded
+    _replicated: bool  # whether several ranks hold the same shard
+    _in_order: bool  # whether the ranks' shards, concatenated, are the full size
     sequence: SequenceShares | None = None  # sharding of its input's sequences, if any
     arrives: Placement | None = None  # placement of the input; None: a full one is invariant
     returns: Placement = Invariant()  # placement of a full or summed output
@@ -56,7 +58,7 @@ class TensorParallelLayer(nn.Module):
         """Convert a plain module, which fits, to this rank's shard in place.
 
         References to it, its hooks and its training mode stay. Parameters that are not sharded (a
-        row-parallel bias; all if tp is 1) stay, too; new ones take over dtype, device and
+        row-parallel bias; all with one rank) stay, too; new ones take over dtype, device and
         `requires_grad`.
         """
         layer: Any = module
@@ -74,16 +76,11 @@ class TensorParallelLayer(nn.Module):
         """Return why `module` cannot become this layer, or None if it can."""
         if not cls.takes(module):
             return f"it is a {type(module).__name__}, not a {cls.plain_class.__name__} itself"
-        reason = cls._misfit_of_parameters(module, _OWN)
-        if reason is None and module._parameters.get("weight") is None:
-            return "its weight is not a parameter"
-        return reason
-
-    @staticmethod
-    def _misfit_of_parameters(module: nn.Module, known: Collection[str]) -> str | None:
         found = {name: p for name, p in module._parameters.items() if p is not None}
-        if not found or not found.keys() <= {*known}:  # a weight computed from others, for one
-            return f"its parameters are {sorted(found)}, and only {sorted(known)} are known"
+        if not found.keys() <= {*cls._known}:  # a weight computed from others, for one
+            return f"its parameters are {sorted(found)}, and only {sorted(cls._known)} are known"
+        if cls._known[0] not in found:
+            return f"its {cls._known[0]} is not a parameter"
         return misfit_of(module, found)
 
     def _build(
@@ -107,12 +104,13 @@ class TensorParallelLayer(nn.Module):
         if self.tp_size > 1:
             watch(self)
         # Computed once, since every forward needs them.
-        self.cut, self.shard_sizes, self._first = cut, cut.sizes, cut.start(self.tp_rank)
+        self.cut, self.shard_sizes = cut, cut.sizes
         self._replicated, self._in_order = cut.replicated, cut.in_order
         for name, dim in self.shard_dims.items():
             whole = self._parameters.get(name)
             if whole is not None and self.tp_size > 1:
                 self._parameters[name] = self._shard_parameter(name, dim, whole, memo)
+        self._kept = frozenset(self._parameters)
 
     @property
     def settled(self) -> Collection[str]:
@@ -164,25 +162,21 @@ class TensorParallelLayer(nn.Module):
 
     def _check_parameters(self) -> None:
         """Refuse a shard with a parameter that is computed from others."""
-        plain = self._knows_parameters() and "parametrizations" not in self._modules
-        if not plain and self.tp_size > 1:
+        if self._parameters.keys() != self._kept and self.tp_size > 1:
             names = ", ".join(name for name, _ in self.named_parameters())
             raise StateError(
                 f"{describe_rank()}: a parameter of this {type(self).__name__} is computed from "
-                f"others ({names}), as weight_norm, spectral_norm, pruning and other "
-                "parametrizations do: they would compute on this rank's shard alone; remove them, "
-                "or give the layer the style 'replicate' and add them before apply_tensor_parallel"
+                f"others ({names}) on this rank's shard alone, as weight_norm, spectral_norm and "
+                "pruning do: remove them, or give the layer the style 'replicate'"
             )
 
-    def _knows_parameters(self) -> bool:
-        return "weight" in self._parameters and self._parameters.keys() <= _OWN
-
-    def _check_input(self, x: Tensor, length: int, way_out: str) -> None:
+    def _check_input(self, x: Tensor, length: int) -> None:
         self._check_parameters()
-        if x.dim() == 0 or x.shape[-1] != length:
+        if x.shape[-1:] != (length,):
+            options = ", ".join(f"{name}={getattr(self, name)}" for name in self.options)
             raise InvalidArgumentError(
-                f"{describe_rank()}: {type(self).__name__} expected an input of last dim {length}, "
-                f"got one of shape {tuple(x.shape)}; {way_out}"
+                f"{describe_rank()}: {type(self).__name__}({options}) expected an input of last "
+                f"dim {length}, got one of shape {tuple(x.shape)}"
             )
 
 
@@ -208,34 +202,29 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer with sharded parameters whose update is not element-wise."""
-    # Longest names last, so that a model's names win over those of a layer alone.
-    longest = sorted(_watched_parameters(), key=lambda entry: len(entry[0]))
-    known = {id(p): (name, shard) for name, p, shard in longest}
-    for tensor in (entry for group in optimizer.param_groups for entry in group["params"]):
-        # A sharded optimizer holds stand-ins of parameters. Each rank has other stand-ins of
-        # shards, so any stand-in counts: all ranks then give the same answer.
-        origin = getattr(tensor, "stands_for", tensor)
-        name, shard = known.get(id(origin), ("", False))
-        if shard or (name and origin is not tensor):
-            break
-    else:
-        return
-    scope = update_scope(optimizer)
+    held = [*_shards_in(optimizer)]
+    scope = update_scope(optimizer) if held else Scope.ELEMENT
     if scope is not Scope.ELEMENT:
+        name, tensor = max(held, key=lambda pair: len(pair[0]))  # by a model, not a layer alone
         raise InvalidArgumentError(
             f"{describe_rank()}: {type(optimizer).__name__} {scope.words}, but {name} "
             f"{tuple(tensor.shape)} is of a model whose parameters are tensor-parallel shards, "
             "and updates of shards would differ. Give it whole matrices by "
-            "whole_matrices(optimizer, model) of scaletorch.compose, take an optimizer that treats "
-            "every element alike, such as AdamW, or do without tensor parallelism"
+            "whole_matrices(optimizer, model) of scaletorch.compose, or take an optimizer that "
+            "treats every element alike, such as AdamW"
         )
 
 
-def _watched_parameters() -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """Yield the name of each watched parameter, the parameter, and whether it is a shard."""
+def _shards_in(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names of watched shards that an optimizer updates, and its tensors for them."""
+    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    # A sharded optimizer holds stand-ins of parameters. Each rank has other stand-ins of shards,
+    # so any stand-in counts: all ranks then give the same answer.
+    given = {id(getattr(tensor, "stands_for", tensor)): tensor for tensor in tensors}
     for model in _models:
         for name, module in model.named_modules():
             dims = getattr(module, "shard_dims", {})
-            for parameter_name, parameter in module._parameters.items():
-                if parameter is not None:
-                    yield f"{name}.{parameter_name}".lstrip("."), parameter, parameter_name in dims
+            for own, parameter in module._parameters.items():
+                tensor = given.get(id(parameter))
+                if tensor is not None and (own in dims or tensor is not parameter):
+                    yield f"{name}.{own}".lstrip("."), tensor

@@ -11,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ....dist.errors import InvalidArgumentError
 from ...placement import Cut, Invariant, Partial, Shard, convert
 from ..regions.random import end_sharded_random
 from ..regions.region import enter, overlapped_linear, sum_replicas
@@ -88,7 +87,7 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features / tp], or to the full output if gathered."""
-        self._check_input(x, self.in_features, "every rank takes the whole input")
+        self._check_input(x, self.in_features)
         if self.tp_size == 1:
             return functional.linear(x, self._matrix(), self.bias)
         overlap = self.async_all_reduce and not torch.compiler.is_compiling()
@@ -149,11 +148,8 @@ class RowParallelLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features / tp], or the full input, to [..., out_features]."""
-        if self.input_is_parallel:
-            length = self.shard_sizes[self.tp_rank]
-            self._check_input(x, length, "input_is_parallel=False cuts a whole input")
-        else:
-            self._check_input(x, self.in_features, "input_is_parallel=True takes a shard")
+        own = self.shard_sizes[self.tp_rank]
+        self._check_input(x, own if self.input_is_parallel else self.in_features)
         if self.tp_size == 1:
             return functional.linear(x, self._matrix(), self.bias)
         if not self.input_is_parallel:
@@ -227,13 +223,13 @@ class VocabParallelEmbedding(TensorParallelLayer):
         group: As in `ColumnParallelLinear`, and so are `device` and `dtype`.
 
     Raises:
-        InvalidArgumentError: `num_embeddings` is less than tp, or `padding_idx` is out of range.
+        InvalidArgumentError: `num_embeddings` is less than tp.
+        AssertionError: `padding_idx` is not a row, as in `nn.Embedding`.
     """
 
     plain_class = nn.Embedding
     sharded_size = "num_embeddings"
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
-    options: ClassVar[dict[str, bool]] = {}
 
     num_embeddings: int
     embedding_dim: int
@@ -250,11 +246,6 @@ class VocabParallelEmbedding(TensorParallelLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise InvalidArgumentError(
-                f"padding_idx {padding_idx} is not a row of a table of {num_embeddings}; "
-                f"choose from {-num_embeddings} to {num_embeddings - 1}"
-            )
         sizes = (num_embeddings, embedding_dim, padding_idx)
         draw = partial(nn.Embedding, *sizes, device=device, dtype=dtype)
         self._build(draw, num_embeddings, group, {})
@@ -269,18 +260,15 @@ class VocabParallelEmbedding(TensorParallelLayer):
         self._check_parameters()
         if self.tp_size == 1:
             return functional.embedding(ids, self.weight, self.padding_idx)
-        first = self._first
+        first = sum(self.shard_sizes[: self.tp_rank])
         last = first + self.shard_sizes[self.tp_rank]
         # Ids of other ranks look up row 0, which is then zeroed. An id that belongs to no rank
         # stays out of range on all of them and fails as in one process.
         elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= last) & (ids < self.num_embeddings))
         padding = self.padding_idx
-        own_padding = padding is not None and first <= padding < last
-        rows = functional.embedding(
-            (ids - first).masked_fill(elsewhere, 0),
-            self.weight,
-            padding - first if own_padding and padding is not None else None,
-        )
+        own_padding = None if padding is None or not first <= padding < last else padding - first
+        own_ids = (ids - first).masked_fill(elsewhere, 0)
+        rows = functional.embedding(own_ids, self.weight, own_padding)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         return convert(rows, Partial(), self.returns, self.group)
 

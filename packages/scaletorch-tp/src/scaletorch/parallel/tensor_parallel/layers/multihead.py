@@ -5,14 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import around_compiled
-from ...placement import Invariant, ModelView, Partial, Shard, convert
+from ...placement import ModelView
 from ..regions.random import sharded_random
 from ..regions.region import enter
 from .base import TensorParallelLayer
@@ -25,28 +24,17 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
     """
 
     plain_class = nn.MultiheadAttention
+    _known = ("in_proj_weight", "in_proj_bias")
     sharded_size = "embed_dim"
     shard_dims: ClassVar[dict[str, int]] = {"in_proj_weight": 0, "in_proj_bias": 0}
     packed: ClassVar[dict[str, int]] = {"in_proj_weight": 3, "in_proj_bias": 3}
-    options: ClassVar[dict[str, bool]] = {}
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
         """Return why `module` cannot become this layer, or None if it can."""
-        if type(module) is not nn.MultiheadAttention:
-            return f"it is a {type(module).__name__}, not an nn.MultiheadAttention itself"
-        if module.bias_k is not None or module.add_zero_attn:
-            return (
-                "add_bias_kv and add_zero_attn add a key that belongs to no token; leave them out, "
-                "or give it the style 'replicate'"
-            )
-        if not module._qkv_same_embed_dim:
-            return "its kdim and vdim are not its embed_dim; give it the style 'replicate'"
-        return cls._misfit_of_parameters(module, {*cls.shard_dims})
-
-    def _knows_parameters(self) -> bool:
-        found = {name for name, parameter in self._parameters.items() if parameter is not None}
-        return "in_proj_weight" in found and found <= self.shard_dims.keys()
+        if getattr(module, "add_zero_attn", False):
+            return "add_zero_attn adds a key of no token; give it the style 'replicate'"
+        return super().misfit(module)
 
     @around_compiled
     def forward(
@@ -63,7 +51,8 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         """Compute torch's attention; arguments are torch's, the same full tensors on every rank.
 
         With sequence parallelism `query`, `key` and `value` are one tensor, this rank's shard of
-        the tokens. Masks are of the whole batch and all heads.
+        the tokens. Masks are of the whole batch and all heads. Several ranks return no
+        attention weights.
         """
         if self.tp_size == 1:
             return nn.MultiheadAttention.forward(
@@ -71,31 +60,22 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
                 average_attn_weights, is_causal,
             )  # fmt: skip
         self._check_parameters()
-        batched = query.dim() == 3
-        q, k, v = self._projected(query, key, value)
-        causal = is_causal and key_padding_mask is None and not need_weights
         if is_causal and attn_mask is None:
             raise InvalidArgumentError(
-                f"{describe_rank()}: nn.MultiheadAttention needs an attn_mask in addition to "
-                "is_causal, which is only a hint: pass "
-                "nn.Transformer.generate_square_subsequent_mask(L)"
+                f"{describe_rank()}: nn.MultiheadAttention takes is_causal only with an attn_mask"
             )
+        q, k, v = self._projected(query, key, value)
+        causal = is_causal and key_padding_mask is None and not need_weights  # as torch has it
         mask = None if causal else self._mask(key_padding_mask, attn_mask, q, k.shape[2])
         dropout = self.dropout if self.training else 0.0
-        weights = None
         with sharded_random(self.group) if dropout else nullcontext():
-            if need_weights:
-                scores = q * self.head_dim**-0.5 @ k.transpose(-2, -1)
-                weights = torch.softmax(scores if mask is None else scores + mask, -1)
-                weights = functional.dropout(weights, dropout) if dropout else weights
-                out = weights @ v
-            else:
-                out = functional.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+            out = functional.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
             out = out.transpose(1, 2).flatten(2)
-            if not (batched and self.batch_first):
-                out = out.transpose(0, 1) if batched else out[0]
-            out = self.out_proj(out)
-        return out, self._of_all_heads(weights, average_attn_weights, batched)
+            if query.dim() == 2:
+                out = out[0]
+            elif not self.batch_first:
+                out = out.transpose(0, 1)
+            return self.out_proj(out), None
 
     def _projected(self, *given: Tensor) -> list[Tensor]:
         """Return the queries, keys and values of this rank's heads, each [B, heads, L, D]."""
@@ -148,18 +128,6 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
             padding = padding.view(batch, 1, 1, keys)
             return padding if added is None else added + padding
         return added
-
-    def _of_all_heads(self, weights: Tensor | None, average: bool, batched: bool) -> Tensor | None:
-        """Return the weights of all heads, [B, heads, L, S], or their mean [B, L, S]."""
-        if weights is None:
-            return None
-        if average:
-            total = convert(weights.sum(1), Partial(), Invariant(), self.group)
-            weights = total / self.num_heads
-        else:
-            heads = Shard(1, tuple(size // self.head_dim for size in self.shard_sizes))
-            weights = convert(weights, heads, Invariant(), self.group)
-        return weights if batched else weights[0]
 
 
 def leave_fast_paths(view: ModelView) -> None:

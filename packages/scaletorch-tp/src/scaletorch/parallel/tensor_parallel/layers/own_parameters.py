@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from ..styles import Sliced
 from .base import Group, Memo, TensorParallelLayer
 from .linear import row_options
 
-_SET = ("group", "tp_size", "tp_rank", "cut", "shard_sizes", "shard_dims")  # by `convert`
 PLACED = "placed"  # a node's metadata: places of its tensor and their placements by boundaries
 # Substrings of the names of attributes that hold the width of experts.
 _OF_WIDTH = ("intermediate", "ffn", "expert_dim")
@@ -31,10 +30,8 @@ class OwnParameters(TensorParallelLayer, Surrounded):
     """Mixin put before a module's own class; the style defines its parameters' shards."""
 
     plain_class = nn.Module
-    shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
-    options: ClassVar[dict[str, Any]] = {}
 
-    own_style: Sliced
+    own_style: Sliced  # each module has `shard_dims` of its own by it
 
     @classmethod
     def convert(cls, module: nn.Module, group: Group, memo: Memo, cut: Cut, **options: Any) -> Self:
@@ -73,7 +70,8 @@ class OwnParameters(TensorParallelLayer, Surrounded):
         bases = type(module).__mro__
         names = {name for kind in bases[: bases.index(nn.Module)] for name in vars(kind)}
         names |= {*vars(module), *module._modules, *module._buffers}
-        wanted = {*_SET, *vars(TensorParallelLayer)} - {*vars(nn.Module)}
+        wanted = {*vars(TensorParallelLayer), *TensorParallelLayer.__annotations__}
+        wanted -= vars(nn.Module).keys()
         taken = sorted(name for name in names & wanted if not name.startswith("__"))
         if taken:
             return f"it has a {taken[0]!r} of its own, a name that a shard needs: rename it"
@@ -167,7 +165,7 @@ class ParallelExperts(Bounded):
     def convert(cls, module: nn.Module, *where: Any, **options: Any) -> Self:
         """Convert a module in place, as the base does, and set its width to this rank's."""
         layer = super().convert(module, *where, **options)
-        for name, value in vars(module).items() if layer.tp_size > 1 else ():
+        for name, value in vars(module).items():
             is_width = any(text in name for text in _OF_WIDTH)
             if is_width and type(value) is int and value == layer.cut.whole:
                 vars(module)[name] = layer.shard_sizes[layer.tp_rank]
@@ -176,7 +174,7 @@ class ParallelExperts(Bounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on this rank's slice of the width; return summed outputs."""
-        if self.tp_size == 1 or self.sequence is None:
+        if self.sequence is None:
             return super().forward(*args, **kwargs)
         sizes = self._rows(self.sequence, args, kwargs)
         leading = next(x.shape[:-1] for x in tensors_in((args, kwargs)))  # of hidden states

@@ -7,7 +7,7 @@ works on shards (attention over this rank's heads) must draw from a stream of it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -114,9 +114,7 @@ class ShardedRandom(Surrounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        if not self.training:
-            return super().forward(*args, **kwargs)
-        with sharded_random(self._tp_group):
+        with sharded_random(self._tp_group) if self.training else nullcontext():
             return super().forward(*args, **kwargs)
 
 

@@ -9,10 +9,9 @@ fewer than ranks, and the key that all heads share in multi-head latent attentio
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -100,7 +99,7 @@ class Enter(torch.autograd.Function):
         found: list[Tensor | None] = []
         for products in ctx.waiting:
             for compute in (weight_grad, bias_grad):
-                found.append(compute(products) if needed[len(found)] else None)
+                found.append(compute(products) if products and needed[len(found)] else None)
             products.clear()  # for a second backward of a retained graph
         return None if arrive is None else arrive(), None, None, None, *found
 
@@ -134,22 +133,14 @@ class Multiply(torch.autograd.Function):
         return grad.matmul(weight), None, None, None
 
 
-def weight_grad(products: Products) -> Tensor | None:
-    """Return the gradient of the weight [out, in] over all calls, or None without calls."""
-    total: Tensor | None = None
-    for grad, x in products:
-        rows, columns = _rows(grad).t(), _rows(x)
-        total = rows.mm(columns) if total is None else total.addmm(rows, columns)
-    return total
+def weight_grad(products: Products) -> Tensor:
+    """Return the gradient of the weight [out, in] over all calls."""
+    return reduce(torch.add, (_rows(grad).t().mm(_rows(x)) for grad, x in products))
 
 
-def bias_grad(products: Products) -> Tensor | None:
-    """Return the gradient of the bias [out] over all calls, or None without calls."""
-    total: Tensor | None = None
-    for grad, _ in products:
-        rows = _rows(grad).sum(0)
-        total = rows if total is None else total + rows
-    return total
+def bias_grad(products: Products) -> Tensor:
+    """Return the gradient of the bias [out] over all calls."""
+    return reduce(torch.add, (_rows(grad).sum(0) for grad, _ in products))
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -215,11 +206,8 @@ def enter(
         return convert(x, arrives, Replicate(), group)
     if sequence is not None:  # a region gathers before its forward, and sums after its backward
         return sequence.enter(x) if running is None else x
-    return _copy(x, group) if running is None else running.once(x, _copy, group)
-
-
-def _copy(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    return convert(x, Invariant(), Replicate(), group)
+    placements = Invariant(), Replicate(), group
+    return running.once(x, convert, *placements) if running else convert(x, *placements)
 
 
 @uncompiled
@@ -239,18 +227,6 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
     return gathered.linear(layer) if gathered is not None and gathered.x is x else None
 
 
-@contextmanager
-@around_compiled
-def in_region(overlapping: Sequence[Any] = ()) -> Iterator[_Running]:
-    """Run the body as a region with the given overlapping layers."""
-    running = _Running(overlapping)
-    token = _running.set(running)
-    try:
-        yield running
-    finally:
-        _running.reset(token)
-
-
 class Region(Surrounded):
     """A module with column-parallel children, whose common input enters once.
 
@@ -264,7 +240,9 @@ class Region(Surrounded):
         """Run the module's own forward."""
         children = [layer_of(child) for child in self._modules.values()]
         overlapping = [child for child in children if getattr(child, "async_all_reduce", False)]
-        with in_region(overlapping) as running:
+        running = _Running(overlapping)
+        token = _running.set(running)
+        try:
             if self._sequence is None:
                 return super().forward(*args, **kwargs)
             columns = [child for child in children if hasattr(child, "gather_output")]
@@ -276,6 +254,8 @@ class Region(Surrounded):
             )
             with shapes_explained(own_class(self).__name__, self._sequence):
                 return super().forward(*args, **kwargs)
+        finally:
+            _running.reset(token)
 
 
 def summed_outside(model: nn.Module) -> Iterator[str]:

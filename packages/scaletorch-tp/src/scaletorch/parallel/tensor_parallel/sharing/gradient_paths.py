@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Flag, auto
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -69,7 +69,6 @@ class Walk:
         self._sequences = find_shares(model)  # of sequence parallelism, if any
         self._seen: set[tuple[Node, Reach]] = set()
         self._found: dict[int, tuple[Tensor, Reach]] = {}
-        self._returns_parts = False
         self._splits = False  # whether a term of a gradient reaches a node that takes the full one
         self._outer: dict[int, Node] = {}  # a checkpoint's input -> its node in the outer graph
 
@@ -123,7 +122,6 @@ class Walk:
     def follow(self, roots: Iterable[tuple[Node, Reach]]) -> None:
         """Follow gradients from nodes back to the leaves, and record their kind at each."""
         todo = [*roots]
-        self._returns_parts |= any(reach is Reach.PARTIAL for _, reach in todo)
         while todo:
             node, reach = step = todo.pop()
             if step in self._seen:
@@ -158,11 +156,11 @@ class Walk:
         if kind is None or _is_ours(kind):
             return reach
         if _holds(node, self._group):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: {own_class(self._model).__name__} uses the autograd function "
-                f"{kind.__name__}, which holds the process group of tensor parallelism. Whether "
-                "the gradients behind it are whole or partial sums cannot be told; communicate by "
-                "scaletorch.dist.functional instead, or leave the module out of tensor parallelism"
+            self._refuse(
+                f"the autograd function {kind.__name__}, which holds the process group of tensor "
+                "parallelism. Whether the gradients behind it are whole or partial sums cannot be "
+                "told; communicate by scaletorch.dist.functional instead, or leave the module out "
+                "of tensor parallelism"
             )
         if not kind.__module__.startswith("torch."):
             self._sums.note_opaque(kind)
@@ -185,7 +183,7 @@ class Walk:
         node.run_function = run_and_follow
 
     def _settle(self) -> None:
-        """Record the kinds that were found."""
+        """Record the kinds that were found, and refuse uses without a right gradient."""
         both: list[str] = []
         given: list[Tensor] = []
         for key, (leaf, reach) in self._found.items():
@@ -201,39 +199,33 @@ class Walk:
                 and not self._is_share(leaf)
             ):
                 given.append(leaf)
-        if both or given or self._splits:
-            raise InvalidArgumentError(self._message(both, given))
-
-    def _message(self, both: Sequence[str], given: Sequence[Tensor]) -> str:
-        name = f"{describe_rank()}: {own_class(self._model).__name__}"
-        if not both and not given:
-            return (
-                f"{name} uses the summed or gathered output of a sharded layer where each rank "
-                "computes with its own shards or tokens, so each rank has a term of its gradient, "
-                "and it needs the sum: give the module that computes so a Boundary whose input "
-                "is (Invariant(), Replicate()), or pass the tensor through "
-                "CopyToModelParallelRegion, or give the layers around the style 'replicate'"
+        if both:
+            more = f" and {len(both) - 3} more" if len(both) > 3 else ""
+            self._refuse(
+                f"{', '.join(map(repr, both[:3]))}{more} in a parallel region and outside of one. "
+                "Inside, or on shares of the tokens, each rank has a term of the gradient. Use one "
+                "parameter inside and another outside, or give the layers of that region the style "
+                "'replicate'; a head that is F.linear(x, embedding.weight) must be an nn.Linear "
+                "with that weight, of style 'column_gather'"
             )
-        if not both:
-            return (
-                f"{name} uses a tensor given to it, which requires a gradient (of shape "
+        if given:
+            self._refuse(
+                f"a tensor given to it, which requires a gradient (of shape "
                 f"{tuple(given[0].shape)}), in a parallel region or on this rank's share of the "
                 "tokens, where its gradient is partial; use it outside, or make it a parameter"
             )
-        more = f" and {len(both) - 3} more" if len(both) > 3 else ""
-        hint = ""
-        if self._returns_parts:
-            hint = (
-                ". The outputs are of this rank's shards alone, perhaps because a head multiplies "
-                "by a sharded table outside of a region, as F.linear(x, embedding.weight) does: "
-                "make it an nn.Linear with that weight, of style 'column_gather'"
+        if self._splits:
+            self._refuse(
+                "the summed or gathered output of a sharded layer where each rank computes with "
+                "its own shards or tokens, so its gradient needs a sum: give the module that "
+                "computes so a Boundary whose input is (Invariant(), Replicate()), or pass the "
+                "tensor through CopyToModelParallelRegion, or give the layers around the style "
+                "'replicate'"
             )
-        return (
-            f"{name} uses {', '.join(map(repr, both[:3]))}{more} in a parallel region and outside "
-            f"of one{hint}. Inside, or on shares of the tokens, each rank has a term of the "
-            "gradient, and outside the full gradient. Use one parameter inside and another "
-            "outside, or give the layers of that region the style 'replicate'"
-        )
+
+    def _refuse(self, use: str) -> NoReturn:
+        kind = own_class(self._model).__name__
+        raise InvalidArgumentError(f"{describe_rank()}: {kind} uses {use}")
 
 
 def _kind(node: Node) -> type | None:
