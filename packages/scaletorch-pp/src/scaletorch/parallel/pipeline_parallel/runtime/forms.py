@@ -28,7 +28,7 @@ class Form:
         self.value = map_tensors(_without_contents, value)
         self.tensors = tuple(tensors_in(self.value))
 
-    @property
+    @cached_property
     def gradients(self) -> tuple[Tensor, ...]:
         """The tensors that require grad, so that their gradient comes back."""
         return tuple(tensor for tensor in self.tensors if tensor.requires_grad)

@@ -194,6 +194,7 @@ class Gates:
         self.modules: dict[str, nn.Module] = {}
         # For each module its name, the list that holds it, and the stage's modules after it.
         self._places: dict[nn.Module, tuple[str, str, list[nn.Module]]] = {}
+        self._where = f"is on stage {stage} of the pipeline"
 
     def watch(self, model: nn.Module) -> None:
         """Surround the stage's modules in a model."""
@@ -225,14 +226,12 @@ class Gates:
             return args, kwargs
         passage, (name, *_) = self.running(), self._places[module]
         if passage is not None:
-            passage.reach(self.stage, f"{name} is on stage {self.stage} of the pipeline")
+            passage.reach(self.stage, f"{name} {self._where}")
             passage.come_back()
             passage.extras.inside += 1
             args, kwargs = passage.extras.take(name, (args, kwargs))
         elif self.passages.running is None:
             args, kwargs = with_received((args, kwargs))
-        if not has_stand_ins((*args, *kwargs.values())):
-            return args, kwargs
         for argument, value in chain(enumerate(args), kwargs.items()):
             if has_stand_ins(value):
                 raise InvalidArgumentError(
@@ -266,9 +265,10 @@ class Gates:
 
 def _changes_nothing(module: nn.Module) -> bool:
     """Return whether a module returns its argument unchanged, such as dropout in eval mode."""
-    hooked = module._forward_hooks or module._forward_pre_hooks
+    if not isinstance(module, (nn.Identity, _DropoutNd)):
+        return False
     drops = isinstance(module, _DropoutNd) and module.training and module.p
-    return isinstance(module, nn.Identity | _DropoutNd) and not (drops or hooked)
+    return not (drops or module._forward_hooks or module._forward_pre_hooks)
 
 
 def check_crossed(model: nn.Module, crossed: Iterable[str]) -> None:

@@ -99,13 +99,21 @@ class PassThrough(nn.Module):
             return self._arrived(value)
         if self._counts:
             passage.reach(self._stage, self._where)
-        if self._stage > passage.source[0]:
+        distance = self._stage - passage.stage
+        if distance > 0:
             passage.extras.offer(self._name, args, kwargs)
-        if self._ends and self._stage == passage.source[0] - 1:
+        elif distance == -1 and self._ends:
             return passage.deliver(self._where)
         if self._idles and not (self.training and getattr(self, "p", False)):
             return value
-        return self._stand_in(passage, value, args, kwargs)
+        sample = passage.samples.get(self._siblings)
+        if sample is None and distance > 0:  # one class, one form of output
+            sample = passage.kinds.get(self._kind)
+        if isinstance(value, StandIn) and isinstance(sample, Tensor):
+            same = value.shape == sample.shape and value.dtype == sample.dtype
+            if same and (value.requires_grad or not (self._counts and torch.is_grad_enabled())):
+                return value
+        return self._stand_in(passage, sample, value, args, kwargs)
 
     forward = __call__
 
@@ -115,17 +123,14 @@ class PassThrough(nn.Module):
         return source[1] if self._ends and source and source[0] == self._stage + 1 else value
 
     def _stand_in(
-        self, passage: Passage, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        passage: Passage,
+        sample: Any,
+        value: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
-        sample, received = passage.samples.get(self._siblings), passage.source[1]
-        if sample is None and self._stage > passage.source[0]:  # one class, one form of output
-            sample = passage.kinds.get(self._kind)
-        if isinstance(value, StandIn) and isinstance(sample, Tensor):
-            trains = self._counts and torch.is_grad_enabled()
-            same = (value.shape, value.dtype) == (sample.shape, sample.dtype)
-            if same and (value.requires_grad or not trains):
-                return value
-        known = passage.left if passage.over else received
+        known = passage.left if passage.over else passage.source[1]
         tensors = [*tensors_in((value, known))]
         if not tensors:
             return value
@@ -228,9 +233,9 @@ def forms_cast(passing: Iterable[PassThrough], fn: Callable[[Tensor], Tensor]) -
 
 def _has_dims_of(hidden: Tensor, ids: Tensor) -> bool:
     """Return whether hidden states have at least a position for each id, in any run of dims."""
-    starts = range(hidden.ndim - ids.ndim + 1)
-    more = hidden.ndim == ids.ndim + 1 and hidden.shape[:-1].numel() > ids.numel()
-    return more or any(hidden.shape[i : i + ids.ndim].numel() == ids.numel() for i in starts)
+    count, starts = ids.numel(), range(hidden.ndim - ids.ndim + 1)
+    enough = hidden.ndim == ids.ndim + 1 and hidden.shape[:-1].numel() >= count
+    return enough or any(hidden.shape[i : i + ids.ndim].numel() == count for i in starts)
 
 
 class Chunks:

@@ -9,7 +9,6 @@ computed for them. Arguments that depend on its own modules exist nowhere else, 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,13 +62,15 @@ class Passages:
         `kind` holds the facts that may decide which code the forward runs. `siblings` is the list
         that holds the last module of the previous stage.
         """
-        findings, examines = self.found.get(kind, Findings()), kind not in self.found
-        extras = Extras(self._numbers, modules, findings.places, value, examines=examines)
+        known = self.found.get(kind)
+        findings = known or Findings()
+        extras = Extras(self._numbers, modules, findings.places, value, examines=known is None)
         self.running = Passage(stage, extras, findings, siblings)
         try:
             yield self.running
             findings.writes |= any(map(version_of, tensors_in(self.running.copy)))
-            self.found[kind] = findings
+            if known is None:
+                self.found[kind] = findings
         finally:
             self.running = None
 
@@ -89,7 +90,7 @@ class Passage:
     def __init__(self, stage: int, extras: Extras, findings: Findings, siblings: str) -> None:
         """Begin; the list `siblings` holds the last module of the previous stage."""
         # The stage, and the hidden states it received; None for these on the first stage.
-        self.source: tuple[int, Any] = stage, extras.hidden if stage else None
+        self.stage, self.source = stage, (stage, extras.hidden if stage else None)
         self.extras, self._findings = extras, findings
         self.examines = extras.dependent is not None  # the first forward of its kind
         received = {**extras.forms, siblings: extras.hidden}
@@ -244,7 +245,7 @@ class Extras:
             for place, tensor in self._received.items()
             if place.module not in numbers_here
         }
-        self._calls: Counter[str] = Counter()
+        self._calls: dict[str, int] = {}
 
     def note(self, value: Any) -> None:
         """Record tensors that depend on this stage's modules."""
@@ -311,8 +312,8 @@ class Extras:
         return [tensor for tensor, _ in self._leaving.values()]
 
     def _next(self, name: str) -> tuple[int, int]:
-        self._calls[name] += 1
-        return self._numbers[name], self._calls[name]
+        self._calls[name] = call = self._calls.get(name, 0) + 1
+        return self._numbers[name], call
 
 
 def version_of(tensor: Tensor) -> int:

@@ -309,8 +309,8 @@ class PipelineParallel(ModuleWrapper):
         """
         if isinstance(output_tensor, WeightGradients):
             return output_tensor.accumulate()
-        parameters, into = self.runtime.parameters, self.runtime.deferral.into
-        before = [parameter.grad for parameter in parameters]
+        into = self.runtime.deferral.into
+        fresh = [parameter for parameter in self.runtime.parameters if parameter.grad is None]
         outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
         gradients = None if output_tensor_grad is None else [*tensors_in(output_tensor_grad)]
         if outputs:  # none if all layers so far are frozen
@@ -320,8 +320,6 @@ class PipelineParallel(ModuleWrapper):
             for tensor in tensors_in(input_tensor)
             if tensor.requires_grad
         ]
-        pairs = zip(parameters, before, strict=True)
-        fresh = [parameter for parameter, gradient in pairs if parameter.grad is not gradient]
         if fresh:
             kept = passed_back if into is None else [*passed_back, *into.gradients()]
             _give_own_memory(fresh, kept)

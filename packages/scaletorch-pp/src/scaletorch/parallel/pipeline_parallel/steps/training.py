@@ -249,8 +249,8 @@ class Training:
         """
         reached = self.step.pipeline.runtime.reached
         key = task.stage, self.step.inputs.signatures[task.action.micro_batch]
-        trained = [t for t in tensors_in(hidden) if t.requires_grad]
-        if key in reached or not trained:
+        trained = [] if key in reached else [t for t in tensors_in(hidden) if t.requires_grad]
+        if not trained:
             return
         if any(tensor.grad is not None for tensor in trained):
             reached.add(key)
