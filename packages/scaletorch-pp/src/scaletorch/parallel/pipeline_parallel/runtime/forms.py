@@ -65,7 +65,7 @@ def _without_contents(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=needs)
 
 
-NOTHING = Form(())
+NOTHING = Form({})
 
 
 class Place(NamedTuple):

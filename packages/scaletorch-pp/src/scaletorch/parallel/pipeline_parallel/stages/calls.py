@@ -28,7 +28,7 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import eagerly
-from .passage import Extras, Passage, Passages
+from .passage import Passage, Passages
 from .stand_ins import OF_FORM_ALONE, has_stand_ins, kind_of, with_received
 
 _CALLS, _OWN_FORWARD = "_pipeline_calls", "_own_forward"
@@ -194,7 +194,6 @@ class Gates:
         self.modules: dict[str, nn.Module] = {}
         # For each module its name, the list that holds it, and the stage's modules after it.
         self._places: dict[nn.Module, tuple[str, str, list[nn.Module]]] = {}
-        self._where = f"is on stage {stage} of the pipeline"
 
     def watch(self, model: nn.Module) -> None:
         """Surround the stage's modules in a model."""
@@ -226,10 +225,12 @@ class Gates:
             return args, kwargs
         passage, (name, *_) = self.running(), self._places[module]
         if passage is not None:
-            passage.reach(self.stage, f"{name} {self._where}")
-            passage.come_back()
-            passage.extras.inside += 1
-            args, kwargs = passage.extras.take(name, (args, kwargs))
+            if passage.furthest != self.stage:
+                passage.reach(self.stage, f"{name} is on stage {self.stage} of the pipeline")
+            if passage.over:  # a call after the stage's last module
+                passage.come_back()
+            passage.inside += 1
+            args, kwargs = passage.take(name, (args, kwargs))
         elif self.passages.running is None:
             args, kwargs = with_received((args, kwargs))
         for argument, value in chain(enumerate(args), kwargs.items()):
@@ -249,7 +250,7 @@ class Gates:
             output = passage.leave(output)
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
-        passage.extras.inside -= 1
+        passage.inside -= 1
         if has_stand_ins(output):  # read from outside the module's arguments
             raise InvalidArgumentError(f"{describe_rank()}: {name} computes with {_UNKNOWN}")
         if not self.last:
@@ -259,7 +260,7 @@ class Gates:
             # Modules that change nothing, such as a final dropout in eval mode, need no call.
             passage.over = all(map(_changes_nothing, later))
             if not passage.over:
-                passage.extras.note(output)
+                passage.note(output)
         return output
 
 
@@ -295,15 +296,15 @@ def check_crossed(model: nn.Module, crossed: Iterable[str]) -> None:
 
 
 @contextmanager
-def examining(extras: Extras) -> Iterator[None]:
+def examining(passage: Passage) -> Iterator[None]:
     """Run the forward in this context uncompiled, and explain failures of the model's own code."""
-    with eagerly(), Following(extras):
+    with eagerly(), Following(passage):
         try:
             yield
         except (ScaletorchError, DistError):
             raise
         except Exception as error:
-            if extras.inside:  # a layer's own failure
+            if passage.inside:  # a layer's own failure
                 raise
             text = " ".join(str(error).split()) or "no message"
             raise InvalidArgumentError(
@@ -319,9 +320,9 @@ def examining(extras: Extras) -> Iterator[None]:
 class Following(TorchFunctionMode):
     """A mode that notes the results of operations on noted tensors."""
 
-    def __init__(self, extras: Extras) -> None:
+    def __init__(self, passage: Passage) -> None:
         super().__init__()
-        self._extras = extras
+        self._passage = passage
 
     def __torch_function__(
         self,
@@ -333,11 +334,11 @@ class Following(TorchFunctionMode):
         """Run the operation, and note its results."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name, dependent = getattr(func, "__name__", ""), self._extras.dependent
-        if self._extras.inside or name in OF_FORM_ALONE or not dependent:
+        name, dependent = getattr(func, "__name__", ""), self._passage.dependent
+        if self._passage.inside or name in OF_FORM_ALONE or not dependent:
             return result
         if any(tensor in dependent for tensor in tensors_in((args, kwargs))):
-            self._extras.note(result)
+            self._passage.note(result)
             if name == "__setitem__":
-                self._extras.note(args[0])
+                self._passage.note(args[0])
         return result

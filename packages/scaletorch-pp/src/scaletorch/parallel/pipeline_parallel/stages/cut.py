@@ -97,11 +97,11 @@ class PassThrough(nn.Module):
         value = args[0] if args else next(iter(kwargs.values()), None)
         if passage is None:
             return self._arrived(value)
-        if self._counts:
+        if self._counts and self._stage != passage.furthest:
             passage.reach(self._stage, self._where)
         distance = self._stage - passage.stage
         if distance > 0:
-            passage.extras.offer(self._name, args, kwargs)
+            passage.offer(self._name, args, kwargs)
         elif distance == -1 and self._ends:
             return passage.deliver(self._where)
         if self._idles and not (self.training and getattr(self, "p", False)):

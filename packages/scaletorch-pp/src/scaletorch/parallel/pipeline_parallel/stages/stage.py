@@ -261,7 +261,7 @@ class PipelineParallel(ModuleWrapper):
         passage.first, named = self._first(passage)
         output: Any = None
         with (
-            examining(passage.extras) if passage.examines else nullcontext(),
+            examining(passage) if passage.examines else nullcontext(),
             suppress(UnknownValueError),
         ):
             if named:
@@ -283,7 +283,7 @@ class PipelineParallel(ModuleWrapper):
         the form is enough. If the input is unknown, the stand-in has the form of the received
         hidden states.
         """
-        passages, ids, given = self.runtime.passages, self.runtime.ids, passage.extras.hidden
+        passages, ids, given = self.runtime.passages, self.runtime.ids, passage.hidden
         if passage.source[0] == 0:
             return given, False
         if ids is not None and not ids.is_floating_point():

@@ -111,7 +111,6 @@ def standing_like(value: Any, forward: Forward, base: Tensor, *, trained: bool =
     Autograd takes them to be computed from `base`. If that requires grad, so do the stand-ins of
     tensors that do, and all floating point ones if `trained`.
     """
-
     has_graph = base.requires_grad and torch.is_grad_enabled()
 
     def stand_in(tensor: Tensor) -> Any:
