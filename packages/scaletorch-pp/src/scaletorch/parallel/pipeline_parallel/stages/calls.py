@@ -192,8 +192,8 @@ class Gates:
         """`lists` names the list that holds each of the stage's modules, in order."""
         self.passages, self.stage, self.lists, self.last = passages, stage, lists, last
         self.modules: dict[str, nn.Module] = {}
-        # For each module its name, the list that holds it, and the stage's modules after it.
-        self._places: dict[nn.Module, tuple[str, str, list[nn.Module]]] = {}
+        # For each module its name, its list, its class and the stage's modules after it.
+        self._places: dict[nn.Module, tuple[str, str, str, list[nn.Module]]] = {}
 
     def watch(self, model: nn.Module) -> None:
         """Surround the stage's modules in a model."""
@@ -204,7 +204,7 @@ class Gates:
             release(module, self)
         self.modules, later = modules, list(modules.values())
         self._places = {
-            module: (name, self.lists[name], later[place:])
+            module: (name, self.lists[name], kind_of(module), later[place:])
             for place, (name, module) in enumerate(modules.items(), 1)
         }
         for module in self._places:
@@ -245,7 +245,7 @@ class Gates:
         passage = self.running()
         if passage is None:
             return output
-        name, siblings, later = self._places[module]
+        name, siblings, kind, later = self._places[module]
         if not self.last and not later:
             output = passage.leave(output)
         if torch.compiler.is_compiling() or _changes_nothing(module):
@@ -256,7 +256,7 @@ class Gates:
         if not self.last:
             passage.left = output
             if siblings != name:
-                passage.samples[siblings] = passage.kinds[kind_of(module)] = output
+                passage.samples[siblings] = passage.kinds[kind] = output
             # Modules that change nothing, such as a final dropout in eval mode, need no call.
             passage.over = all(map(_changes_nothing, later))
             if not passage.over:

@@ -68,7 +68,7 @@ class Passages:
         self.running = passage
         try:
             yield passage
-            findings.writes |= any(map(version_of, tensors_in(self.running.copy)))
+            findings.writes |= any(map(version_of, tensors_in(passage.copy)))
             if known is None:
                 self.found[kind] = findings
         finally:
