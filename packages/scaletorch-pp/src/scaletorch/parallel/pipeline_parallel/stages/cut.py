@@ -131,7 +131,8 @@ class PassThrough(nn.Module):
         kwargs: Mapping[str, Any],
     ) -> Any:
         known = passage.left if passage.over else passage.source[1]
-        tensors = [*tensors_in((value, known))]
+        given = [*tensors_in(value)]
+        tensors = [*given, *tensors_in(known)]
         if not tensors:
             return value
         base = next((tensor for tensor in tensors if tensor.requires_grad), tensors[0])
@@ -139,21 +140,21 @@ class PassThrough(nn.Module):
         if sample is not None:
             return stand_in(sample)
         if self._row and isinstance(value, Tensor) and not isinstance(value, StandIn):
-            return stand_in(self._rows(value, passage.first, next(tensors_in((known, value)))))
+            return stand_in(self._rows(value, passage.first, next(tensors_in(known), value)))
         if self._width is not None and isinstance(value, Tensor):
             shape = (*value.shape[:-1], self._width)
             return stand_in(torch.empty(shape, dtype=value.dtype, device="meta"))
-        takes_ids = not any(tensor.is_floating_point() for tensor in tensors_in(value))
+        takes_ids = not any(tensor.is_floating_point() for tensor in given)
         if (takes_ids or self._plain) and self._runs_plain_forward:
             with suppress(Exception):  # it may read missing values, or wait for other ranks
                 output = self._ready().forward(*args, **kwargs)
                 return stand_in(map_tensors(Tensor.detach, output))
-        if value is passage.first or next(tensors_in(value), None) is None:
+        if value is passage.first or not given:
             # Layers may return more than they take, but mostly return a dict as they took it.
             return stand_in(known if isinstance(known, dict) else next(tensors_in(known), base))
         # The output of a module with parameters requires grad even if its inputs do not.
-        same = not (self._counts and base.requires_grad)
-        same = same or any(tensor.requires_grad for tensor in tensors_in(value))
+        trains = self._counts and base.requires_grad
+        same = not trains or any(tensor.requires_grad for tensor in given)
         return value if has_stand_ins(value) and same else stand_in(value)
 
     def _rows(self, ids: Tensor, first: Any, like: Tensor) -> Tensor:

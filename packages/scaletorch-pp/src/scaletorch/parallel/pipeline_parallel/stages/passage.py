@@ -68,7 +68,8 @@ class Passages:
         self.running = passage
         try:
             yield passage
-            findings.writes |= any(map(version_of, tensors_in(passage.copy)))
+            if passage.copy is not None:
+                findings.writes |= any(map(version_of, tensors_in(passage.copy)))
             if known is None:
                 self.found[kind] = findings
         finally:
