@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,27 +52,26 @@ class Passages:
         """The running stage, and the hidden states received from the previous stage."""
         return (0, None) if self.running is None else self.running.source
 
-    @contextmanager
     def begin(
         self, kind: Hashable, stage: int, value: Any, modules: Iterable[str], siblings: str
-    ) -> Iterator[Passage]:
-        """Run a forward of a stage with these modules, and keep its findings if it succeeds.
+    ) -> Passage:
+        """Begin a forward of a stage with these modules; it runs until `running` is None again.
 
         `kind` holds the facts that may decide which code the forward runs. `siblings` is the list
         that holds the last module of the previous stage.
         """
         known = self.found.get(kind)
-        findings, numbers = known or Findings(), self._numbers
-        passage = Passage(stage, value, findings, siblings, numbers, modules, examines=not known)
-        self.running = passage
-        try:
-            yield passage
-            if passage.copy is not None:
-                findings.writes |= any(map(version_of, tensors_in(passage.copy)))
-            if known is None:
-                self.found[kind] = findings
-        finally:
-            self.running = None
+        given = stage, value, known or Findings(), siblings, self._numbers, modules
+        self.running = passage = Passage(*given, examines=known is None)
+        return passage
+
+    def keep(self, kind: Hashable, passage: Passage) -> None:
+        """Keep the findings of a forward that has succeeded."""
+        findings = passage.findings
+        if passage.copy is not None:
+            findings.writes |= any(map(version_of, tensors_in(passage.copy)))
+        if passage.examines:
+            self.found[kind] = findings
 
 
 class Passage:
@@ -121,7 +119,7 @@ class Passage:
         self.inside = 0  # running calls of this stage's modules, nested ones included
         # Tensors that depend on the stage's modules; None unless the forward is examined.
         self.dependent = WeakTensorKeyDictionary() if examines else None
-        self._findings, self._numbers = findings, numbers
+        self.findings, self._numbers = findings, numbers
         self._met = ""  # the first module called of the stage `furthest`
         self._passed: Any = None  # the hidden states to pass on
         self._gradients = torch.is_grad_enabled()
@@ -154,7 +152,7 @@ class Passage:
         self.delivered = True
         received = self.source[1]
         # The first forward of a kind finds out whether the model writes to them in place.
-        if self.examines or self._findings.writes:
+        if self.examines or self.findings.writes:
             self.copy = map_tensors(Tensor.clone, received)
             self.note(self.copy)
             return self.copy
@@ -248,7 +246,7 @@ class Passage:
 
     def offer(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the arguments of a later stage's module that its stage cannot compute itself."""
-        if not (self.examines or self._findings.places):
+        if not (self.examines or self.findings.places):
             return
         module, call = self._next(name)
         for index, tensor in enumerate(tensors_in((args, kwargs))):
@@ -256,8 +254,8 @@ class Passage:
             if isinstance(tensor, StandIn):
                 continue
             if self.dependent is not None and tensor in self.dependent:
-                self._findings.places.add(place)
-            if place in self._findings.places:
+                self.findings.places.add(place)
+            if place in self.findings.places:
                 self._leaving[place] = tensor, version_of(tensor)
 
     def take(self, name: str, arguments: Any) -> Any:

@@ -249,9 +249,13 @@ class PipelineParallel(ModuleWrapper):
         if not runtime.in_step:  # a step has done so for all its forwards
             runtime.watch(model, [gates])
         kind = (stage, self.training, torch.is_grad_enabled(), *facts_of(input_or_hidden, kwargs))
-        given = stage, input_or_hidden, gates.modules, self._ends[stage - 1]
-        with runtime.passages.begin(kind, *given) as passage:
+        passages, before = runtime.passages, self._ends[stage - 1]
+        passage = passages.begin(kind, stage, input_or_hidden, gates.modules, before)
+        try:
             output = self._run(model, passage, gates, kwargs)
+            passages.keep(kind, passage)
+        finally:
+            passages.running = None
         show_output(model, output)
         return output
 
