@@ -13,7 +13,7 @@ from torch import nn
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import PassThrough, StageError, train_step_pipeline
-from scaletorch.parallel.pipeline_parallel.stages.passage import Extras, Findings, Passage
+from scaletorch.parallel.pipeline_parallel.stages.passage import Findings, Passage
 
 WIDTH, VOCAB, LENGTH = 8, 13, 6
 
@@ -219,8 +219,9 @@ def test_what_a_twin_does_not_have_is_refused():
 def passing(module):
     """Return what stands for a module, in a forward that runs."""
     through = PassThrough(module, "embed is on stage 0 of the pipeline")
-    extras = Extras({}, (), set(), torch.ones(2, LENGTH, WIDTH), examines=False)
-    passage = through._passages.running = Passage(1, extras, Findings(), "layers")
+    hidden = torch.ones(2, LENGTH, WIDTH)
+    passage = Passage(1, hidden, Findings(), "layers", {}, (), examines=False)
+    through._passages.running = passage
     passage.first = torch.ones(2, LENGTH, dtype=torch.long)
     return through
 

@@ -28,7 +28,7 @@ class Form:
         self.value = map_tensors(_without_contents, value)
         self.tensors = tuple(tensors_in(self.value))
 
-    @property
+    @cached_property
     def gradients(self) -> tuple[Tensor, ...]:
         """The tensors that require grad, so that their gradient comes back."""
         return tuple(tensor for tensor in self.tensors if tensor.requires_grad)
@@ -65,7 +65,7 @@ def _without_contents(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=needs)
 
 
-NOTHING = Form(())
+NOTHING = Form({})
 
 
 class Place(NamedTuple):

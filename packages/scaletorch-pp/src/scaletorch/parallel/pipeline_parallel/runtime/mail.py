@@ -116,17 +116,16 @@ class Posts:
         self.device = device
         self._ranks, self._group = ranks, group
         self.in_batches = goes_in_batches(group)
-        self._in_flight: deque[tuple[Work[None], Sequence[Tensor]]] = deque()
+        self._in_flight: deque[Work[None]] = deque()  # each keeps its tensors alive
         self._batch: tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]] = [], []
         self._waiting: list[Parcel] = []
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Start to send to a rank of the pipeline; in batches, the next `flush` starts it."""
-        tensor = tensor.detach().contiguous()  # detached, since the graph may be freed before
         if self.in_batches:
             self._gather(0, tensor, peer)
         else:
-            self._keep(isend(tensor, self._ranks[peer], self._group), [tensor])
+            self._keep(isend(tensor, self._ranks[peer], self._group))
 
     def receive(self, tensors: list[Tensor], peer: int) -> Parcel:
         """Start to receive from a rank of the pipeline; in batches, the next `flush` starts it."""
@@ -144,7 +143,7 @@ class Posts:
         sends, receives = self._batch
         if sends or receives:
             work = exchange(sends, receives, self._group, async_op=True)
-            self._keep(work, [tensor for tensor, _ in sends])
+            self._keep(work)
             for parcel in self._waiting:
                 parcel.works.append(work)
             self._batch, self._waiting = ([], []), []
@@ -152,9 +151,7 @@ class Posts:
     def finish(self, most: int = 0) -> None:
         """Wait until at most `most` sends are under way."""
         while len(self._in_flight) > most:
-            # The tensors are kept until then, since the backend may not hold a reference itself.
-            work, _kept = self._in_flight.popleft()
-            work.wait()
+            self._in_flight.popleft().wait()
 
     def _gather(self, side: int, tensor: Tensor, peer: int) -> None:
         """Add a message to the batch; start a new batch if this one has a message of that peer.
@@ -166,8 +163,8 @@ class Posts:
             self.flush()
         self._batch[side].append((tensor, self._ranks[peer]))
 
-    def _keep(self, work: Work[None], tensors: Sequence[Tensor]) -> None:
-        self._in_flight.append((work, tensors))
+    def _keep(self, work: Work[None]) -> None:
+        self._in_flight.append(work)
         self.finish(IN_FLIGHT)
 
 
@@ -257,11 +254,10 @@ class Mail:
             like, tensors = self._forms[key.micro_batch][key.stage].value, parcel.tensors
             if not tensors:
                 raise StageError(f"{describe_rank()}: the previous stage has failed")
-        if torch.is_grad_enabled():
-            for tensor, known in zip(tensors, tensors_in(like), strict=True):
-                tensor.requires_grad_(known.requires_grad)
-        left = iter(tensors)
-        hidden: Hidden = map_tensors(lambda _: next(left), like)
+        left, grad = iter(tensors), torch.is_grad_enabled()
+        hidden: Hidden = map_tensors(
+            lambda known: next(left).requires_grad_(grad and known.requires_grad), like
+        )
         return hidden
 
     def take_gradients(self, key: Key) -> list[Tensor]:

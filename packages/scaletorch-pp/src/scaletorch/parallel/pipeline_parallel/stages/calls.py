@@ -28,7 +28,7 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ...pg_manager.building import eagerly
-from .passage import Extras, Passage, Passages
+from .passage import Passage, Passages
 from .stand_ins import OF_FORM_ALONE, has_stand_ins, kind_of, with_received
 
 _CALLS, _OWN_FORWARD = "_pipeline_calls", "_own_forward"
@@ -192,8 +192,8 @@ class Gates:
         """`lists` names the list that holds each of the stage's modules, in order."""
         self.passages, self.stage, self.lists, self.last = passages, stage, lists, last
         self.modules: dict[str, nn.Module] = {}
-        # For each module its name, the list that holds it, and the stage's modules after it.
-        self._places: dict[nn.Module, tuple[str, str, list[nn.Module]]] = {}
+        # For each module its name, its list, its class and the stage's modules after it.
+        self._places: dict[nn.Module, tuple[str, str, str, list[nn.Module]]] = {}
 
     def watch(self, model: nn.Module) -> None:
         """Surround the stage's modules in a model."""
@@ -204,7 +204,7 @@ class Gates:
             release(module, self)
         self.modules, later = modules, list(modules.values())
         self._places = {
-            module: (name, self.lists[name], later[place:])
+            module: (name, self.lists[name], kind_of(module), later[place:])
             for place, (name, module) in enumerate(modules.items(), 1)
         }
         for module in self._places:
@@ -225,14 +225,14 @@ class Gates:
             return args, kwargs
         passage, (name, *_) = self.running(), self._places[module]
         if passage is not None:
-            passage.reach(self.stage, f"{name} is on stage {self.stage} of the pipeline")
-            passage.come_back()
-            passage.extras.inside += 1
-            args, kwargs = passage.extras.take(name, (args, kwargs))
+            if passage.furthest != self.stage:
+                passage.reach(self.stage, f"{name} is on stage {self.stage} of the pipeline")
+            if passage.over:  # a call after the stage's last module
+                passage.come_back()
+            passage.inside += 1
+            args, kwargs = passage.take(name, (args, kwargs))
         elif self.passages.running is None:
             args, kwargs = with_received((args, kwargs))
-        if not has_stand_ins((*args, *kwargs.values())):
-            return args, kwargs
         for argument, value in chain(enumerate(args), kwargs.items()):
             if has_stand_ins(value):
                 raise InvalidArgumentError(
@@ -245,30 +245,31 @@ class Gates:
         passage = self.running()
         if passage is None:
             return output
-        name, siblings, later = self._places[module]
+        name, siblings, kind, later = self._places[module]
         if not self.last and not later:
             output = passage.leave(output)
         if torch.compiler.is_compiling() or _changes_nothing(module):
             return output
-        passage.extras.inside -= 1
+        passage.inside -= 1
         if has_stand_ins(output):  # read from outside the module's arguments
             raise InvalidArgumentError(f"{describe_rank()}: {name} computes with {_UNKNOWN}")
         if not self.last:
             passage.left = output
             if siblings != name:
-                passage.samples[siblings] = passage.kinds[kind_of(module)] = output
+                passage.samples[siblings] = passage.kinds[kind] = output
             # Modules that change nothing, such as a final dropout in eval mode, need no call.
             passage.over = all(map(_changes_nothing, later))
             if not passage.over:
-                passage.extras.note(output)
+                passage.note(output)
         return output
 
 
 def _changes_nothing(module: nn.Module) -> bool:
     """Return whether a module returns its argument unchanged, such as dropout in eval mode."""
-    hooked = module._forward_hooks or module._forward_pre_hooks
+    if not isinstance(module, (nn.Identity, _DropoutNd)):
+        return False
     drops = isinstance(module, _DropoutNd) and module.training and module.p
-    return isinstance(module, nn.Identity | _DropoutNd) and not (drops or hooked)
+    return not (drops or module._forward_hooks or module._forward_pre_hooks)
 
 
 def check_crossed(model: nn.Module, crossed: Iterable[str]) -> None:
@@ -295,15 +296,15 @@ def check_crossed(model: nn.Module, crossed: Iterable[str]) -> None:
 
 
 @contextmanager
-def examining(extras: Extras) -> Iterator[None]:
+def examining(passage: Passage) -> Iterator[None]:
     """Run the forward in this context uncompiled, and explain failures of the model's own code."""
-    with eagerly(), Following(extras):
+    with eagerly(), Following(passage):
         try:
             yield
         except (ScaletorchError, DistError):
             raise
         except Exception as error:
-            if extras.inside:  # a layer's own failure
+            if passage.inside:  # a layer's own failure
                 raise
             text = " ".join(str(error).split()) or "no message"
             raise InvalidArgumentError(
@@ -319,9 +320,9 @@ def examining(extras: Extras) -> Iterator[None]:
 class Following(TorchFunctionMode):
     """A mode that notes the results of operations on noted tensors."""
 
-    def __init__(self, extras: Extras) -> None:
+    def __init__(self, passage: Passage) -> None:
         super().__init__()
-        self._extras = extras
+        self._passage = passage
 
     def __torch_function__(
         self,
@@ -333,11 +334,11 @@ class Following(TorchFunctionMode):
         """Run the operation, and note its results."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name, dependent = getattr(func, "__name__", ""), self._extras.dependent
-        if self._extras.inside or name in OF_FORM_ALONE or not dependent:
+        name, dependent = getattr(func, "__name__", ""), self._passage.dependent
+        if self._passage.inside or name in OF_FORM_ALONE or not dependent:
             return result
         if any(tensor in dependent for tensor in tensors_in((args, kwargs))):
-            self._extras.note(result)
+            self._passage.note(result)
             if name == "__setitem__":
-                self._extras.note(args[0])
+                self._passage.note(args[0])
         return result

@@ -97,15 +97,23 @@ class PassThrough(nn.Module):
         value = args[0] if args else next(iter(kwargs.values()), None)
         if passage is None:
             return self._arrived(value)
-        if self._counts:
+        if self._counts and self._stage != passage.furthest:
             passage.reach(self._stage, self._where)
-        if self._stage > passage.source[0]:
-            passage.extras.offer(self._name, args, kwargs)
-        if self._ends and self._stage == passage.source[0] - 1:
+        distance = self._stage - passage.stage
+        if distance > 0:
+            passage.offer(self._name, args, kwargs)
+        elif distance == -1 and self._ends:
             return passage.deliver(self._where)
         if self._idles and not (self.training and getattr(self, "p", False)):
             return value
-        return self._stand_in(passage, value, args, kwargs)
+        sample = passage.samples.get(self._siblings)
+        if sample is None and distance > 0:  # one class, one form of output
+            sample = passage.kinds.get(self._kind)
+        if isinstance(value, StandIn) and isinstance(sample, Tensor):
+            same = value.shape == sample.shape and value.dtype == sample.dtype
+            if same and (value.requires_grad or not (self._counts and torch.is_grad_enabled())):
+                return value
+        return self._stand_in(passage, sample, value, args, kwargs)
 
     forward = __call__
 
@@ -115,18 +123,16 @@ class PassThrough(nn.Module):
         return source[1] if self._ends and source and source[0] == self._stage + 1 else value
 
     def _stand_in(
-        self, passage: Passage, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        passage: Passage,
+        sample: Any,
+        value: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
-        sample, received = passage.samples.get(self._siblings), passage.source[1]
-        if sample is None and self._stage > passage.source[0]:  # one class, one form of output
-            sample = passage.kinds.get(self._kind)
-        if isinstance(value, StandIn) and isinstance(sample, Tensor):
-            trains = self._counts and torch.is_grad_enabled()
-            same = (value.shape, value.dtype) == (sample.shape, sample.dtype)
-            if same and (value.requires_grad or not trains):
-                return value
-        known = passage.left if passage.over else received
-        tensors = [*tensors_in((value, known))]
+        known = passage.left if passage.over else passage.source[1]
+        given = [*tensors_in(value)]
+        tensors = [*given, *tensors_in(known)]
         if not tensors:
             return value
         base = next((tensor for tensor in tensors if tensor.requires_grad), tensors[0])
@@ -134,21 +140,21 @@ class PassThrough(nn.Module):
         if sample is not None:
             return stand_in(sample)
         if self._row and isinstance(value, Tensor) and not isinstance(value, StandIn):
-            return stand_in(self._rows(value, passage.first, next(tensors_in((known, value)))))
+            return stand_in(self._rows(value, passage.first, next(tensors_in(known), value)))
         if self._width is not None and isinstance(value, Tensor):
             shape = (*value.shape[:-1], self._width)
             return stand_in(torch.empty(shape, dtype=value.dtype, device="meta"))
-        takes_ids = not any(tensor.is_floating_point() for tensor in tensors_in(value))
+        takes_ids = not any(tensor.is_floating_point() for tensor in given)
         if (takes_ids or self._plain) and self._runs_plain_forward:
             with suppress(Exception):  # it may read missing values, or wait for other ranks
                 output = self._ready().forward(*args, **kwargs)
                 return stand_in(map_tensors(Tensor.detach, output))
-        if value is passage.first or next(tensors_in(value), None) is None:
+        if value is passage.first or not given:
             # Layers may return more than they take, but mostly return a dict as they took it.
             return stand_in(known if isinstance(known, dict) else next(tensors_in(known), base))
         # The output of a module with parameters requires grad even if its inputs do not.
-        same = not (self._counts and base.requires_grad)
-        same = same or any(tensor.requires_grad for tensor in tensors_in(value))
+        trains = self._counts and base.requires_grad
+        same = not trains or any(tensor.requires_grad for tensor in given)
         return value if has_stand_ins(value) and same else stand_in(value)
 
     def _rows(self, ids: Tensor, first: Any, like: Tensor) -> Tensor:
@@ -228,9 +234,9 @@ def forms_cast(passing: Iterable[PassThrough], fn: Callable[[Tensor], Tensor]) -
 
 def _has_dims_of(hidden: Tensor, ids: Tensor) -> bool:
     """Return whether hidden states have at least a position for each id, in any run of dims."""
-    starts = range(hidden.ndim - ids.ndim + 1)
-    more = hidden.ndim == ids.ndim + 1 and hidden.shape[:-1].numel() > ids.numel()
-    return more or any(hidden.shape[i : i + ids.ndim].numel() == ids.numel() for i in starts)
+    count, starts = ids.numel(), range(hidden.ndim - ids.ndim + 1)
+    enough = hidden.ndim == ids.ndim + 1 and hidden.shape[:-1].numel() >= count
+    return enough or any(hidden.shape[i : i + ids.ndim].numel() == count for i in starts)
 
 
 class Chunks:

@@ -9,9 +9,7 @@ computed for them. Arguments that depend on its own modules exist nowhere else, 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,24 +52,26 @@ class Passages:
         """The running stage, and the hidden states received from the previous stage."""
         return (0, None) if self.running is None else self.running.source
 
-    @contextmanager
     def begin(
         self, kind: Hashable, stage: int, value: Any, modules: Iterable[str], siblings: str
-    ) -> Iterator[Passage]:
-        """Run a forward of a stage with these modules, and keep its findings if it succeeds.
+    ) -> Passage:
+        """Begin a forward of a stage with these modules; it runs until `running` is None again.
 
         `kind` holds the facts that may decide which code the forward runs. `siblings` is the list
         that holds the last module of the previous stage.
         """
-        findings, examines = self.found.get(kind, Findings()), kind not in self.found
-        extras = Extras(self._numbers, modules, findings.places, value, examines=examines)
-        self.running = Passage(stage, extras, findings, siblings)
-        try:
-            yield self.running
-            findings.writes |= any(map(version_of, tensors_in(self.running.copy)))
+        known = self.found.get(kind)
+        given = stage, value, known or Findings(), siblings, self._numbers, modules
+        self.running = passage = Passage(*given, examines=known is None)
+        return passage
+
+    def keep(self, kind: Hashable, passage: Passage) -> None:
+        """Keep the findings of a forward that has succeeded."""
+        findings = passage.findings
+        if passage.copy is not None:
+            findings.writes |= any(map(version_of, tensors_in(passage.copy)))
+        if passage.examines:
             self.found[kind] = findings
-        finally:
-            self.running = None
 
 
 class Passage:
@@ -86,14 +86,29 @@ class Passage:
     for the model's output, such as auxiliary losses of layers, would be lost.
     """
 
-    def __init__(self, stage: int, extras: Extras, findings: Findings, siblings: str) -> None:
-        """Begin; the list `siblings` holds the last module of the previous stage."""
+    def __init__(
+        self,
+        stage: int,
+        value: Any,
+        findings: Findings,
+        siblings: str,
+        numbers: Mapping[str, int],
+        modules: Iterable[str],
+        *,
+        examines: bool,
+    ) -> None:
+        """Begin with a `value` from the previous stage, or the first stage's input.
+
+        The first forward of a kind `examines`, and adds to the `findings`. The list `siblings`
+        holds the last module of the previous stage. `numbers` are the indices of all stages'
+        modules, by name, and `modules` are those of this stage.
+        """
+        passed = value if isinstance(value, Passed) else Passed(value, [], {})
+        self.stage, self.hidden, self.examines = stage, passed.hidden, examines
         # The stage, and the hidden states it received; None for these on the first stage.
-        self.source: tuple[int, Any] = stage, extras.hidden if stage else None
-        self.extras, self._findings = extras, findings
-        self.examines = extras.dependent is not None  # the first forward of its kind
-        received = {**extras.forms, siblings: extras.hidden}
-        self.samples: dict[str, Any] = received if stage else {}  # by list, a layer's output
+        self.source: tuple[int, Any] = stage, self.hidden if stage else None
+        # By list, a layer's output; on meta for layers of earlier stages.
+        self.samples = {**passed.forms.value, siblings: self.hidden} if stage else {}
         self.kinds: dict[str, Any] = {}  # by class, the output of a layer of this stage
         self.delivered = stage == 0  # whether the model's code has got the received hidden states
         self.over = False  # whether the rest of the forward belongs to later stages
@@ -101,16 +116,30 @@ class Passage:
         self.first: Any = None  # the first argument of the model's forward
         self.copy: Any = None  # of the received hidden states, if the model may write to them
         self.left: Any = None  # the output of this stage's most recent module
+        self.inside = 0  # running calls of this stage's modules, nested ones included
+        # Tensors that depend on the stage's modules; None unless the forward is examined.
+        self.dependent = WeakTensorKeyDictionary() if examines else None
+        self.findings, self._numbers = findings, numbers
         self._met = ""  # the first module called of the stage `furthest`
         self._passed: Any = None  # the hidden states to pass on
         self._gradients = torch.is_grad_enabled()
         self._changes: list[tuple[int, int]] = []  # of hidden states passed on without a copy
+        self._calls: dict[str, int] = {}  # of modules that may take extra tensors
+        # Extra tensors received, and those to send with their version.
+        self._received = {
+            place: passed.tensors[stack][index] for place, (stack, index) in passed.places.items()
+        }
+        own = {numbers[name] for name in modules} if self._received else ()
+        self._leaving = {
+            place: (tensor, version_of(tensor))
+            for place, tensor in self._received.items()
+            if place.module not in own
+        }
 
     def come_back(self) -> None:
-        """Record a call of a module of this stage, which may come after its last module."""
-        if self.over:
-            self.over = False
-            self.extras.note(self.left)
+        """Record a call of a module of this stage after its last one."""
+        self.over = False
+        self.note(self.left)
 
     def deliver(self, where: str) -> Any:
         """Return the received hidden states as the output of the previous stage's last module."""
@@ -123,9 +152,9 @@ class Passage:
         self.delivered = True
         received = self.source[1]
         # The first forward of a kind finds out whether the model writes to them in place.
-        if self.examines or self._findings.writes:
+        if self.examines or self.findings.writes:
             self.copy = map_tensors(Tensor.clone, received)
-            self.extras.note(self.copy)
+            self.note(self.copy)
             return self.copy
         return map_tensors(_alias, received)
 
@@ -140,8 +169,7 @@ class Passage:
                 "Split(last=...). If layers run several times, place all of them on one stage, by "
                 "Split(points=(...)), or use no pipeline (pp_size=1)"
             )
-        if stage > self.furthest:
-            self.furthest, self._met = stage, where
+        self.furthest, self._met = stage, where
 
     def leave(self, output: Any) -> Any:
         """Keep the output of the stage's last module, and return a copy for the model's code."""
@@ -190,12 +218,12 @@ class Passage:
             for name, sample in self.samples.items()
             if name != siblings and not isinstance(sample, Tensor) and is_hidden(sample)
         }
-        value: Hidden = self.extras.leave(hidden, forms)
+        value: Hidden = self._with_extras(hidden, forms)
         return value
 
     def _refuse_collected(self, output: Any, parameters: Iterable[nn.Parameter]) -> None:
         """Refuse an output that depends on this stage except through the value passed on."""
-        passed = [*tensors_in(self._passed), *self.extras.tensors()]
+        passed = [*tensors_in(self._passed), *(tensor for tensor, _ in self._leaving.values())]
         stage_leaves: set[int] | None = None
         for tensor in tensors_in(output):
             leaves = {id(leaf) for leaf in _other_leaves([tensor], passed)}
@@ -210,42 +238,6 @@ class Passage:
                     "with the hidden states, or use no pipeline (pp_size=1)"
                 )
 
-
-class Extras:
-    """The extra tensors that one forward of a stage receives, and sends, with hidden states.
-
-    `numbers` are the indices of all stages' modules, by name, and `modules` those of this stage.
-    `known` are the arguments of later stages' modules to send; the first forward of a kind
-    `examines`, and adds to them. `value` came from the previous stage, or is the first's input.
-    """
-
-    def __init__(
-        self,
-        numbers: Mapping[str, int],
-        modules: Iterable[str],
-        known: set[Place],
-        value: Any,
-        *,
-        examines: bool,
-    ) -> None:
-        self._numbers, self._known = numbers, known
-        passed = value if isinstance(value, Passed) else Passed(value, [], {})
-        # Hidden states, and outputs of layers of earlier stages on meta, by the layers' list.
-        self.hidden, self.forms = passed.hidden, dict(passed.forms.value)
-        self._received = {
-            place: passed.tensors[stack][index] for place, (stack, index) in passed.places.items()
-        }
-        # Tensors that depend on the stage's modules; None unless the forward is examined.
-        self.dependent = WeakTensorKeyDictionary() if examines else None
-        self.inside = 0  # running calls of this stage's modules, nested ones included
-        numbers_here = {numbers[name] for name in modules} if self._received else ()
-        self._leaving = {
-            place: (tensor, version_of(tensor))
-            for place, tensor in self._received.items()
-            if place.module not in numbers_here
-        }
-        self._calls: Counter[str] = Counter()
-
     def note(self, value: Any) -> None:
         """Record tensors that depend on this stage's modules."""
         if self.dependent is not None:
@@ -254,7 +246,7 @@ class Extras:
 
     def offer(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the arguments of a later stage's module that its stage cannot compute itself."""
-        if self.dependent is None and not self._known:
+        if not (self.examines or self.findings.places):
             return
         module, call = self._next(name)
         for index, tensor in enumerate(tensors_in((args, kwargs))):
@@ -262,8 +254,8 @@ class Extras:
             if isinstance(tensor, StandIn):
                 continue
             if self.dependent is not None and tensor in self.dependent:
-                self._known.add(place)
-            if place in self._known:
+                self.findings.places.add(place)
+            if place in self.findings.places:
                 self._leaving[place] = tensor, version_of(tensor)
 
     def take(self, name: str, arguments: Any) -> Any:
@@ -282,7 +274,7 @@ class Extras:
 
         return map_tensors(taken, arguments)
 
-    def leave(self, hidden: Any, samples: Mapping[str, Any]) -> Any:
+    def _with_extras(self, hidden: Any, samples: Mapping[str, Any]) -> Any:
         """Return the value to send: hidden states, alone or with extra tensors.
 
         `samples` are outputs of layers, by their list, whose form later stages cannot know.
@@ -306,13 +298,9 @@ class Extras:
         tensors = [torch.stack(stack) for stack in stacks.values()]
         return Passed(hidden, tensors, places, Form(dict(samples)))
 
-    def tensors(self) -> list[Tensor]:
-        """Return the extra tensors to send."""
-        return [tensor for tensor, _ in self._leaving.values()]
-
     def _next(self, name: str) -> tuple[int, int]:
-        self._calls[name] += 1
-        return self._numbers[name], self._calls[name]
+        self._calls[name] = call = self._calls.get(name, 0) + 1
+        return self._numbers[name], call
 
 
 def version_of(tensor: Tensor) -> int:

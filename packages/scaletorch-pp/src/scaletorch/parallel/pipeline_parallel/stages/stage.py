@@ -144,8 +144,9 @@ class PipelineParallel(ModuleWrapper):
         passages = Passages(name for name, _ in placement.homes())
         deferral = Deferral()
         last = self.num_stages - 1
-        self._lists = [{n: siblings_of(model, n) for n in names} for names in placement.stages]
-        gates = [Gates(passages, s, self._lists[s], last=s == last) for s in self.stages]
+        lists = [{n: siblings_of(model, n) for n in names} for names in placement.stages]
+        self._ends = [next(reversed(own.values()), "") for own in lists]  # of each last module
+        gates = [Gates(passages, s, lists[s], last=s == last) for s in self.stages]
         chunks = cut(model, placement, self.stages, passages)
         if splits:
             defer_weight_gradients(model, deferral)
@@ -248,9 +249,13 @@ class PipelineParallel(ModuleWrapper):
         if not runtime.in_step:  # a step has done so for all its forwards
             runtime.watch(model, [gates])
         kind = (stage, self.training, torch.is_grad_enabled(), *facts_of(input_or_hidden, kwargs))
-        before = next(reversed(self._lists[stage - 1].values()))
-        with runtime.passages.begin(kind, stage, input_or_hidden, gates.modules, before) as passage:
+        passages, before = runtime.passages, self._ends[stage - 1]
+        passage = passages.begin(kind, stage, input_or_hidden, gates.modules, before)
+        try:
             output = self._run(model, passage, gates, kwargs)
+            passages.keep(kind, passage)
+        finally:
+            passages.running = None
         show_output(model, output)
         return output
 
@@ -260,17 +265,15 @@ class PipelineParallel(ModuleWrapper):
         """Run the model's forward with a single process's arguments; return the stage's output."""
         passage.first, named = self._first(passage)
         output: Any = None
-        with (
-            examining(passage.extras) if passage.examines else nullcontext(),
-            suppress(UnknownValueError),
-        ):
+        examined = examining(passage) if passage.examines else nullcontext()
+        with examined, suppress(UnknownValueError):
             if named:
                 output = model(inputs_embeds=passage.first, **kwargs)
             else:
                 output = model(passage.first, **kwargs)
-        if passage.source[0] < self.num_stages - 1:
+        if not gates.last:
             own = (p for module in gates.modules.values() for p in module.parameters())
-            return passage.passed_on(output, own, next(reversed(gates.lists.values())))
+            return passage.passed_on(output, own, self._ends[passage.stage])
         if has_stand_ins(output):
             output = with_received(output)  # it may have been received for a layer of this stage
             check_output(output)
@@ -283,8 +286,8 @@ class PipelineParallel(ModuleWrapper):
         the form is enough. If the input is unknown, the stand-in has the form of the received
         hidden states.
         """
-        passages, ids, given = self.runtime.passages, self.runtime.ids, passage.extras.hidden
-        if passage.source[0] == 0:
+        passages, ids, given = self.runtime.passages, self.runtime.ids, passage.hidden
+        if passage.stage == 0:
             return given, False
         if ids is not None and not ids.is_floating_point():
             return ids, False
@@ -309,8 +312,8 @@ class PipelineParallel(ModuleWrapper):
         """
         if isinstance(output_tensor, WeightGradients):
             return output_tensor.accumulate()
-        parameters, into = self.runtime.parameters, self.runtime.deferral.into
-        before = [parameter.grad for parameter in parameters]
+        into = self.runtime.deferral.into
+        fresh = [parameter for parameter in self.runtime.parameters if parameter.grad is None]
         outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
         gradients = None if output_tensor_grad is None else [*tensors_in(output_tensor_grad)]
         if outputs:  # none if all layers so far are frozen
@@ -320,8 +323,6 @@ class PipelineParallel(ModuleWrapper):
             for tensor in tensors_in(input_tensor)
             if tensor.requires_grad
         ]
-        pairs = zip(parameters, before, strict=True)
-        fresh = [parameter for parameter, gradient in pairs if parameter.grad is not gradient]
         if fresh:
             kept = passed_back if into is None else [*passed_back, *into.gradients()]
             _give_own_memory(fresh, kept)

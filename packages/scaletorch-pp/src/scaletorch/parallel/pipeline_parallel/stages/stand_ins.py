@@ -111,11 +111,11 @@ def standing_like(value: Any, forward: Forward, base: Tensor, *, trained: bool =
     Autograd takes them to be computed from `base`. If that requires grad, so do the stand-ins of
     tensors that do, and all floating point ones if `trained`.
     """
+    has_graph = base.requires_grad and torch.is_grad_enabled()
 
     def stand_in(tensor: Tensor) -> Any:
         form = tensor.size(), tensor.dtype
-        kept = tensor.requires_grad or (trained and tensor.is_floating_point())
-        if kept and base.requires_grad and torch.is_grad_enabled():
+        if has_graph and (tensor.requires_grad or (trained and tensor.is_floating_point())):
             return _Standing.apply(base, form, forward)  # type: ignore[no-untyped-call]
         return _stand_in(*form, base.device, forward, forward.source)
 
@@ -129,7 +129,8 @@ def stand_ins_within(value: Any) -> Iterator[StandIn]:
 
 def has_stand_ins(value: Any) -> bool:
     """Return whether a value is or contains a stand-in."""
-    return next(stand_ins_within(value), None) is not None
+    # Most values are plain tensors, and each argument of each layer is checked.
+    return type(value) is not Tensor and next(stand_ins_within(value), None) is not None
 
 
 def with_received(value: Any) -> Any:

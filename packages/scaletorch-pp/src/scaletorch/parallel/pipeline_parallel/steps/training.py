@@ -198,9 +198,10 @@ class Training:
         self._backwards = sum(action.kind != FORWARD for action in actions)
         self._graphs: dict[tuple[int, int], tuple[Hidden | None, Any]] = {}
         self._errors: dict[Hashable, str] = {}  # for inputs that got no gradient so far
-        self._autocasts = autocasts(step.inputs.device)
+        self._device = step.inputs.device
+        self._autocasts = autocasts(self._device)
         # The sum of the losses so far, in the widest of their dtypes.
-        self.total = torch.zeros((), dtype=torch.float32, device=step.inputs.device)
+        self.total = torch.zeros((), dtype=torch.float32, device=self._device)
 
     def run(self, task: Task) -> None:
         """Run a task whose input has arrived."""
@@ -212,10 +213,13 @@ class Training:
         self._switch_sync()
         # Recomputed forwards and wrappers' searches for parameters need the chunk's modules.
         self.step.pipeline.select(chunk)
-        if kind == BACKWARD_WEIGHT:
-            self._backward(None, into, None)
-        else:
-            self._backward_of_inputs(task, into)
+        model: Any = self.step.model
+        # Autocast is for forwards: a backward uses the dtypes that its forward chose.
+        with torch.autocast(self._device.type, enabled=False) if self._autocasts else nullcontext():
+            if kind == BACKWARD_WEIGHT:
+                model.backward(None, into, None)
+            else:
+                self._backward_of_inputs(model, task, into)
         if self._errors and not self._backwards:
             raise InvalidArgumentError(next(iter(self._errors.values())))
 
@@ -229,7 +233,7 @@ class Training:
             self.total = self.total + output.detach()
         self._graphs[micro_batch, chunk] = hidden, output
 
-    def _backward_of_inputs(self, task: Task, into: WeightGradients | None) -> None:
+    def _backward_of_inputs(self, model: Any, task: Task, into: WeightGradients | None) -> None:
         """Run a full backward, or only the gradient of the inputs, and pass that on."""
         _, micro_batch, chunk = task.action
         mail = self.step.mail
@@ -237,7 +241,7 @@ class Training:
         hidden, output = self._graphs.pop((micro_batch, chunk))
         deferral = self.step.pipeline.runtime.deferral
         with deferral.to(into, backward=True) if into else nullcontext():
-            passed_back = self._backward(hidden, output, gradients)
+            passed_back = model.backward(hidden, output, gradients)
         if task.makes is not None:
             self._look_for_gradients(task, hidden)
             mail.put(task.makes, passed_back)
@@ -249,13 +253,11 @@ class Training:
         """
         reached = self.step.pipeline.runtime.reached
         key = task.stage, self.step.inputs.signatures[task.action.micro_batch]
-        trained = [t for t in tensors_in(hidden) if t.requires_grad]
-        if key in reached or not trained:
-            return
+        trained = [] if key in reached else [t for t in tensors_in(hidden) if t.requires_grad]
         if any(tensor.grad is not None for tensor in trained):
             reached.add(key)
             self._errors.pop(key, None)
-        elif key not in self._errors:
+        elif trained and key not in self._errors:
             self._errors[key] = (
                 f"{describe_rank()}: stage {task.stage} gives no gradient back to stage "
                 f"{task.stage - 1}, whose hidden states {Form(trained)} require one: autograd "
@@ -264,13 +266,6 @@ class Training:
                 "outside torch.no_grad() and custom autograd functions (checkpoint with "
                 "use_reentrant=False), or use no pipeline (pp_size=1)"
             )
-
-    def _backward(self, hidden: Hidden | None, output: Any, gradient: Any) -> Any:
-        model: Any = self.step.model
-        kind = self.step.inputs.device.type
-        # Autocast is for forwards: a backward uses the dtypes that its forward chose.
-        with torch.autocast(kind, enabled=False) if self._autocasts else nullcontext():
-            return model.backward(hidden, output, gradient)
 
     def _switch_sync(self) -> None:
         """Let wrappers sync gradients only in the last backward."""
