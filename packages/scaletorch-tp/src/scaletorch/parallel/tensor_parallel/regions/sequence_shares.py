@@ -26,7 +26,8 @@ from .surround import own_class
 DIM = -2  # the dim of tokens in [..., L, H]
 
 _OF_SHAPES = re.compile(
-    r"[Ss]izes? of tensor|shape '|view size|must match|split_sizes|shapes cannot be multiplied"
+    r"[Ss]izes? of tensor|shape '|view size|must match|equal size|split_sizes|"
+    "shapes cannot be multiplied"
 )
 
 
@@ -136,6 +137,18 @@ def unfit(reason: str, way_out: str = "") -> InvalidArgumentError:
     """Return the error for a call that sequence parallelism does not fit."""
     remedy = f"{way_out}, or do without" if way_out else "do without"
     return InvalidArgumentError(f"{describe_rank()}: {reason}; {remedy} sequence parallelism")
+
+
+def refuse_shard(x: Tensor, lists: Collection[SequenceShares]) -> None:
+    """Refuse hidden states outside of the lists of layers that are this rank's shard in one."""
+    for shares in lists:
+        if shares.sharing and x.ndim > 2 and x.shape[DIM] == shares.local != shares.length:
+            raise unfit(
+                f"with sequence parallelism expected whole sequences outside of the layers, got "
+                f"this rank's {shares.local} of {shares.length} tokens, of shape {tuple(x.shape)}: "
+                "the last layer of its list, which gathers them, was not called before",
+                "style only layers that are called in turn 'sequence_layer'",
+            )
 
 
 def find_shares(model: nn.Module) -> SequenceShares | None:
