@@ -358,6 +358,47 @@ def test_a_shard_outside_of_its_list_is_refused(way):
         divided(made(Early), plan)(ids(7), way)
 
 
+class Chunked(TwoLists):
+    """Calls its layers with chunks of other lengths, and runs them, or their MLPs, again."""
+
+    def forward(self, ids):
+        x, done = self.words(ids), []
+        for chunk in x.split((5, 4), 1):
+            for layer in self.layers:
+                chunk = self.again(layer, chunk)
+            done.append(chunk)
+        return self.head(torch.cat(done, 1))
+
+
+def again(layer, x):
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def inside(layer, x):  # as `recompute_layers` does it
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        return layer(x)
+    finally:
+        del layer.forward
+
+
+def mlp_again(layer, x):
+    layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=False)
+    try:
+        return layer(x)
+    finally:
+        del layer.mlp.forward
+
+
+@distributed_test(world_size=3)
+def test_layers_run_again_with_the_length_of_their_call():
+    plan = {n: s for n, s in PLAN.items() if s != "sequence_layer"}
+    for way in (again, inside, mlp_again):
+        one, many = made(Chunked), divided(made(Chunked), plan)
+        one.again, many.again = again, way
+        compare(one, many, ids(9))
+
+
 @distributed_test(world_size=2)
 def test_a_model_may_be_a_layer():
     one, x = made(Layer), torch.randn(2, 7, WIDTH, dtype=torch.float64)

@@ -54,6 +54,20 @@ class SequenceShares:
         return get_rank(self.group)
 
     @uncompiled
+    def recall(self, hidden: Tensor | None) -> None:
+        """Note this call's length at its hidden states; in backward take the length noted there.
+
+        By then other calls, such as those of other micro-batches, have had other lengths.
+        """
+        if hidden is None or not torch.is_grad_enabled():
+            return
+        if in_backward():
+            now = self.length, self.batch
+            self.length, self.batch = vars(hidden).get("_sequence_length", now)
+        else:
+            vars(hidden)["_sequence_length"] = self.length, self.batch
+
+    @uncompiled
     def enter(self, x: Tensor) -> Tensor:
         """All-gather a sequence shard for sharded layers; backward reduce-scatters the gradient."""
         if self.in_rows(x, self.local):
@@ -238,6 +252,7 @@ def convert_hidden(
             f"with sequence parallelism {kind} must be called with its hidden states, a floating "
             f"tensor [..., tokens, {width}], and got tensors of shapes {shapes}"
         )
+    shares.recall(hidden)
     rows = shares.in_rows(hidden, shares.local)
     length = (shares.length or 0) if rows else sum(shares.sizes(hidden))
     for other in tensors_in(given):

@@ -82,6 +82,12 @@ class SequenceLayer(Surrounded):
     _last: bool = False  # the last of a list: gathers its output
 
     @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward, which activation recomputation runs again."""
+        self._sequence.recall(_hidden_in((*args, *kwargs.values())))
+        return super().forward(*args, **kwargs)
+
+    @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on sequence shards."""
         shares = self._sequence
@@ -149,6 +155,7 @@ def _shared_out(
         streams = hidden.ndim > 3 and hidden.shape[1] == shares.length != hidden.shape[DIM]
         shares.length = hidden.shape[1 if streams else DIM]
         shares.batch = hidden.shape[0] if hidden.ndim == 3 else shares.batch
+    shares.recall(hidden)
     dim = _token_dim(hidden, shares)
     whole = begins or (again and hidden.shape[dim] == shares.length)
     if not again:
