@@ -4,6 +4,8 @@
 """
 
 import copy
+from collections import namedtuple
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -14,6 +16,7 @@ from llamas import Llama, compare, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from scaletorch.dist.building import tensors_in
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, explain, sequence_share
@@ -280,6 +283,120 @@ def test_each_list_of_layers_shares_out_its_own_sequences():
 
 def require_length(length, _module, _given, out):
     assert out.shape[1] == length
+
+
+@distributed_test(world_size=2)
+def test_lists_in_a_list_are_no_layers():
+    class Stages(TwoLists):
+        def __init__(self):
+            super().__init__()
+            self.stages = nn.ModuleList([self.layers, self.others])
+            del self.layers, self.others
+
+        layers, others = (property(lambda self, at=at: self.stages[at]) for at in (0, 1))
+
+    names = (f"stages.*.*.mlp.{n}" for n in ("up", "down"))
+    plan = {**dict(zip(names, ("column", "row"), strict=True)), "head": "column_gather"}
+    compare(made(Stages), divided(made(Stages), plan), ids())
+
+
+@dataclass
+class Hidden:
+    mean: torch.Tensor
+    x: torch.Tensor
+    same: torch.Tensor
+
+
+class Returning(Plain):
+    def forward(self, x):
+        x = super().forward(x)
+        return self.kind(x.mean(), x, 2 * x)
+
+
+class Returned(Model):
+    """Gets hidden states twice, behind another tensor, from its last layer."""
+
+    def __init__(self, kind):
+        super().__init__(Returning)
+        Returning.kind = staticmethod(kind)
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for layer in self.layers:
+            _, x, same = tensors_in(layer(x))
+        return self.head(x + same)
+
+
+@distributed_test(world_size=2)
+def test_layers_return_hidden_states_in_any_container():
+    plan = {name: style for name, style in PLAN.items() if style != "sequence_layer"}
+    for kind in (Hidden, namedtuple("Named", "mean x same"), lambda *x: list(x)):
+        compare(made(Returned, kind), divided(made(Returned, kind), plan), ids(7))
+    none = divided(made(Returned, lambda mean, *_: mean), plan)
+    with pytest.raises(InvalidArgumentError, match=r"Returning must return hidden states"):
+        none.layers[1](none.layers[0].norm(none.words(ids())))
+
+
+class Early(TwoLists):
+    """Gives shards to its head, to the layers of another list, or beside whole sequences."""
+
+    def forward(self, ids, way):
+        x = self.words(ids)
+        y = self.layers[0](x)
+        if way == "stack":
+            return torch.stack([x, y])
+        return self.head(y) if way == "head" else self.others[0](y)
+
+
+@distributed_test(world_size=2)
+@pytest.mark.parametrize("way", ["stack", "head", "list"])
+def test_a_shard_outside_of_its_list_is_refused(way):
+    plan = {n: s for n, s in PLAN.items() if s != "sequence_layer"}
+    plan |= {f"others.*.mlp.{n}": s for n, s in (("up", "column"), ("down", "row"))}
+    text = r"in Early does not fit" if way == "stack" else r"[43] of 7 tokens.* was not called"
+    with pytest.raises(InvalidArgumentError, match=text):
+        divided(made(Early), plan)(ids(7), way)
+
+
+class Chunked(TwoLists):
+    """Calls its layers with chunks of other lengths, and runs them, or their MLPs, again."""
+
+    def forward(self, ids):
+        x, done = self.words(ids), []
+        for chunk in x.split((5, 4), 1):
+            for layer in self.layers:
+                chunk = self.again(layer, chunk)
+            done.append(chunk)
+        return self.head(torch.cat(done, 1))
+
+
+def again(layer, x):
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def inside(layer, x):  # as `recompute_layers` does it
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        return layer(x)
+    finally:
+        del layer.forward
+
+
+def mlp_again(layer, x):
+    layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=False)
+    try:
+        return layer(x)
+    finally:
+        del layer.mlp.forward
+
+
+@distributed_test(world_size=3)
+def test_layers_run_again_with_the_length_of_their_call():
+    plan = {n: s for n, s in PLAN.items() if s != "sequence_layer"}
+    for way in (again, inside, mlp_again):
+        one, many = made(Chunked), divided(made(Chunked), plan)
+        one.again, many.again = again, way
+        compare(one, many, ids(9))
 
 
 @distributed_test(world_size=2)

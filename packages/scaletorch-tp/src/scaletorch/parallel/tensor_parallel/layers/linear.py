@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ...placement import Cut, Invariant, Partial, Shard, convert
 from ..regions.random import end_sharded_random
 from ..regions.region import enter, overlapped_linear, sum_replicas
+from ..regions.sequence_shares import SequenceShares, refuse_shard
 from .base import Group, Memo, Options, TensorParallelLayer
 
 _KINDS = (nn.Linear, NonDynamicallyQuantizableLinear)
@@ -68,6 +70,7 @@ class ColumnParallelLinear(_Linear):
 
     gather_output: bool
     async_all_reduce: bool
+    lists: Sequence[SequenceShares] = ()  # of layers that divide sequences, if it is in none
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class ColumnParallelLinear(_Linear):
         self._check_input(x, self.in_features)
         if self.tp_size == 1:
             return functional.linear(x, self._matrix(), self.bias)
+        refuse_shard(x, self.lists)
         overlap = self.async_all_reduce and not torch.compiler.is_compiling()
         out = overlapped_linear(self, x) if overlap else None
         if out is None:

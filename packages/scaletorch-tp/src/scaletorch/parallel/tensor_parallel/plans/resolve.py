@@ -207,7 +207,8 @@ def _layers_in(root: nn.Module, matches: Matches) -> list[nn.Module]:
         holders = [
             at
             for at, child in enumerate(children)
-            if not sharded.isdisjoint({*child.modules()} - {child})
+            if not isinstance(child, nn.ModuleList | nn.ModuleDict)  # is never called
+            and not sharded.isdisjoint({*child.modules()} - {child})
             and not _is_region(child, matches, closed=True)
         ]
         if holders:

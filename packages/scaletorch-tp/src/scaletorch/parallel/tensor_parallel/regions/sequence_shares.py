@@ -26,7 +26,8 @@ from .surround import own_class
 DIM = -2  # the dim of tokens in [..., L, H]
 
 _OF_SHAPES = re.compile(
-    r"[Ss]izes? of tensor|shape '|view size|must match|split_sizes|shapes cannot be multiplied"
+    r"[Ss]izes? of tensor|shape '|view size|must match|equal size|split_sizes|"
+    "shapes cannot be multiplied"
 )
 
 
@@ -51,6 +52,20 @@ class SequenceShares:
     def rank(self) -> int:
         """This rank's index on the axis."""
         return get_rank(self.group)
+
+    @uncompiled
+    def recall(self, hidden: Tensor | None) -> None:
+        """Note this call's length at its hidden states; in backward take the length noted there.
+
+        By then other calls, such as those of other micro-batches, have had other lengths.
+        """
+        if hidden is None or not torch.is_grad_enabled():
+            return
+        if in_backward():
+            now = self.length, self.batch
+            self.length, self.batch = vars(hidden).get("_sequence_length", now)
+        else:
+            vars(hidden)["_sequence_length"] = self.length, self.batch
 
     @uncompiled
     def enter(self, x: Tensor) -> Tensor:
@@ -136,6 +151,18 @@ def unfit(reason: str, way_out: str = "") -> InvalidArgumentError:
     """Return the error for a call that sequence parallelism does not fit."""
     remedy = f"{way_out}, or do without" if way_out else "do without"
     return InvalidArgumentError(f"{describe_rank()}: {reason}; {remedy} sequence parallelism")
+
+
+def refuse_shard(x: Tensor, lists: Collection[SequenceShares]) -> None:
+    """Refuse hidden states outside of the lists of layers that are this rank's shard in one."""
+    for shares in lists:
+        if shares.sharing and x.ndim > 2 and x.shape[DIM] == shares.local != shares.length:
+            raise unfit(
+                f"with sequence parallelism expected whole sequences outside of the layers, got "
+                f"this rank's {shares.local} of {shares.length} tokens, of shape {tuple(x.shape)}: "
+                "the last layer of its list, which gathers them, was not called before",
+                "style only layers that are called in turn 'sequence_layer'",
+            )
 
 
 def find_shares(model: nn.Module) -> SequenceShares | None:
@@ -225,6 +252,7 @@ def convert_hidden(
             f"with sequence parallelism {kind} must be called with its hidden states, a floating "
             f"tensor [..., tokens, {width}], and got tensors of shapes {shapes}"
         )
+    shares.recall(hidden)
     rows = shares.in_rows(hidden, shares.local)
     length = (shares.length or 0) if rows else sum(shares.sizes(hidden))
     for other in tensors_in(given):

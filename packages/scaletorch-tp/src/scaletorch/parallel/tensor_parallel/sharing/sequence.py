@@ -18,6 +18,7 @@ from ....dist.building import map_tensors, tensors_in
 from ...pg_manager.building import around_compiled, uncompiled
 from ...placement import ModelView, modules_within
 from ..layers.base import TensorParallelLayer
+from ..layers.linear import ColumnParallelLinear
 from ..layers.own_parameters import HeadParameters
 from ..regions.random import common_random, end_sharded_random, refused_again, sharded_random
 from ..regions.region import Region
@@ -28,6 +29,7 @@ from ..regions.sequence_shares import (
     convert_hidden,
     find_shares,
     in_backward,
+    refuse_shard,
     shapes_explained,
     unfit,
 )
@@ -75,8 +77,15 @@ class SequenceLayer(Surrounded):
     """Mixin of a layer that works on this rank's shard of sequences, and so do its hooks."""
 
     _sequence: SequenceShares  # of its list
+    _lists: Sequence[SequenceShares]  # of all lists
     _first: bool = False  # the first of a list: splits its inputs
     _last: bool = False  # the last of a list: gathers its output
+
+    @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward, which activation recomputation runs again."""
+        self._sequence.recall(_hidden_in((*args, *kwargs.values())))
+        return super().forward(*args, **kwargs)
 
     @around_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,23 +94,32 @@ class SequenceLayer(Surrounded):
         args, kwargs = _shared_out(self, shares, args, kwargs)
         with sharded_random(self._tp_group) if self.training else nullcontext():
             out = super().__call__(*args, **kwargs)
-        return _joined(out, shares) if self._last else out
+        return _joined(own_class(self).__name__, out, shares) if self._last else out
 
 
 @uncompiled
-def _joined(out: Any, shares: SequenceShares) -> Any:
-    """Return a layer's output with its hidden states gathered."""
+def _joined(name: str, out: Any, shares: SequenceShares) -> Any:
+    """Return a layer's output with its hidden states, and others of their shape, gathered."""
     shares.sharing = False
     end_sharded_random()  # activations are full after this layer
+    hidden = _hidden_in(tensors_in(out))
+    if hidden is None:
+        raise unfit(
+            f"with sequence parallelism {name} must return hidden states [..., L, H], a floating "
+            "tensor"
+        )
+    dim, kind = _token_dim(hidden, shares), (hidden.shape, hidden.is_floating_point())
 
     def whole(x: Tensor) -> Tensor:
-        return shares.whole(x, _token_dim(x, shares))
+        return shares.whole(x, dim) if (x.shape, x.is_floating_point()) == kind else x
 
-    if isinstance(out, dict):  # an output of transformers
-        name = next(name for name, value in out.items() if isinstance(value, Tensor))
-        out[name] = whole(out[name])
-        return out
-    return whole(out) if isinstance(out, Tensor) else type(out)((whole(out[0]), *out[1:]))
+    return map_tensors(whole, out)
+
+
+def _hidden_in(tensors: Iterable[Any]) -> Tensor | None:
+    """Return the first floating tensor of more than two dims."""
+    floating = (x for x in tensors if isinstance(x, Tensor) and x.is_floating_point())
+    return next((x for x in floating if x.ndim > 2), None)
 
 
 def _token_dim(x: Tensor, shares: SequenceShares) -> int:
@@ -125,9 +143,7 @@ def _shared_out(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a layer, with this rank's shard of per-token ones."""
     again = in_backward()
-    given = (*args, *kwargs.values())
-    floating = (x for x in given if isinstance(x, Tensor) and x.is_floating_point())
-    hidden = next((x for x in floating if x.ndim > 2), None)
+    hidden = _hidden_in((*args, *kwargs.values()))
     if hidden is None:
         raise unfit(
             f"with sequence parallelism {own_class(layer).__name__} must be called with hidden "
@@ -135,9 +151,11 @@ def _shared_out(
         )
     begins = layer._first and not shares.sharing and not again
     if begins:
+        refuse_shard(hidden, layer._lists)
         streams = hidden.ndim > 3 and hidden.shape[1] == shares.length != hidden.shape[DIM]
         shares.length = hidden.shape[1 if streams else DIM]
         shares.batch = hidden.shape[0] if hidden.ndim == 3 else shares.batch
+    shares.recall(hidden)
     dim = _token_dim(hidden, shares)
     whole = begins or (again and hidden.shape[dim] == shares.length)
     if not again:
@@ -200,7 +218,13 @@ def share_sequences(
                 vars(module)["sequence"] = shares
         for layer in listed:
             ends = {"_first": layer is listed[0], "_last": layer is listed[-1]}
-            vars(surround(layer, SequenceLayer, group)).update(ends, _sequence=shares)
+            vars(surround(layer, SequenceLayer, group)).update(
+                ends, _sequence=shares, _lists=sequences
+            )
+    inside = modules_within(module for listed in lists.values() for module in listed)
+    for module in view.names:
+        if isinstance(module, ColumnParallelLinear) and module not in inside:
+            vars(module)["lists"] = sequences
     vars(surround(view.model, SequenceRoot, group))["_sequences"] = sequences
 
 
