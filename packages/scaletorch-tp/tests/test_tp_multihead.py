@@ -111,6 +111,24 @@ def test_heads_need_not_divide():
     assert model.attention.in_proj_weight.shape[0] == 3 * (8, 4, 4)[group.WORLD.rank()]
 
 
+def forces(model):
+    """Return the slopes of an energy by position, and gradients of what they lose."""
+    x = drawn(ROWS, LENGTH, SIZE).requires_grad_()
+    (slopes,) = torch.autograd.grad(model(x, x, True)[0].square().sum(), x, create_graph=True)
+    slopes.square().sum().backward()
+    return slopes, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@distributed_test(world_size=2)
+def test_slopes_can_be_trained_as_in_one_process():
+    expected, by_name = forces(Holder().double())
+    model = apply_tensor_parallel(Holder().double(), PLAN, group.WORLD)
+    slopes, gradients = forces(model)
+    assert relative_error(slopes, expected) < 1e-12
+    for name, whole in gather_tensors(model, gradients).items():
+        assert relative_error(whole, by_name[name]) < 1e-12, name
+
+
 @distributed_test(world_size=2)
 def test_state():
     plain, model = Holder(), apply_tensor_parallel(Holder(), PLAN, group.WORLD)

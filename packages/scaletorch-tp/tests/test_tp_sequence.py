@@ -77,6 +77,20 @@ def test_one_rank_changes_nothing():
     assert torch.equal(model(ids(5)), same(ids(5)))
 
 
+@pytest.mark.parametrize("style", ["vocab", "column_embedding"])
+def test_a_divided_table_for_shared_tokens_is_refused(style):
+    parts = {"words": nn.Embedding(8, 8), "up": nn.Linear(8, 8), "down": nn.Linear(8, 8)}
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict(parts)])})
+    plan = {
+        "**.up": "column",
+        "**.down": "row",
+        "layers.0.words": style,
+        "layers.0": "sequence_layer",
+    }
+    with pytest.raises(InvalidArgumentError, match=r"'layers.0.words' .* a part of its table"):
+        explain(model, 2, plan, sequence_parallel=True)
+
+
 WIDTH, WORDS = 12, 20
 PLAN = {
     "words": "vocab", "layers.*.mlp.up": "column", "layers.*.mlp.down": "row",

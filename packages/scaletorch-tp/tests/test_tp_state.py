@@ -11,6 +11,7 @@ import torch
 from gpts import EVERY_SHARD
 from gpts import EveryShard as Net
 from torch.distributed import broadcast_object_list, checkpoint, get_rank, group, new_group
+from torch.overrides import TorchFunctionMode
 
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager import ModuleWrapper, setup_process_group_manager
@@ -22,6 +23,7 @@ from scaletorch.parallel.tensor_parallel import (
     load_full_state_dict,
     shard_dims,
     sharded_state_dict,
+    split_by_owner,
     take_own,
 )
 
@@ -88,6 +90,35 @@ def test_optimizer_state_is_gathered_as_parameters_are():
         optimizer.step()
         moments.append({n: optimizer.state[p]["exp_avg"] for n, p in net.named_parameters()})
     same(gather_tensors(model, moments[1]), moments[0])
+
+
+class Splits(TorchFunctionMode):
+    """Notes which tensors are split."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.split:
+            self.found.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@distributed_test(world_size=2)
+def test_every_rank_splits_in_one_order_and_one_rank_not_at_all():
+    # A split of a tensor that FSDP2 shards, too, communicates.
+    model, alone = sharded(0, group.WORLD), apply_tensor_parallel(Net(0), EVERY_SHARD, own_group())
+    for each, shards in (model, shard_dims(model)), (alone, {}):
+        tensors = dict(each.named_parameters())
+        expected = [x for name, x in tensors.items() if shards.get(name) is not None]
+        with Splits() as splits:
+            split_by_owner(each, tensors)
+        assert [*map(id, splits.found)] == [*map(id, expected)]
+
+
+def own_group():
+    return [new_group([rank]) for rank in range(2)][get_rank()]
 
 
 @distributed_test(world_size=2)

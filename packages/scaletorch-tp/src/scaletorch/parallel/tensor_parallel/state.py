@@ -121,7 +121,8 @@ def split_by_owner(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     _check_shards(model, tensors)
     cuts = find_cuts(model)
     found: dict[str, tuple[Owned, ...]] = {name: ((0, x),) for name, x in tensors.items()}
-    for name in tensors.keys() & cuts.keys():
+    # In one order on all ranks: splits of FSDP2's tensors communicate.
+    for name in (n for n in tensors if n in cuts and cuts[n].layer.tp_size > 1):
         layer, dim, cut = cuts[name]
         pieces = tensors[name].split([*map(len, cut.ranges[layer.tp_rank])], dim)
         found[name] = tuple(zip(cut.owners(layer.tp_rank), pieces, strict=True))

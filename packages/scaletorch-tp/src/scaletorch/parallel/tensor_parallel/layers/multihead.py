@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -69,7 +70,12 @@ class ParallelMultiheadAttention(TensorParallelLayer, nn.MultiheadAttention):
         mask = None if causal else self._mask(key_padding_mask, attn_mask, q, k.shape[2])
         dropout = self.dropout if self.training else 0.0
         with sharded_random(self.group) if dropout else nullcontext():
-            out = functional.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+            if need_weights:  # as in torch, which differentiates this twice
+                scores = q * self.head_dim**-0.5 @ k.transpose(-2, -1)
+                weights = torch.softmax(scores if mask is None else scores + mask, -1)
+                out = functional.dropout(weights, dropout) @ v
+            else:
+                out = functional.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
             out = out.transpose(1, 2).flatten(2)
             if query.dim() == 2:
                 out = out[0]

@@ -90,7 +90,8 @@ def resolve(
         found_whole = find_whole(view, [*regions, *earlier, *styled, *gathers])
         inside = modules_within(layers)
         whole = [module for module in (*styled, *found_whole) if module in inside]
-        _check_sequences(view, matches.values(), inside - modules_within(styled))
+        on_shards = inside - modules_within([*regions, *whole])
+        _check_sequences(view, matches.values(), inside - modules_within(styled), on_shards)
         for module in (*layers, *whole):
             reason = cannot_surround(module, SequenceLayer)
             if reason is not None:
@@ -98,7 +99,6 @@ def resolve(
                     f"'{view.names[module]}' ({type(module).__name__}) cannot be sequence "
                     f"parallel: {reason}"
                 )
-        on_shards = inside - modules_within([*regions, *whole])
         splits = [m for m in matches.values() if m.style == "row_split" and m.module in on_shards]
         for m in splits if plan is None else ():  # would add up outputs of different tokens
             matches[m.module] = look_up(m.name, m.module, m.pattern, "replicate")
@@ -218,9 +218,12 @@ def _layers_in(root: nn.Module, matches: Matches) -> list[nn.Module]:
 
 
 def _check_sequences(
-    view: ModelView, matches: Iterable[Match], shared: Collection[nn.Module]
+    view: ModelView,
+    matches: Iterable[Match],
+    shared: Collection[nn.Module],
+    on_shards: Collection[nn.Module],
 ) -> None:
-    """Refuse what would be wrong in modules that get shards of sequences (`shared`)."""
+    """Refuse what would be wrong in layers (`shared`), or in them where nothing is gathered."""
     for match in (match for match in matches if match.module in shared):
         reason = None
         usual = match.layer is not None and not {"arrives", "returns"} & {*match.options}
@@ -230,10 +233,14 @@ def _check_sequences(
                 "divides sequences itself by the conversions at its boundary, as sequence "
                 "parallelism would: let it take and return Invariant() tensors"
             )
-        elif match.becomes(VocabParallelEmbedding):
+        elif match.becomes(VocabParallelEmbedding) or (
+            match.becomes(Bounded)
+            and isinstance(match.module, nn.Embedding)
+            and match.module in on_shards
+        ):
             reason = (
-                "would be given other tokens on each rank, and each has other words: give it the "
-                "style 'replicate'"
+                "would be given other tokens on each rank, and each has a part of its table: give "
+                "it the style 'replicate'"
             )
         elif match.becomes(ParallelMultiheadAttention) and not vars(match.module)["batch_first"]:
             reason = (
