@@ -124,14 +124,16 @@ def _hidden_in(tensors: Iterable[Any]) -> Tensor | None:
 
 def _token_dim(x: Tensor, shares: SequenceShares) -> int:
     """Return the dim of tokens in hidden states [..., L, H], or in several streams [B, L, S, H]."""
-    lengths = (shares.length, shares.local)
+    length = shares.length
+    # With other ranks' lengths, so that all ranks refuse alike.
+    lengths = () if length is None else (length, *shares.sizes_of(length))
     if x.ndim != 4 or x.shape[1] not in lengths:
         return DIM
     if x.shape[DIM] in lengths:
         raise unfit(
             f"in hidden states {tuple(x.shape)} two dims are as long as the sequence of "
-            f"{shares.length} tokens or a rank's shard of {shares.local}, so the dim to divide is "
-            "unknown",
+            f"{length} tokens or a rank's shard of them ({', '.join(map(str, lengths[1:]))}), so "
+            "the dim to divide is unknown",
             "take another length or batch size",
         )
     return 1
