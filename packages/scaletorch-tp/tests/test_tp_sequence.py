@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from scaletorch.dist.building import tensors_in
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import distributed_test, run_ranks
-from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, explain, sequence_share
+from scaletorch.parallel.placement import shard_sizes
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, explain
 
 
 def ids(length=8):
@@ -61,7 +62,7 @@ def test_hidden_states_are_shares():
     norm.register_forward_hook(lambda _m, _i, out: lengths.append(out.shape[1]))
     for length in (12, 7):
         model(ids(length))
-        assert sequence_share(model, length) == lengths[-1]
+        assert shard_sizes(length, 3)[dist.get_rank()] == lengths[-1]
     assert lengths == [4, (3, 2, 2)[dist.get_rank()]]
     with pytest.raises(InvalidArgumentError, match=r"expected this rank's [23] of 7 tokens, got"):
         model.layers[0].mlp(torch.zeros(2, 4, 10, dtype=torch.float64))
@@ -73,7 +74,6 @@ def test_one_rank_changes_nothing():
     model, same = make(), make()
     apply_tensor_parallel(model, None, None, sequence_parallel=True)
     assert type(model) is Llama
-    assert sequence_share(model, 5) == 5
     assert torch.equal(model(ids(5)), same(ids(5)))
 
 

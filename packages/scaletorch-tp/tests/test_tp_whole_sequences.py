@@ -235,10 +235,10 @@ REFUSED = [  # a layer and its arguments, a plan, and what is said
     ((NoSequence, Ordered), SHARDED, r"a floating tensor \[..., tokens, 12\], and got"),
     ((Layer, Residual), SHARDED,
      r"in Residual does not fit this rank's share of the tokens \(4 of 8\)"),
-    ((Layer, Whole), SHARDED, "in Whole does not fit .* heads and features"),
+    ((Layer, Whole), SHARDED, "in Whole does not fit .* of their features"),
     ((Layer, Pooled), PLAN, r"Pooled must return hidden states \[..., 8, H\], and .* \(2, 1, 12\)"),
-    ((Longer,), SHARDED, "Tokens were added or dropped .* style a module .* 'sequence_who"),
-    ((Reshaping,), SHARDED, "in Model does not fit .* 'sequence_whole'; or do w"),
+    ((Longer,), SHARDED, "tokens were added or dropped .* style a module .* 'sequence_who"),
+    ((Reshaping,), SHARDED, "in Model does not fit .* 'sequence_whole', or do w"),
     ((Layer, Partly), SHARDED, "checkpoint the whole module"),
 ]  # fmt: skip
 

@@ -7,7 +7,6 @@ from .layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParalle
 from .plans.plan import STYLES, Plan, Style
 from .plans.suggest import suggest_plan
 from .regions.random import common_random, sharded_random
-from .sharing.sequence import sequence_share
 from .state import (
     PiecesTensor,
     gather_state_dict,
@@ -57,7 +56,6 @@ __all__ = [
     "linear_with_all_reduce",
     "linear_with_async_all_reduce",
     "load_full_state_dict",
-    "sequence_share",
     "shard_dims",
     "sharded_random",
     "sharded_state_dict",

@@ -250,16 +250,12 @@ def _check_tensors(logits: Tensor, targets: Tensor) -> None:
             f"{describe_rank()}: expected floating-point logits [..., V_local], got {logits.dtype} "
             f"of shape {tuple(logits.shape)}"
         )
-    if targets.dtype != torch.int64 or targets.shape != logits.shape[:-1]:
+    place = logits.shape[:-1], logits.device
+    if targets.dtype != torch.int64 or (targets.shape, targets.device) != place:
         raise InvalidArgumentError(
-            f"{describe_rank()}: logits of shape {tuple(logits.shape)} need int64 targets of shape "
-            f"{tuple(logits.shape[:-1])} (the vocabulary is the last dim), got {targets.dtype} of "
-            f"shape {tuple(targets.shape)}"
-        )
-    if targets.device != logits.device:
-        raise InvalidArgumentError(
-            f"{describe_rank()}: logits are on {logits.device}, targets on {targets.device}; "
-            "move the targets there"
+            f"{describe_rank()}: logits of shape {tuple(logits.shape)} on {logits.device} need "
+            f"int64 targets of shape {tuple(logits.shape[:-1])} (the vocabulary is the last dim) "
+            f"there, got {targets.dtype} of shape {tuple(targets.shape)} on {targets.device}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,10 +93,8 @@ def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, component: 
     known = {**module._modules, **module._parameters, **module._buffers}
     missing = component not in known and not hasattr(module, component)
     if known and missing and component != "_extra_state":
-        names = (n for n, _ in model.named_parameters(remove_duplicate=False))
-        close = ", ".join(difflib.get_close_matches(name, names)) or ", ".join(sorted(known))
         raise InvalidArgumentError(
-            f"{describe_rank()}: the model has no '{name}'; its nearest names are {close}"
+            f"{describe_rank()}: the model has no '{name}', but a module with {', '.join(known)}"
         )
 
 
@@ -343,12 +340,7 @@ class PiecesTensor(Tensor):
         return [ChunkStorageMetadata(start, piece.shape) for start, piece in self._pieces()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for start, piece in self._pieces():
-            if index.offset == start:
-                return piece
-        raise InvalidArgumentError(
-            f"{describe_rank()}: no piece of '{index.fqn}' begins at {index.offset}; it is {self!r}"
-        )
+        return next(piece for start, piece in self._pieces() if start == index.offset)
 
     def _pieces(self) -> Iterator[tuple[torch.Size, Tensor]]:
         """Yield the offsets and the values of each piece."""

@@ -198,11 +198,14 @@ class ParallelExperts(Bounded):
         rows = [x.flatten(0, -2) if x.dim() in (2, 3) else x for x in tensors]
         hidden = rows[0] if rows else torch.empty(())
         alone = len(tensors) == 1 and tensors[0].ndim == 2  # rows grouped by expert, as in Llama 4
-        if hidden.dim() != 2 or alone or any(x.shape[:1] != hidden.shape[:1] for x in rows):
+        sizes = sequence.sizes_of(sequence.length or self.tp_size)
+        own = hidden.shape[:1]
+        odd = not own or own[0] % sizes[self.tp_rank]  # not all tokens of this rank's sequences
+        if hidden.dim() != 2 or alone or odd or any(x.shape[:1] != own for x in rows):
             shapes = ", ".join(str(tuple(x.shape)) for x in tensors) or "none"
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
                 "called with rows, a token each, as hidden states [T, H] or [B, L, H], indices "
                 f"[T, K] and weights [T, K], got {shapes}; do without sequence parallelism"
             )
-        return sequence.rows(hidden)
+        return tuple(own[0] // sizes[self.tp_rank] * size for size in sizes)

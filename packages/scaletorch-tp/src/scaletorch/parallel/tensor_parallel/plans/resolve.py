@@ -82,7 +82,7 @@ def resolve(
     whole: list[nn.Module] = []
     if sequence_parallel:
         layers = [m.module for m in matches.values() if m.style == "sequence_layer"]
-        layers = layers or _find_layers(view, matches)
+        layers = layers or _find_layers(view.model, matches)
         styled = [m.module for m in matches.values() if _sees_whole_sequences(m)]
         regions = [module for module in regions if module not in {*layers, *styled}]
         earlier = [module for module in view.names if isinstance(module, Region)]
@@ -178,22 +178,21 @@ def _check_styles(matches: Iterable[Match], divided: Collection[nn.Module]) -> N
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
 
 
-def _find_layers(view: ModelView, matches: Matches) -> list[nn.Module]:
+def _find_layers(model: nn.Module, matches: Matches) -> list[nn.Module]:
     """Return the children of a model's outermost lists, from the first to the last with shards.
 
     A model of transformers has them in its decoder, beside which may be a tower for images.
     """
-    get_decoder = getattr(view.model, "get_decoder", None)
-    decoder = get_decoder() if callable(get_decoder) else None
-    roots = [root for root in (decoder, view.model) if isinstance(root, nn.Module)]
-    layers = next(filter(None, (_layers_in(root, matches) for root in roots)), None)
-    if layers is None:
-        raise InvalidArgumentError(
-            f"{type(view.model).__name__} has no list of modules (nn.ModuleList, nn.Sequential) "
-            "with sharded layers inside, in which sequence parallelism would divide sequences: "
-            "give its layers the style 'sequence_layer', or do without sequence parallelism"
-        )
-    return layers
+    get_decoder = getattr(model, "get_decoder", None)
+    for root in (get_decoder() if callable(get_decoder) else None, model):
+        layers = _layers_in(root, matches) if isinstance(root, nn.Module) else []
+        if layers:
+            return layers
+    raise InvalidArgumentError(
+        f"{type(model).__name__} has no list of modules (nn.ModuleList, nn.Sequential) with "
+        "sharded layers inside, in which sequence parallelism would divide sequences: give its "
+        "layers the style 'sequence_layer', or do without sequence parallelism"
+    )
 
 
 def _layers_in(root: nn.Module, matches: Matches) -> list[nn.Module]:

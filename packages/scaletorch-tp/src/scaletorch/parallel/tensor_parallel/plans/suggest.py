@@ -140,15 +140,11 @@ def _record(model: nn.Module, example: Any) -> list[Unit]:
             given = map_tensors(Tensor.detach, (args, dict(kwargs)))
             unit.args, unit.kwargs = copy.deepcopy(given)
 
-    def keep(unit: Unit, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        unit.returned = output
-
     with ExitStack() as hooks:
         for unit in units.values():
             hook = partial(note, unit)
             handle = unit.module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
             hooks.callback(handle.remove)
-            hooks.callback(unit.module.register_forward_hook(partial(keep, unit)).remove)
         _call(model, example)
     return [unit for unit in units.values() if unit.linears]
 

@@ -59,7 +59,6 @@ class Unit:
     linears: dict[str, Linear] = field(default_factory=dict)  # name in the unit -> layer
     args: tuple[Any, ...] | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    returned: Any = None
 
     def run(self, module: nn.Module | None = None) -> list[Tensor]:
         """Run the unit, or a copy of it, on the inputs of its first call; return its outputs.

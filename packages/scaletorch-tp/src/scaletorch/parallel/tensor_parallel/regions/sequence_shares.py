@@ -46,12 +46,7 @@ class SequenceShares:
     @property
     def local(self) -> int | None:
         """This rank's tokens in the last forward, or None if the length is not known."""
-        return None if self.length is None else self.sizes_of(self.length)[self.rank]
-
-    @property
-    def rank(self) -> int:
-        """This rank's index on the axis."""
-        return get_rank(self.group)
+        return None if self.length is None else self.sizes_of(self.length)[get_rank(self.group)]
 
     @uncompiled
     def recall(self, hidden: Tensor | None) -> None:
@@ -82,19 +77,16 @@ class SequenceShares:
     def sizes(self, x: Tensor, dim: int = DIM) -> tuple[int, ...]:
         """Return the number of tokens on each rank, given this rank's shard `x`."""
         sizes = self.sizes_of(self.length or x.shape[dim] * get_world_size(self.group))
-        if x.shape[dim] == sizes[self.rank]:
+        own = sizes[get_rank(self.group)]
+        if x.shape[dim] == own:
             return sizes
-        reason = (
-            "Tokens were added or dropped between the layers, are in another dim, or are the whole "
-            "sequence (a prefix, pooling, [L, B, H], a table, another input)"
-        )
         way_out = "style a module that needs the whole sequence 'sequence_whole'"
         if in_backward():
-            reason = "A module that sees whole sequences is run again in backward in pieces"
             way_out = "checkpoint the whole module (attention, MLP) or the layer around it"
         raise unfit(
-            f"with sequence parallelism expected this rank's {sizes[self.rank]} of {sum(sizes)} "
-            f"tokens, got a tensor of shape {tuple(x.shape)}. {reason}",
+            f"with sequence parallelism expected this rank's {own} of {sum(sizes)} "
+            f"tokens, got a tensor of shape {tuple(x.shape)}: tokens were added or dropped between "
+            "the layers, are in another dim, or are the whole sequence",
             way_out,
         )
 
@@ -117,19 +109,6 @@ class SequenceShares:
     def in_rows(self, x: Tensor, tokens: int | None) -> bool:
         """Return whether `x` [rows, H] has `tokens` rows for each of several sequences."""
         return tokens is not None and self.batch > 1 and x.shape[:-1] == (self.batch * tokens,)
-
-    def rows(self, x: Tensor) -> tuple[int, ...]:
-        """Return the number of token rows on each rank, given this rank's `x` [rows, ...]."""
-        if self.length is None:
-            return (x.shape[0],) * get_world_size(self.group)
-        sizes = self.sizes_of(self.length)
-        batch, odd = divmod(x.shape[0], sizes[self.rank])
-        if odd:
-            raise unfit(
-                f"expected this rank's {sizes[self.rank]} of {self.length} tokens of each sequence "
-                f"in rows, got a tensor of shape {tuple(x.shape)}"
-            )
-        return tuple(batch * size for size in sizes)
 
     @uncompiled
     def split(self, x: Tensor, dim: int = DIM) -> Tensor:
@@ -158,17 +137,10 @@ def refuse_shard(x: Tensor, lists: Collection[SequenceShares]) -> None:
     for shares in lists:
         if shares.sharing and x.ndim > 2 and x.shape[DIM] == shares.local != shares.length:
             raise unfit(
-                f"with sequence parallelism expected whole sequences outside of the layers, got "
-                f"this rank's {shares.local} of {shares.length} tokens, of shape {tuple(x.shape)}: "
-                "the last layer of its list, which gathers them, was not called before",
+                f"outside of its list of layers came this rank's {shares.local} of {shares.length} "
+                f"tokens, of shape {tuple(x.shape)}: the list's last layer was not called before",
                 "style only layers that are called in turn 'sequence_layer'",
             )
-
-
-def find_shares(model: nn.Module) -> SequenceShares | None:
-    """Return the sharding of a model's sequences; None without sequence parallelism."""
-    held = (vars(module).get("_sequence") for module in model.modules())
-    return next((shares for shares in held if isinstance(shares, SequenceShares)), None)
 
 
 @contextmanager
@@ -181,13 +153,11 @@ def shapes_explained(where: str, shares: SequenceShares) -> Iterator[None]:
         if type(error) is not RuntimeError or not _OF_SHAPES.search(str(error)):
             raise
         tokens = "" if shares.local is None else f" ({shares.local} of {shares.length})"
-        raise InvalidArgumentError(
-            f"{describe_rank()}: something in {where} does not fit this rank's share of the "
-            f"tokens{tokens}, or within attention and MLP modules of their heads and features. "
-            "With sequence parallelism make what is of the whole length inside of these modules or "
-            "before the layers, or style such a module 'sequence_whole'; or do without. "
-            f"It failed with {str(error).splitlines()[0]!r}"
-        ) from error
+        reason = (
+            f"something in {where} does not fit this rank's share of the tokens{tokens}, or in "
+            f"attention and MLP modules of their features ({str(error).splitlines()[0]})"
+        )
+        raise unfit(reason, "style what needs whole sequences 'sequence_whole'") from error
 
 
 def in_backward() -> bool:
@@ -280,6 +250,5 @@ def _refuse_second(
     if alike and other.shape[-1] in widths and not harmless:
         raise unfit(
             f"{kind} was called with two sequences, of shapes {tuple(hidden.shape)} and "
-            f"{tuple(other.shape)}; with sequence parallelism the second may be this rank's shard "
-            "of its tokens or the full sequence, with a full or a partial gradient"
+            f"{tuple(other.shape)}, and the second may be whole or this rank's shard of it"
         )

@@ -19,7 +19,6 @@ from ...pg_manager.building import divided_modules
 from ...placement import Invariant, ModelView, Partial, Placement, Replicate, Varying
 from ..layers.base import TensorParallelLayer
 from ..layers.own_parameters import PLACED
-from ..regions.sequence_shares import find_shares
 from ..regions.surround import own_class
 
 
@@ -66,7 +65,8 @@ class Walk:
         # `sums` is the `GradientSums` that records the kinds of gradients over all walks.
         self._model, self._sums, self.leaves = model, sums, Leaves(model)
         self._group: ProcessGroup | None = sums.group
-        self._sequences = find_shares(model)  # of sequence parallelism, if any
+        held = (vars(module).get("_sequence") for module in model.modules())
+        self._sequences = next(filter(None, held), None)  # of sequence parallelism, if any
         self._seen: set[tuple[Node, Reach]] = set()
         self._found: dict[int, tuple[Tensor, Reach]] = {}
         self._splits = False  # whether a term of a gradient reaches a node that takes the full one

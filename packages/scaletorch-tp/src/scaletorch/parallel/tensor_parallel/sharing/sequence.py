@@ -8,7 +8,7 @@ sequences are whole, as in one process. Source: https://arxiv.org/abs/2205.05198
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from ..regions.sequence_shares import (
     SequenceShares,
     change_arguments,
     convert_hidden,
-    find_shares,
     in_backward,
     refuse_shard,
     shapes_explained,
@@ -104,10 +103,7 @@ def _joined(name: str, out: Any, shares: SequenceShares) -> Any:
     end_sharded_random()  # activations are full after this layer
     hidden = _hidden_in(tensors_in(out))
     if hidden is None:
-        raise unfit(
-            f"with sequence parallelism {name} must return hidden states [..., L, H], a floating "
-            "tensor"
-        )
+        raise unfit(f"with sequence parallelism {name} must return hidden states [..., L, H]")
     dim, kind = _token_dim(hidden, shares), (hidden.shape, hidden.is_floating_point())
 
     def whole(x: Tensor) -> Tensor:
@@ -147,10 +143,8 @@ def _shared_out(
     again = in_backward()
     hidden = _hidden_in((*args, *kwargs.values()))
     if hidden is None:
-        raise unfit(
-            f"with sequence parallelism {own_class(layer).__name__} must be called with hidden "
-            "states [..., L, H], a floating tensor"
-        )
+        kind = own_class(layer).__name__
+        raise unfit(f"{kind} must be called with hidden states [..., L, H], a floating tensor")
     begins = layer._first and not shares.sharing and not again
     if begins:
         refuse_shard(hidden, layer._lists)
@@ -191,9 +185,9 @@ class SequenceRoot(Surrounded):
             shares.length = None if ids is None else ids.shape[-1]
             shares.batch = 0 if ids is None else ids.shape[0]
             shares.sharing = False
-        if not self._sequences:  # in a slice of an nn.Sequential
-            return super().__call__(*args, **kwargs)
-        with shapes_explained(own_class(self).__name__, self._sequences[0]):
+        with ExitStack() as stack:
+            for shares in self._sequences[:1]:  # none in a slice of an nn.Sequential
+                stack.enter_context(shapes_explained(own_class(self).__name__, shares))
             return super().__call__(*args, **kwargs)
 
 
@@ -228,13 +222,3 @@ def share_sequences(
         if isinstance(module, ColumnParallelLinear) and module not in inside:
             vars(module)["lists"] = sequences
     vars(surround(view.model, SequenceRoot, group))["_sequences"] = sequences
-
-
-def sequence_share(model: nn.Module, length: int) -> int:
-    """Return the number of tokens in this rank's hidden states between layers.
-
-    The model, wrapped or not, is called with `length` tokens. Without sequence parallelism it is
-    `length`.
-    """
-    shares = find_shares(model)
-    return length if shares is None else shares.sizes_of(length)[shares.rank]
