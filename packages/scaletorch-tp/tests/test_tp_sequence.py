@@ -300,6 +300,37 @@ def require_length(length, _module, _given, out):
     assert out.shape[1] == length
 
 
+class Body(nn.Module):
+    """Adds the residuals of listed pairs itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = nn.ModuleList(nn.ModuleList([Mlp(), Mlp()]) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        for first, second in self.pairs:
+            x = x + first(x, 0)
+            x = x + second(x, 0)
+        return self.norm(x)
+
+
+class Paired(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.body = nn.Embedding(WORDS, WIDTH), Body()
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids):
+        return self.head(self.body(self.words(ids)))
+
+
+@distributed_test(world_size=2)
+def test_what_adds_residuals_around_a_list_may_be_the_layer():
+    plan = {"body.**.up": "column", "body.**.down": "row", "body": "sequence_layer"}
+    compare(made(Paired), divided(made(Paired), plan), ids(7))
+
+
 @distributed_test(world_size=2)
 def test_lists_in_a_list_are_no_layers():
     class Stages(TwoLists):

@@ -238,7 +238,7 @@ REFUSED = [  # a layer and its arguments, a plan, and what is said
     ((Layer, Whole), SHARDED, "in Whole does not fit .* of their features"),
     ((Layer, Pooled), PLAN, r"Pooled must return hidden states \[..., 8, H\], and .* \(2, 1, 12\)"),
     ((Longer,), SHARDED, "tokens were added or dropped .* style a module .* 'sequence_who"),
-    ((Reshaping,), SHARDED, "in Model does not fit .* 'sequence_whole', or do w"),
+    ((Reshaping,), SHARDED, "in Model does not fit .* 'sequence_whole', or .* 'sequence_layer'"),
     ((Layer, Partly), SHARDED, "checkpoint the whole module"),
 ]  # fmt: skip
 

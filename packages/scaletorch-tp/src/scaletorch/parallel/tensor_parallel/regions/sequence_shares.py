@@ -157,7 +157,8 @@ def shapes_explained(where: str, shares: SequenceShares) -> Iterator[None]:
             f"something in {where} does not fit this rank's share of the tokens{tokens}, or in "
             f"attention and MLP modules of their features ({str(error).splitlines()[0]})"
         )
-        raise unfit(reason, "style what needs whole sequences 'sequence_whole'") from error
+        way_out = "style what needs whole sequences 'sequence_whole', or what adds residuals around"
+        raise unfit(reason, f"{way_out} the layers 'sequence_layer'") from error
 
 
 def in_backward() -> bool:
